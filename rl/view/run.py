@@ -9,7 +9,7 @@ from rl.errors import require
 from rl.view.changes import changes
 from rl.view.history import Curves, EventLog
 from rl.view.lines import read_json, rows_between, tail_of
-from rl.view.rollouts import Rollouts
+from rl.view.rollouts import Rollouts, plain
 
 POINTS = 2_000
 """Most points of a curve of one answer."""
@@ -66,8 +66,7 @@ class Run:
                 "rows": metrics.count + self._evaluations.count,
                 "last": metrics.last,
                 "names": sorted(name for name in metrics.values if name != "step"),
-                "evaluation_names": sorted(n for n in self._evaluations.values if n != "step"),
-                "evaluation": self._evaluations.last,
+                "evaluation_names": self._evaluation_names(),
                 "warnings": [*events.warnings][-100:],
                 "events": [*events.recent][-100:],
                 "starts": events.starts,
@@ -86,10 +85,14 @@ class Run:
         with self._lock:
             self._metrics.update()
             self._evaluations.update()
+            final = self._final()
             found = {}
             for name in names[:NAMES]:
                 source = self._metrics if name in self._metrics.values else self._evaluations
-                found[name] = source.thinned(name, points)
+                steps, values = found[name] = source.thinned(name, points)
+                if name in final and max(steps, default=0) < final["steps"]:
+                    steps.append(final["steps"])
+                    values.append(plain(final[name]))
             return {"curves": found}
 
     def timeline(self, first: int, count: int) -> dict[str, Any]:
@@ -103,8 +106,22 @@ class Run:
         """Return the curves of all numbers of evaluations."""
         with self._lock:
             self._evaluations.update()
-            names = [name for name in self._evaluations.values if name != "step"]
-        return self.curves(sorted(names), 1_000)
+            names = self._evaluation_names()
+        return self.curves(names, 1_000)
+
+    def _evaluation_names(self) -> list[str]:
+        return sorted({*self._evaluations.values, *self._final()} - {"step", "steps"})
+
+    def _final(self) -> dict[str, Any]:
+        """Return ``steps`` and the numbers of the evaluation after the last step, which only the
+        summary has; empty if the run has no summary.
+        """
+        summary = read_json(self.folder / "summary.json")
+        if not isinstance(summary, dict) or not isinstance(summary.get("steps"), int):
+            return {}
+        numbers = {name: summary[name] for name in summary if name.startswith("eval/")}
+        found = {name: each for name, each in numbers.items() if isinstance(each, int | float)}
+        return {"steps": summary["steps"]} | found
 
     def changes(self, before: int, after: int) -> dict[str, Any]:
         """Return the examples whose result changed between the evaluations of two steps."""

@@ -155,6 +155,24 @@ def test_the_status_is_that_of_the_files(folder):
     assert (run.state()["status"], run.state()["status_text"]) == ("failed", "out of memory")
 
 
+def test_the_evaluation_after_the_last_step_is_a_point_of_its_curves(folder):
+    """The summary alone has its numbers."""
+    final = {"eval/exact_match": 0.75, "eval/loss": 0.5, "eval/version_min": None}
+    summary = {"steps": 20, "policy_digest": "a", **final}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    rows = (folder / "evaluations.jsonl").read_text().splitlines(keepends=True)
+    path = folder / "evaluations.jsonl"
+    for kept, steps in ((0, [20]), (2, [5, 10, 20]), (4, [5, 10, 15, 20])):
+        path.write_text("".join(rows[:kept]))
+        run = Run(folder)
+        found = run.evaluations()["curves"]
+        values = [0.25, 0.5, 0.75, 1.0][:kept] + [0.75] * (kept < 4)
+        assert found["eval/exact_match"] == [steps, values]
+        assert found["eval/loss"] == [[20], [0.5]]
+        assert {"eval/exact_match", "eval/loss"} <= {*run.state()["evaluation_names"]}
+        assert run.curves(["eval/loss"])["curves"] == {"eval/loss": [[20], [0.5]]}
+
+
 def test_files_that_appear_later_are_read(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     run = Run(tmp_path)

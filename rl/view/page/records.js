@@ -6,7 +6,7 @@ async function evaluation(view) {
   const answers = await Promise.all(view.runs.map((_, run) => get("evaluations", { run })));
   const names = [...new Set(answers.flatMap((each) => Object.keys(each.curves || {})))].sort();
   if (!names.length && !view.state.evaluation_steps.length) {
-    return [note("no evaluations are recorded in evaluations.jsonl")];
+    return [note("no evaluations are recorded in evaluations.jsonl or summary.json")];
   }
   const fitting = names.filter((name) => name.includes(view.query.filter || ""));
   const series = seriesOf(view, answers);

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -42,9 +43,20 @@ class Rollouts:
         """Return a row for each rollout of ``step``, without its tokens."""
         path = self.path(step)
         try:
-            return _table(path, path.stat().st_mtime_ns)
+            return _table(path, path.stat().st_mtime_ns, self._tokenizer)
         except Exception as error:
             return {"error": f"{path.name} cannot be read: {said_by(error)}", "rows": []}
+
+    def last_answers(self, step: int, indices: Sequence[int]) -> list[str | None]:
+        """Return the beginning of the last answer of each rollout of ``indices``; None for a
+        rollout whose text is its answer.
+        """
+        import pyarrow as pa
+        import pyarrow.parquet as parquet
+
+        names = ["turn_lengths", "sequences.list.element.tokens", "sequences.list.element.sampled"]
+        table = parquet.ParquetFile(self.path(step)).read(columns=names)
+        return _last_answers(table.take(pa.array(indices, pa.int64())), self._tokenizer)
 
     def rollout(self, step: int, index: int) -> dict[str, Any]:
         """Return all of one rollout, with its tokens as text if the run has a tokenizer."""
@@ -101,20 +113,26 @@ def _version(metadata: dict[bytes, bytes] | None) -> int | None:
 
 
 @lru_cache(maxsize=8)
-def _table(path: Path, changed: int) -> dict[str, Any]:
+def _table(path: Path, changed: int, tokenizer: Any) -> dict[str, Any]:
     import pyarrow.parquet as parquet
 
     file = parquet.ParquetFile(path)
-    wanted = ("prompt_id", "sample", "task", "reward", "prompt", "text", "stop_reason", "sequences")
+    wanted = ("prompt_id", "sample", "task", "reward", "prompt", "text", "stop_reason")
     names = file.schema_arrow.names
-    table = file.read(columns=[*(name for name in wanted if name in names), "sequences"])
+    table = file.read(columns=[*wanted, "turn_lengths", "sequences"])
     left_out = max(0, table.num_rows - ROWS)
     table = table.slice(0, ROWS)
     version = _version(file.schema_arrow.metadata)
     columns = _of_tokens(table, version) if "sequences" in names else {}
-    for name in wanted[:-1]:
+    for name in wanted:
         if name in names:
             columns[name] = [shortened(value) for value in table[name].to_pylist()]
+    if "text" in names:
+        answers = _last_answers(table, tokenizer)
+        columns["text"] = [
+            text if answer is None else answer
+            for text, answer in zip(columns["text"], answers, strict=True)
+        ]
     rows = [
         dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)
     ]
@@ -124,6 +142,24 @@ def _table(path: Path, changed: int) -> dict[str, Any]:
 def shortened(value: Any) -> Any:
     """Return the first PREVIEW characters of a text, and any other value as it is."""
     return value[:PREVIEW] if isinstance(value, str) else value
+
+
+def _last_answers(table: Any, tokenizer: Any) -> list[str | None]:
+    """Return the beginning of the last answer of each episode, whose ``text`` has all turns."""
+    if tokenizer is None or not {"turn_lengths", "sequences"} <= {*table.column_names}:
+        return [None] * table.num_rows
+    found: list[str | None] = []
+    for lengths, sequences in zip(table["turn_lengths"], table["sequences"], strict=True):
+        if not len(lengths) or not len(sequences):
+            found.append(None)
+            continue
+        last = sequences.values[-1]
+        sampled = last["sampled"].values.to_numpy(zero_copy_only=False).astype(np.int8)
+        begins = np.flatnonzero(np.diff(sampled, prepend=0) > 0)
+        begin = begins[-1] if len(begins) else len(sampled)
+        tokens = last["tokens"].values.to_numpy()[begin:][sampled[begin:] > 0]
+        found.append(shortened(tokenizer.decode(tokens[:PREVIEW].tolist())))
+    return found
 
 
 def _of_tokens(table: Any, version: int | None) -> dict[str, list[Any]]:

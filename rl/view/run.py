@@ -125,7 +125,13 @@ class Run:
 
     def changes(self, before: int, after: int) -> dict[str, Any]:
         """Return the examples whose result changed between the evaluations of two steps."""
-        return changes(self.evaluated.path(before), self.evaluated.path(after))
+        found = changes(self.evaluated.path(before), self.evaluated.path(after))
+        rows = found["rows"]
+        for side, step in (("before", before), ("after", after)) if rows else ():
+            answers = self.evaluated.last_answers(step, [row[f"index_{side}"] for row in rows])
+            for row, text in zip(rows, answers, strict=True):
+                row[f"text_{side}"] = row[f"text_{side}"] if text is None else text
+        return found
 
     def failure(self) -> dict[str, Any]:
         """Return what failed, the newest events, the prompts' states and the ends of the logs."""

@@ -110,7 +110,9 @@ def write_rollouts(
     parquet.write_table(table, path, compression="zstd")
 
 
-def write_evaluation(path: Path, *, place: int, text: str = "", prompts: int = 10) -> None:
+def write_evaluation(
+    path: Path, *, place: int, text: str = "", prompts: int = 10, turns: int = 1
+) -> None:
     """Write an evaluation of ``prompts`` prompts of two tasks, of one greedy and two sampled
     answers each. Of the greedy ones, ``place`` later prompts than in the one before are right.
     """
@@ -119,7 +121,7 @@ def write_evaluation(path: Path, *, place: int, text: str = "", prompts: int = 1
         for prompt in range(prompts):
             for sample in range(samples):
                 right = float((prompt - 3 * place) % prompts < 4)
-                row = _row(4 * prompt + sample, place + 1, 1, text)
+                row = _row(4 * prompt + sample, place + 1, turns, text)
                 rows.append(
                     {name: row[name] for name in row}
                     | {"chunk": chunk, "prompt_id": prompt, "task": ("sums", "<b>")[prompt % 2]}
@@ -149,7 +151,7 @@ def _row(index: int, step: int, turns: int, text: str) -> dict:
         "task": "made",
         "reward": float(index % 2),
         "turn_rewards": [0.5] * turns,
-        "turn_lengths": [4] * turns,
+        "turn_lengths": [4] * turns if turns > 1 else [],  # of episodes
         "metrics": json.dumps({"correct": 1.0, "calls": [2.0, 1.0, "max"]}),
         "prompt": f"prompt {index // 4} {text}",
         "prompt_tokens": [0, 1, 2],

@@ -8,7 +8,7 @@ import pytest
 
 from rl.errors import ConfigError
 from rl.view.run import Run
-from tests.view.runs import BEGAN, line, make_run, metrics_of, write_rollouts
+from tests.view.runs import BEGAN, line, make_run, metrics_of, write_evaluation, write_rollouts
 
 
 @pytest.fixture
@@ -119,6 +119,19 @@ def test_turns_of_a_rollout_are_told_apart(tmp_path):
     assert sequence["texts"][4] == "<b>"
     assert found["metrics"] == {"correct": 1.0, "calls": [2.0, 1.0, "max"]}
     assert len(sequence["columns"]["advantages"]) == 21
+
+
+@pytest.mark.parametrize(("turns", "shown"), [(1, "the answer"), (3, "w17 w18 w19 w20")])
+def test_the_list_shows_the_last_answer_of_an_episode(tmp_path, turns, shown):
+    """The text of an episode begins with its system prompt."""
+    run = Run(make_run(tmp_path / "run", turns=turns))
+    assert {row["text"] for row in run.rollouts.table(20)["rows"]} == {shown}
+    for place, step in enumerate((5, 10)):
+        path = run.evaluated.path(step)
+        write_evaluation(path, place=place, text="the answer", turns=turns)
+    row = run.changes(5, 10)["rows"][0]
+    says = [f"evaluation {place} says the answer" for place in (0, 1)]
+    assert [row["text_before"], row["text_after"]] == (says if turns == 1 else [shown] * 2)
 
 
 def test_missing_columns_and_damaged_files_are_tolerated(folder):

@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +68,9 @@ class Rollouts:
             return {"error": f"{path.name}, rollout {index}, cannot be read: {said_by(error)}"}
         for sequence in found["sequences"]:
             sequence["texts"] = [self._text([token]) for token in sequence["tokens"]]
+            sequence["control"] = [token in self._control for token in sequence["tokens"]]
             sequence["turns"] = [
-                {"sampled": sampled, "count": len(tokens), "text": self._text(tokens)}
+                {"sampled": sampled, "count": len(tokens), "parts": self._parts(sampled, tokens)}
                 for sampled, tokens in _turns(sequence)
             ]
         return found
@@ -90,6 +92,25 @@ class Rollouts:
                     continue
         return None
 
+    @cached_property
+    def _control(self) -> set[int]:
+        """Ids of the control tokens."""
+        return {*self._tokenizer.get_added_tokens_decoder()} if self._tokenizer else set()
+
+    def _parts(self, sampled: bool, tokens: list[int]) -> list[list[str]] | None:
+        """Return ``[kind, text]`` of each part of a turn; None if the run has no tokenizer. The
+        kinds are ``control`` for control tokens, ``tools`` for schemas in a fed turn, and ``text``.
+        """
+        found: list[list[str]] = []
+        for control, run in groupby(tokens, self._control.__contains__):
+            if (text := self._text([*run])) is None:
+                return None
+            if control:
+                found.append(["control", text])
+            else:
+                found += [["text", text]] if sampled else _schemas(text)
+        return found
+
     def _text(self, tokens: list[int]) -> str | None:
         """Return the text of tokens; None if the run has no tokenizer."""
         if self._tokenizer is None or any(token < 0 for token in tokens):
@@ -105,6 +126,34 @@ def _turns(sequence: dict[str, Any]) -> list[tuple[bool, list[int]]]:
             found.append((sampled, []))
         found[-1][1].append(token)
     return found
+
+
+def _schemas(text: str) -> list[list[str]]:
+    """Return the parts of ``text``, ``["tools", part]`` for schemas of tools in JSON."""
+    found = [["text", ""]]
+    end = 0
+    for each in re.finditer(r"^[\[{]", text, re.MULTILINE):
+        begin = each.start()
+        try:
+            value, after = json.JSONDecoder().raw_decode(text, begin)
+        except (ValueError, RecursionError):
+            continue
+        if begin < end or not _is_schema(value):
+            continue
+        if found[-1][0] == "text" or text[end:begin].strip():
+            found += [["text", text[end:begin]], ["tools", text[begin:after]]]
+        else:
+            found[-1][1] += text[end:after]
+        end = after
+    return [part for part in [*found, ["text", text[end:]]] if part[1]]
+
+
+def _is_schema(value: Any) -> bool:
+    """Whether a value is the schema of a tool, or a list of them."""
+    if isinstance(value, list):
+        return bool(value) and all(map(_is_schema, value))
+    function = value.get("function", value) if isinstance(value, dict) else None
+    return isinstance(function, dict) and {"name", "parameters"} <= {*function}
 
 
 def _version(metadata: dict[bytes, bytes] | None) -> int | None:

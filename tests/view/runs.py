@@ -97,7 +97,9 @@ def make_tokenizer(folder: Path) -> None:
     folder.mkdir()
     words = {f"w{index}": index for index in range(30)}
     words["<b>"] = 30
-    Tokenizer(WordLevel(words, unk_token="w0")).save(str(folder / "tokenizer.json"))
+    tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
+    tokenizer.add_special_tokens(["w6"])
+    tokenizer.save(str(folder / "tokenizer.json"))
 
 
 def write_rollouts(

@@ -123,12 +123,21 @@ def test_a_rollout_shows_its_turns_and_tokens(page):
     assert count(page, "#conversation .turn.sampled") == 3
     assert (count(page, ".tok"), count(page, ".tok.sampled")) == (21, 12)
     assert "<b>" in text(page, "#strip")
+    assert count(page, ".tok.control") == count(page, "#conversation .control") == 1
+    assert text(page, "#conversation .control") == "w6"
     assert "color-mix" in page.value("document.querySelector('.tok.sampled').style.background")
     page.value(
         "document.querySelectorAll('.tok.sampled')[1]"
         ".dispatchEvent(new MouseEvent('mouseover', {bubbles: true}))"
     )
     assert "advantages\t-0.5" in text(page, "#token")
+
+
+def test_a_gap_of_rounding_is_pale(page):
+    page.turn("#/rollout?run=1&step=20&index=1&colour=gap")  # all gaps are 0.01
+    assert text(page, "main .bar .dim:has(.scale)").split() == ["0", "0.1"]
+    style = page.value("document.querySelector('.tok.sampled').style.background")
+    assert "8%" in style
 
 
 def test_groups_show_the_spread_of_rewards(page):

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from rl.errors import ConfigError
+from rl.view.rollouts import _schemas
 from rl.view.run import Run
 from tests.view.runs import BEGAN, line, make_run, metrics_of, write_evaluation, write_rollouts
 
@@ -117,6 +118,8 @@ def test_turns_of_a_rollout_are_told_apart(tmp_path):
     turns = [(turn["sampled"], turn["count"]) for turn in sequence["turns"]]
     assert turns == [(False, 3), (True, 4)] * 3
     assert sequence["texts"][4] == "<b>"
+    assert sequence["turns"][1]["parts"] == [["text", "w3 <b> w5"], ["control", "w6"]]
+    assert [place for place, control in enumerate(sequence["control"]) if control] == [6]
     assert found["metrics"] == {"correct": 1.0, "calls": [2.0, 1.0, "max"]}
     assert len(sequence["columns"]["advantages"]) == 21
 
@@ -132,6 +135,28 @@ def test_the_list_shows_the_last_answer_of_an_episode(tmp_path, turns, shown):
     row = run.changes(5, 10)["rows"][0]
     says = [f"evaluation {place} says the answer" for place in (0, 1)]
     assert [row["text_before"], row["text_after"]] == (says if turns == 1 else [shown] * 2)
+
+
+ONE = '{"type": "function", "function": {"name": "add", "parameters": {}}}'
+TWO = '{\n  "name": "sub",\n  "parameters": {}\n}'
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        (f"Use:\n{ONE}\n{TWO}\nor not", ["Use:\n", f"{ONE}\n{TWO}", "\nor not"]),
+        (f"[{ONE}, {ONE}]", [f"[{ONE}, {ONE}]"]),
+        (f"{ONE}\nthen\n{TWO}", [ONE, "\nthen\n", TWO]),
+        (f'[]\n{{"name": "add"}}\n[1]\n{{"function": 1}}\n{ONE[:-1]}', None),
+        ('{"a":\n' * 5_000, None),
+    ],
+)
+def test_schemas_of_tools_are_parts_of_their_own(text, parts):
+    found = _schemas(text)
+    assert [part for _, part in found] == (parts or [text])
+    assert all(
+        (kind == "tools") == ('"parameters"' in part and parts is not None) for kind, part in found
+    )
 
 
 def test_missing_columns_and_damaged_files_are_tolerated(folder):

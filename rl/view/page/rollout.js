@@ -1,26 +1,36 @@
 "use strict";
 // One rollout: its conversation, and its tokens coloured by a number.
 
+const LEAST_GAP = 0.1; // of the strongest colour; rounding alone stays pale
 const DIVERGING = ["advantages", "advantage"];
 
 function conversation(data, id = "conversation") {
   const turns = [];
   data.sequences.forEach((sequence, index) => {
-    const known = (sequence.turns || []).filter((each) => each.text != null);
+    const known = (sequence.turns || []).filter((each) => each.parts);
     if (known.length && data.sequences.length > 1) {
       turns.push(el("div", { class: "pad dim" }, `sequence ${index + 1}`));
     }
-    for (const each of known) turns.push(turn(each.sampled, `${each.count} tokens`, each.text));
+    for (const each of known) turns.push(turn(each.sampled, `${each.count} tokens`, each.parts));
   });
   if (!turns.length) {
-    turns.push(turn(false, "prompt", data.prompt || ""), turn(true, "answer", data.text || ""));
+    turns.push(turn(false, "prompt", [["text", data.prompt || ""]]),
+      turn(true, "answer", [["text", data.text || ""]]));
   }
   return el("div", { class: "panel conversation", id }, ...turns);
 }
 
-function turn(sampled, words, text) {
+const PARTS = {
+  text: (text) => visible(text),
+  control: (text) => el("span", { class: "control", title: "control tokens" }, visible(text)),
+  tools: (text) => el("details", {}, el("summary", { class: "dim" },
+    `schemas of tools · ${number(text.length)} characters`), visible(text)),
+};
+
+function turn(sampled, words, parts) {
   return el("div", { class: sampled ? "turn sampled" : "turn" },
-    el("small", {}, `${sampled ? "sampled" : "fed"} · ${words}`), visible(text));
+    el("small", {}, `${sampled ? "sampled" : "fed"} · ${words}`),
+    ...parts.map(([kind, text]) => PARTS[kind](text)));
 }
 
 // The numbers that tokens can be coloured by: name → function of a sequence and a place.
@@ -60,7 +70,10 @@ function strip(data, name, show) {
   const given = numbers.filter((each) => each != null);
   const bounds = given.length ? [given.reduce((a, b) => Math.min(a, b)),
     given.reduce((a, b) => Math.max(a, b))] : [0, 1];
-  if (name === "gap") bounds[0] = 0;
+  if (name === "gap") {
+    bounds[0] = 0;
+    bounds[1] = Math.max(bounds[1], LEAST_GAP);
+  }
   const diverges = DIVERGING.includes(name);
   if (diverges) {
     bounds[1] = Math.max(Math.abs(bounds[0]), Math.abs(bounds[1]));
@@ -77,7 +90,8 @@ function strip(data, name, show) {
       const text = sequence.texts[at];
       const sampled = sequence.sampled[at];
       const node = el("span", {
-        class: `tok ${sampled ? "sampled" : "fed"} ${text == null ? "id" : ""}`,
+        class: `tok ${sampled ? "sampled" : "fed"} ${text == null ? "id" : ""} `
+          + (sequence.control[at] ? "control" : ""),
         "data-place": `${row} ${at}`,
       }, text == null ? String(id) : visible(text).replaceAll("\n", "⏎\n") || "∅");
       if (sampled) node.style.background = paint(value(sequence, at), bounds, diverges);
@@ -160,7 +174,8 @@ async function rollout(view) {
         el("h2", {}, "Tokens"),
         el("div", { class: "bar" },
           choice("colour", known, colour, (value) => view.change({ step, index, colour: value })),
-          legend, el("span", { class: "dim" }, "grey text is fed; sampled tokens are underlined")),
+          legend, el("span", { class: "dim" }, "grey text is fed; sampled tokens are underlined; "
+            + "control tokens have a frame")),
         tokens),
       el("div", { class: "stick" }, el("div", { class: "panel" }, facts([...about, ...metrics])),
         el("h2", {}, "Token"), panel)),

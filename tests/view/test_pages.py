@@ -85,6 +85,29 @@ def test_the_overview_compares_the_curves_of_all_runs(page):
     page.wait("document.querySelectorAll('.chart path.curve').length === 6")
 
 
+def test_labels_of_ticks_are_whole_and_differ(page):
+    page.turn("#/overview?run=0")
+    cases = [
+        [-1.5e-5, -1.499e-5],
+        [0.99995, 1.00005],
+        [123456, 123462],
+        [0.001, 0.0011],
+        [0, 54321],
+    ]
+    for low, high in cases:
+        curve = {"steps": [1, 10_000], "values": [low, high], "shade": 0}
+        page.value(f"main.replaceChildren(chart('one', [{curve}]))")
+        labels = page.value(
+            "[...document.querySelectorAll('main text')].map((each) => each.textContent)"
+        )
+        assert len({*labels}) == len(labels) > 4
+        clipped = page.value(
+            "[...document.querySelectorAll('main text')].filter((each) => { const box = "
+            "each.getBBox(); return box.x < 0 || box.x + box.width > 400; }).length"
+        )
+        assert clipped == 0, labels
+
+
 def test_any_metric_is_found_by_its_name(page):
     page.turn("#/overview?run=0&filter=part1")
     assert count(page, ".chart") == 11  # part1 and part10 to part19

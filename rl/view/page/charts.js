@@ -2,7 +2,7 @@
 // Line charts and scatters, drawn as SVG.
 
 const SHADES = 6;
-const WIDTH = 400, HEIGHT = 128, LEFT = 46, RIGHT = 14, TOP = 8, BOTTOM = 18;
+const WIDTH = 400, HEIGHT = 128, LEFT = 46, RIGHT = 14, TOP = 8, BOTTOM = 18, LETTER = 6.4;
 
 function ticks(low, high, count) {
   const rough = (high - low) / count || 1;
@@ -40,23 +40,39 @@ function smooth(values, share) {
   });
 }
 
-const short = (value) => Math.abs(value) >= 1e4
-  ? value.toLocaleString("en", { notation: "compact", maximumFractionDigits: 1 })
-  : number(value, 3);
+function short(value, digits) {
+  const size = Math.abs(value);
+  if (size && size < 1e-3) return String(Number(value.toPrecision(digits)).toExponential());
+  return value.toLocaleString("en",
+    { notation: size >= 1e4 ? "compact" : "standard", maximumSignificantDigits: digits });
+}
+
+// Places of ticks, each with a label that tells it from its neighbours.
+function labelled(places) {
+  const most = Math.max(...places.map(Math.abs));
+  const parts = places.length > 1 ? most / (places[1] - places[0]) : 1e5;
+  const digits = Math.min(15, Math.max(3, 1 + Math.ceil(Math.log10(parts))));
+  return places.map((each) => [each, short(each, digits)]);
+}
+
+// The middle of a label that ends before the edge of a picture.
+const inside = (place, text, width) => Math.min(place, width - LETTER / 2 * text.length);
 
 function axes(xs, ys, width, height, steps = false) {
   const spread = (ys[1] - ys[0]) * 0.05;
   const low = ys[0] - spread, high = ys[1] + spread;
-  const x = (value) => LEFT + (value - xs[0]) / (xs[1] - xs[0]) * (width - LEFT - RIGHT);
+  const rows = labelled(ticks(low, high, 3));
+  const left = Math.max(LEFT, ...rows.map(([, text]) => 6 + LETTER * text.length));
+  const x = (value) => left + (value - xs[0]) / (xs[1] - xs[0]) * (width - left - RIGHT);
   const y = (value) => TOP + (high - value) / (high - low) * (height - TOP - BOTTOM);
-  const lines = ticks(low, high, 3).flatMap((each) => [
-    svg("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: y(each), y2: y(each) }),
-    svg("text", { x: LEFT - 5, y: y(each) + 3.5, "text-anchor": "end" }, short(each)),
+  const lines = rows.flatMap(([each, text]) => [
+    svg("line", { class: "grid", x1: left, x2: width - RIGHT, y1: y(each), y2: y(each) }),
+    svg("text", { x: left - 5, y: y(each) + 3.5, "text-anchor": "end" }, text),
   ]);
   const places = ticks(xs[0], xs[1], 5).filter((each) => !steps || Number.isInteger(each));
-  const marks = places.map((each) =>
-    svg("text", { x: x(each), y: height - 4, "text-anchor": "middle" }, short(each)));
-  return { x, y, nodes: [...lines, ...marks] };
+  const marks = labelled(places).map(([each, text]) => svg("text",
+    { x: inside(x(each), text, width), y: height - 4, "text-anchor": "middle" }, text));
+  return { x, y, left, nodes: [...lines, ...marks] };
 }
 
 function path(steps, values, x, y) {
@@ -82,13 +98,13 @@ function chart(title, series, share, open) {
   const lines = drawn.map((each) => share ? smooth(each.values, share) : each.values);
   const xs = range(drawn.flatMap((each) => [each.steps[0], each.steps.at(-1)]));
   const ys = range(drawn.flatMap((each) => each.values));
-  const { x, y, nodes } = axes(xs, ys, WIDTH, HEIGHT, true);
+  const { x, y, left, nodes } = axes(xs, ys, WIDTH, HEIGHT, true);
   const cursor = svg("line",
     { class: "cursor", y1: TOP, y2: HEIGHT - BOTTOM, visibility: "hidden" });
   const at = (event) => {
     const space = picture.getBoundingClientRect();
     const place = (event.clientX - space.left) / space.width * WIDTH;
-    return xs[0] + (place - LEFT) / (WIDTH - LEFT - RIGHT) * (xs[1] - xs[0]);
+    return xs[0] + (place - left) / (WIDTH - left - RIGHT) * (xs[1] - xs[0]);
   };
   const picture = svg("svg", {
     viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img",

@@ -48,8 +48,9 @@ function drawing(rows, marks, begin, end, view) {
   const height = top + rows.length * LANE + 24;
   for (const at of ticks(0, end - begin, 8)) {
     const place = x(begin + at);
+    const text = at ? seconds(at) : "0";
     nodes.push(svg("line", { class: "grid", x1: place, x2: place, y1: top, y2: height - 20 }),
-      svg("text", { x: place, y: 12, "text-anchor": "middle" }, at ? seconds(at) : "0"));
+      svg("text", { x: inside(place, text, width), y: 12, "text-anchor": "middle" }, text));
   }
   let process = null;
   rows.forEach((row, index) => {

@@ -52,7 +52,7 @@ class Scene:
         self.requests: list[rl.GenerationRequest] = []
         options = {"seed": 0, "watch": Stopwatch(), "warn": self.warnings.append}
         workers = Rollouter(self.score, **options)
-        self.collectors = TaskCollectors(task, workers, longest=32, **options)
+        self.collectors = TaskCollectors(task, workers, longest=32, limit=60.0, **options)
 
     async def score(self, prompt, completions):
         scored = [("", rl.Score(reward=OF_WORKERS, correct=False)) for _ in completions]
@@ -82,7 +82,15 @@ def test_reward_workers_score_the_task_that_they_were_started_with(runner):
     assert not scene.warnings
 
 
+async def graded_later(self, prompt, text, completion):
+    return rl.Score(reward=7.0, correct=False)
+
+
 CHANGES = {
+    "a coroutine function": (
+        lambda task, patch: patch.setattr(Graded, "score", graded_later),
+        7.0,
+    ),
     "another class": (lambda task, patch: task_of(Other.Config()), 3.0),
     "another config": (lambda task, patch: task_of(Graded.Config(bonus=1.0)), 2.0),
     "a config that changed": (lambda task, patch: setattr(task.config, "bonus", 4.0), 5.0),

@@ -68,7 +68,7 @@ class Limits:
 @dataclass(eq=False)
 class _Session:
     capture: Capture
-    used: float = field(default_factory=time.monotonic)
+    used: float = field(default_factory=lambda: time.monotonic())
     """Time of the latest request."""
     answers: dict[bytes, asyncio.Future[list[Choice]]] = field(default_factory=dict)
     """Latest answers, by the request: a client that repeats one gets the same answer."""

@@ -224,6 +224,7 @@ def test_an_answer_that_nobody_waits_for_is_given_up(leaves, stream):
 
 def test_an_idle_session_is_forgotten_and_a_busy_one_is_not(monkeypatch):
     monkeypatch.setattr(sessions, "time", Clock)
+    Clock.ahead += 3600.0
 
     async def work():
         policy = Held()
@@ -231,7 +232,9 @@ def test_an_idle_session_is_forgotten_and_a_busy_one_is_not(monkeypatch):
             idle, used, busy = (gateway.open_session() for _ in range(3))
             own = client.with_options(base_url=f"{url}/sessions/{busy}/v1")
             waiting = asyncio.create_task(own.chat.completions.create(**CHAT))
-            await policy.asked.wait()
+            asked = asyncio.create_task(policy.asked.wait())
+            await asyncio.wait([waiting, asked], return_when=asyncio.FIRST_COMPLETED)
+            assert not waiting.done(), await waiting
             for _ in range(3):
                 Clock.ahead += 3000.0
                 gateway.capture(used)

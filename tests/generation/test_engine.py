@@ -121,7 +121,8 @@ def test_invalid_requests_are_refused_and_do_not_affect_others(generator):
         "max_seq_len 256": request("long", [1] * 250, max_tokens=7),
         "at least one": request("empty", []),
         "vocabulary of 64": request("word", [64]),
-        "temperature 0.001 is below": request("cold", temperature=0.001),
+        "temperature 0.001 is not 0, .* from 0.01 to 2": request("cold", temperature=0.001),
+        "temperature 2.1 is not 0, .* from 0.01 to 2": request("hot", temperature=2.1),
     }
     for message, each in bad.items():
         with pytest.raises(ValueError, match=message):

@@ -39,7 +39,7 @@ def test_the_program_prints_memory_collectives_and_waits_as_json(capsys):
     assert {"allgather_base", "reduce_scatter_base"} == {
         each["kind"] for each in role["collectives"] if each["bytes"] >= role["kept"]["gradients"]
     }
-    assert any("_outputs_of" in each["line"] for each in role["syncs"])
+    assert any("outputs_of" in each["line"] for each in role["syncs"])
     assert role["assumed"]
 
 
@@ -60,7 +60,7 @@ def test_the_program_prints_a_report(monkeypatch, capsys):
         "forward_backward 2",
         "rl/training/logprobs.py:",
         "reduce-scatter, ",
-        "copy to the host, rl/training/engine.py:",
+        "copy to the host, rl/training/micro_batches.py:",
         "collectives do nothing",
         "this cannot work\n  error: trainer rank 0 needs ",
     ):

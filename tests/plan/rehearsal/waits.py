@@ -4,7 +4,7 @@ import re
 
 KNOWN = {
     "rl/training/engine.py _over_batch",  # number of micro-batches; weight of the whole batch
-    "rl/training/engine.py _outputs_of",
+    "rl/training/micro_batches.py outputs_of",
     "rl/training/gradient.py _norm",
     "rl/training/metrics.py reduce",  # sums, extremes
     # torchtitan's, in each micro-batch

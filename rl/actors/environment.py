@@ -10,7 +10,7 @@ from typing import Any, cast
 from monarch.actor import Actor, concurrent_endpoint
 
 from rl.actors.group import ActorGroup
-from rl.actors.task_workers import TaskWorkers
+from rl.actors.task_workers import GRACE_S, TaskWorkers
 from rl.errors import ActorFailure, GroupLost, RankLost, RunError, WorkerLost
 from rl.model.shape import ModelConfig
 from rl.rollout.environments import Environments
@@ -19,7 +19,6 @@ from rl.types import Completion, EpisodeTurn, Prompt
 
 MAX_HUNG = 8  # threads of calls that hang; more of them would slow down the other episodes
 LEAVE_S = 0.5  # for the answers of the last calls to be sent
-GRACE_S = 10.0  # for a busy worker to find that a call took too long
 
 
 @dataclass(eq=False)

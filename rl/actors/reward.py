@@ -12,15 +12,14 @@ from typing import cast
 from monarch.actor import Actor, concurrent_endpoint
 
 from rl.actors.group import ActorGroup
-from rl.actors.task_workers import TaskWorkers
+from rl.actors.task_workers import GRACE_S, TaskWorkers
 from rl.errors import GroupLost, RankLost, RunError
 from rl.model.shape import ModelConfig
-from rl.rollout.scoring import is_async, rollouts_of, score_at_once, score_group
+from rl.rollout.scoring import is_async, rollouts_of, score_at_once, score_group, score_here
 from rl.tasks.base import Score, Task
 from rl.types import Completion, Prompt, Rollout
 
 TURN_S = 0.1  # a message has groups for this long, or one group: quick groups share messages
-GRACE_S = 10.0  # for a busy worker to find that coroutines took too long
 
 Scored = list[tuple[str, Score]]
 
@@ -117,19 +116,16 @@ class RewardWorkers(TaskWorkers):
         - GroupLost if the reward raised, hung, died or returned no score.
         - ActorFailure if a lost worker could not be started again.
         """
-        loop = asyncio.get_running_loop()
-        if self.count == 0 and is_async(self._task):
+        if self.count == 0:
             limit = self.deadlines.reward
-            scored = await score_at_once(self._task, prompt, completions, limit=limit)
-        elif self.count == 0:
-            scored = await loop.run_in_executor(
-                self._thread, score_group, self._task, prompt, completions
+            scored = await score_here(
+                self._task, prompt, completions, limit=limit, thread=self._thread
             )
         elif self._broken is not None:
             raise self._broken.with_traceback(None)
         else:
             sent = [completion.without_mask() for completion in completions]
-            job = _Job(prompt, sent, loop.create_future())
+            job = _Job(prompt, sent, asyncio.get_running_loop().create_future())
             self._waiting.append(job)
             self._dispatch()
             scored = await job.scored

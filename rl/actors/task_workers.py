@@ -17,6 +17,8 @@ from rl.observe.events import Events
 from rl.tasks.base import Task
 from rl.types import Place
 
+GRACE_S = 10.0  # for a busy worker to find that a call took too long
+
 
 @dataclass(kw_only=True, eq=False)
 class TaskWorkers:

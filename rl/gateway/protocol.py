@@ -144,6 +144,9 @@ class ChatRequest(Asked):
     tool_choice: Literal["auto", "none", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     """If False, an answer ends with its first tool call."""
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    logprobs: bool | None = None
+    chat_template_kwargs: TemplateOptions | None = None
 
     def forced_tool(self) -> tuple[str | None] | None:
         """Return the name of the tool that an answer has to call, None in it for any of them; None
@@ -158,10 +161,6 @@ class ChatRequest(Asked):
             return (name,)
         message = f"tool_choice: the tools are {', '.join(given) or 'none'}; name one, or 'auto'"
         raise ApiError(400, message, code="invalid_value", param="tool_choice")
-
-    max_completion_tokens: int | None = Field(default=None, ge=1)
-    logprobs: bool | None = None
-    chat_template_kwargs: TemplateOptions | None = None
 
 
 class CompletionRequest(Asked):

@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import math
 from collections import abc
+from concurrent.futures import Executor
 from numbers import Real
 from typing import cast, get_args
 
@@ -41,6 +42,23 @@ def score_group(
 def is_async(task: Task) -> bool:
     """Whether ``score`` is a coroutine function."""
     return inspect.iscoroutinefunction(task.score)
+
+
+async def score_here(
+    task: Task,
+    prompt: Prompt,
+    completions: abc.Sequence[Completion],
+    *,
+    limit: float,
+    thread: Executor,
+) -> list[tuple[str, Score]]:
+    """Score in this process, as :func:`score_group` does. A coroutine function ``score`` runs on
+    this event loop, in at most ``limit`` seconds. Any other function runs in ``thread``.
+    """
+    if is_async(task):
+        return await score_at_once(task, prompt, completions, limit=limit)
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(thread, score_group, task, prompt, completions)
 
 
 async def score_at_once(

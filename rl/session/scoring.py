@@ -6,6 +6,7 @@ import inspect
 import operator
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from rl.observe.events import Events, print_warnings
 from rl.rollout.environments import Environments
 from rl.rollout.episodes import EpisodeCollector
 from rl.rollout.rollouter import Collector, Generate, Rollouter
-from rl.rollout.scoring import is_async, rollouts_of, score_at_once, score_group
+from rl.rollout.scoring import rollouts_of, score_here
 from rl.session.config import DeadlineConfig
 from rl.tasks.base import Task
 from rl.tasks.environment import EnvironmentTask
@@ -87,7 +88,8 @@ class TaskCollectors:
         self._options = options
         self._here: tuple[Task, Collector] | None = None  # of the newest task that scores here
         self._warned: set[str] = set()
-        self._turn = asyncio.Lock()
+        # one, since a reward need not be thread-safe
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward")
         self._calls = 0
 
     async def collect(
@@ -152,11 +154,8 @@ class TaskCollectors:
             return EpisodeCollector(Environments(task), **options)
 
         async def score(prompt: Prompt, completions: Sequence[Completion]) -> list[Rollout]:
-            if is_async(task):
-                scored = await score_at_once(task, prompt, completions, limit=self._limit)
-            else:
-                async with self._turn:  # a reward need not be thread-safe
-                    scored = await asyncio.to_thread(score_group, task, prompt, completions)
+            limit, thread = self._limit, self._thread
+            scored = await score_here(task, prompt, completions, limit=limit, thread=thread)
             return rollouts_of(prompt, completions, scored)
 
         return Rollouter(score, **self._options)

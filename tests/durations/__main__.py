@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tests.durations.plugin import add
 
-COLUMNS = ("tests", "seconds", "programs", "engines", "processes", "peak_mib")
+COLUMNS = ("tests", "seconds", "programs", "forked", "engines", "processes", "peak_mib")
 PAGE = Path(__file__).parents[2] / "CONTRIBUTING.md"
 PLACE = re.compile(r"(?<=<!-- costs -->\n).*?(?=<!-- end of costs -->)", re.DOTALL)
 
@@ -25,8 +25,8 @@ def table(runs: list[dict]) -> str:
         for name, costs in run["folders"].items():
             add(folders[name], costs)
             add(total, costs)
-    lines = ["| folder | tests | seconds | programs | engines | processes | peak MiB |"]
-    lines.append("|---|---|---|---|---|---|---|")
+    lines = ["| folder | tests | seconds | programs | forked | engines | processes | peak MiB |"]
+    lines.append("|---|---|---|---|---|---|---|---|")
     for name, costs in sorted(folders.items(), key=lambda row: -row[1]["seconds"]):
         lines.append(_line(f"`{name}`", costs))
     lines.append(_line("all", total))

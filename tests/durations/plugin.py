@@ -82,12 +82,13 @@ class Meter:
             lines.seek(self._read)
             for event in map(json.loads, iter(lines.readline, "")):
                 kinds[event["kind"]] += 1
-                if event["kind"] != "fork" and PROGRAM.search(" ".join(event["command"])):
-                    kinds["programs"] += event["kind"] in ("python", "warm")
+                if PROGRAM.search(" ".join(event["command"])):
+                    kinds[f"program by {event['kind']}"] += 1
             self._read = lines.tell()
         peak, self._peak = self._peak, 0
         return {
-            "programs": kinds["programs"],
+            "programs": kinds["program by python"],
+            "forked": kinds["program by warm"],
             "engines": kinds["engine"],
             "processes": kinds["python"] + kinds["fork"],
             "peak_mib": peak,

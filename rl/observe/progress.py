@@ -7,7 +7,7 @@ import sys
 import time
 from collections import deque
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from rich.console import Console, Group
@@ -23,6 +23,15 @@ from rl.observe.spans import STAGES
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 PLAIN_LINE_EVERY_S = 60.0
+SCORES = ("eval/exact_match", "eval/reward_mean", "eval/loss")
+"""Scores that come first, if a run has them."""
+NO_SCORES = ("prompts", "lost", "version_min", "version_max", "skipped", "tokens")
+"""Numbers of an evaluation that are no scores, without ``eval/``."""
+INTERNAL = (
+    *("steps_learned", "policy_version", "policy_digest", "restarts"),
+    *("eval/version_min", "eval/version_max"),
+)
+"""Entries of a summary that only its file shows."""
 
 
 class Progress:
@@ -99,7 +108,7 @@ class Progress:
     def evaluation(self, row: dict[str, float]) -> None:
         """Print the results of the evaluation of the weights after ``row["step"]``."""
         numbers = {name.removeprefix("eval/"): value for name, value in row.items()}
-        others = ("step", "prompts", "lost", "version_min", "version_max", "skipped")
+        others = ("step", *NO_SCORES)
         shown = [f"{name} {value:.3f}" for name, value in numbers.items() if name not in others]
         if lost := numbers.get("lost"):
             shown.append(f"{lost:.0f} rewards failed")
@@ -109,7 +118,8 @@ class Progress:
             shown.append(f"by policy versions {oldest:.0f} to {newest:.0f}")
         if skipped := numbers.get("skipped"):
             shown.append(f"{skipped:.0f} due before it skipped")
-        self.note(" · ".join([f"evaluated after step {row['step']:.0f}", *shown]))
+        when = f"after step {row['step']:.0f}" if row["step"] else "before the first step"
+        self.note(" · ".join([f"evaluated {when}", *shown]))
 
     def error(self, text: str) -> None:
         """Print to standard error, also if quiet."""
@@ -199,6 +209,41 @@ class Progress:
         graph = sparkline(self._headlines, 24)
         parts = ((reward, "bold green"), " ", (graph, "green"), (tail, "dim"))
         return Text.assemble(*parts, no_wrap=True, overflow="ellipsis")
+
+
+def summary_text(summary: dict[str, Any], start: dict[str, float] | None = None) -> str:
+    """Return the scores of a summary, one per line, and then its other entries that are not 0 or
+    empty.
+
+    ``start`` is the evaluation of the initial weights, whose scores stand beside.
+    """
+    before = start or {}
+    lines = []
+    for name in sorted(summary, key=_place):
+        text = _readable(summary[name])
+        if _is_score(name) and name in before:
+            text += f"  ({_readable(before[name])} at the start)"
+        if name not in INTERNAL and (_is_score(name) or summary[name]):
+            lines.append(f"{name:>18}  {text}")
+    return "\n".join(lines)
+
+
+def _is_score(name: str) -> bool:
+    return name.startswith("eval/") and name.removeprefix("eval/") not in NO_SCORES
+
+
+def _place(name: str) -> tuple[int, bool, bool]:
+    """Return the place of an entry in a summary that begins with the scores."""
+    place = SCORES.index(name) if name in SCORES else len(SCORES)
+    return (place, not _is_score(name), not name.startswith("eval/"))
+
+
+def _readable(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{count} {name}" for name, count in value.items())
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.0f}" if value.is_integer() else f"{value:.4g}"
 
 
 def sparkline(values: deque[float] | list[float], width: int) -> str:

@@ -13,7 +13,7 @@ from rl.frozen import changed_fields, frozen
 from rl.observe.curves import write_curves_png
 from rl.observe.events import Events
 from rl.observe.owner import claim
-from rl.observe.progress import Progress
+from rl.observe.progress import Progress, summary_text
 from rl.observe.record import RunRecord
 from rl.observe.sinks import Sinks
 from rl.roles import roles_of
@@ -79,13 +79,14 @@ class RunFolder:
         record = self.record
         record.write_summary(summary)
         self.is_complete = True
-        rows = record.read_metrics()
+        evaluations = record.read_evaluations()
         try:
-            write_curves_png(record.folder / "curves.png", rows, record.read_evaluations())
+            write_curves_png(record.folder / "curves.png", record.read_metrics(), evaluations)
         except Exception as error:  # a picture is no reason to fail a finished run
             self.events.warn(f"no curves.png: {said_by(error)}")
         self.events.emit("ended", summary=summary)
-        self.progress.note("\n".join(f"{name:>18}  {value}" for name, value in summary.items()))
+        start = next((row for row in evaluations if row["step"] == 0), {})
+        self.progress.note(summary_text(summary, start))
         self.progress.note(f"run folder: {record.folder}")
 
     def release(self) -> None:

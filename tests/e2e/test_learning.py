@@ -100,7 +100,8 @@ def test_reward_climbs_and_the_run_folder_tells_everything(replicas):
     ):
         assert (run.folder / name).exists(), name
     assert not (run.folder / "failure.json").exists()
-    assert summary["policy_digest"] in run.stdout
+    _, shown = run.stdout.split("evaluating on held-out data\n")
+    assert shown.split()[:2] == ["eval/exact_match", f"{summary['eval/exact_match']:.4g}"]
 
 
 def test_the_log_of_a_rank_names_its_layout_its_parameters_and_its_loads(replicas):

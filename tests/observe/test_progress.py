@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from rl.errors import end_program
-from rl.observe.progress import Progress, duration, sparkline, time_shares
+from rl.observe.progress import Progress, duration, sparkline, summary_text, time_shares
 from tests.observe.rows import make_rows
 
 
@@ -88,13 +88,55 @@ def test_an_evaluation_names_its_weights_and_skipped_evaluations():
     progress.evaluation({"step": 7, "eval/version_min": 7, **row})
     progress.evaluation({"step": 4, "eval/version_min": 4, **row, "eval/skipped": 2})
     progress.evaluation({"step": 7, "eval/version_min": 7, **row, "eval/lost": 3.0})
-    first, second, third = out.getvalue().splitlines()
+    progress.evaluation({"step": 0, "eval/loss": 0.5, "eval/tokens": 90.0})
+    first, second, third, start = out.getvalue().splitlines()
     assert first == "evaluated after step 7 · exact_match 0.250"
     assert second == (
         "evaluated after step 4 · exact_match 0.250 · by policy versions 4 to 7 · 2 due before it "
         "skipped"
     )
     assert third == "evaluated after step 7 · exact_match 0.250 · 3 rewards failed"
+    assert start == "evaluated before the first step · loss 0.500"
+
+
+SUMMARY = {
+    "steps": 60,
+    "steps_learned": 60,
+    "policy_version": 60,
+    "restarts": 2,
+    "restarts/trainer": 0,
+    "restarts/generators": 2,
+    "dropped": {},
+    "lost": {"reward raised": 3, "reward hung": 1},
+    "policy_digest": "0a1b",
+    "export": "runs/x/export",
+    "eval/prompts": 256.0,
+    "eval/pass@4": 0.0,
+    "eval/reward_mean": 0.123456,
+    "eval/exact_match": 0.0,
+    "eval/lost": 0.0,
+    "eval/version_min": 60,
+    "eval/version_max": 60,
+}
+SHOWN = [
+    "eval/exact_match 0 (0 at the start)",
+    "eval/reward_mean 0.1235 (0.05 at the start)",
+    "eval/pass@4 0",
+    "eval/prompts 256",
+    "steps 60",
+    "restarts/generators 2",
+    "lost 3 reward raised, 1 reward hung",
+    "export runs/x/export",
+]
+
+
+def test_a_summary_begins_with_the_scores_and_leaves_out_zeros():
+    start = {"step": 0, "eval/exact_match": 0.0, "eval/reward_mean": 0.05, "eval/prompts": 256.0}
+    lines = summary_text(SUMMARY, start).splitlines()
+    assert [" ".join(line.split()) for line in lines] == SHOWN
+    of_examples = {"steps": 9, "examples_dropped": 0, "eval/perplexity": 2.0, "eval/loss": 0.7}
+    names = [line.split()[0] for line in summary_text(of_examples).splitlines()]
+    assert names == ["eval/loss", "eval/perplexity", "steps"]
 
 
 @pytest.mark.parametrize("terminal", [False, True])

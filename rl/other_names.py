@@ -24,6 +24,7 @@ OTHER_NAMES = {
     "save_steps": "trainer.checkpoint.interval",
     "save_total_limit": "trainer.checkpoint.keep_latest_k",
     "eval_steps": "evaluation.every",
+    "eval_on_start": "evaluation.at_start",
     "resume_from_checkpoint": "resume",
     "model_name_or_path": "model.hf_path",
     "max_length": "model.max_seq_len",
@@ -48,6 +49,7 @@ OTHER_NAMES = {
     "trainer.total_training_steps": "steps",
     "trainer.save_freq": "trainer.checkpoint.interval",
     "trainer.test_freq": "evaluation.every",
+    "trainer.val_before_train": "evaluation.at_start",
     # prime-rl
     "seq_len": "model.max_seq_len",
     "max_async_level": "rollout.max_staleness",

@@ -34,3 +34,7 @@ class DatasetRunConfig(RunConfig):
 
     validate_every: Annotated[int, at_least(0), COSMETIC] = 0
     """Number of steps between validations during training; 0 for one at the end only."""
+
+    validate_at_start: Annotated[bool, COSMETIC] = False
+    """Whether to validate the initial weights before the first step too. The results are those of
+    step 0."""

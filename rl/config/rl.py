@@ -189,6 +189,10 @@ class EvaluationConfig:
     """Number of steps between evaluations during training; 0 for none. They run while training
     continues, and their results are written to ``evaluations.jsonl``."""
 
+    at_start: bool = False
+    """Whether to evaluate the initial weights before the first step too. The results are those of
+    step 0."""
+
     prompts: Annotated[int, at_least(0, 10**7)] = 256
     """Number of held-out prompts; 0 disables evaluation. Fewer are used if the task holds out
     fewer. A task that holds out none is refused."""

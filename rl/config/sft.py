@@ -94,7 +94,9 @@ class SFTConfig(DatasetRunConfig):
                 temperature=own.temperature,
                 reward_workers=own.reward_workers,
             ),
-            evaluation=EvaluationConfig(every=own.every, prompts=own.prompts, samples=own.samples),
+            evaluation=EvaluationConfig(
+                **{each.name: getattr(own, each.name) for each in fields(EvaluationConfig)}
+            ),
             generator=own.generator,
             weights=own.weights,
             colocate=own.colocate,

@@ -227,13 +227,15 @@ class DatasetTrainer(Trainer[Run], Generic[Run, Item]):
         return Again("step")  # its examples are those of the data set
 
     async def before_steps(self) -> None:
-        if self.step > self.report.evaluated:  # the run was left during the evaluation
+        if self.step > self.report.evaluated:  # the start, or the run was left meanwhile
             await self.after_step()
 
     async def after_step(self) -> None:
-        due = self.due() if 0 < self.step < self.total_steps else []
+        due = self.due() if self.step < self.total_steps else []
         if not due:
             return
+        if self.step == 0:
+            self.progress.stage("evaluating the initial weights")
         with self.watch.span("evaluate"):
             scores = await self.changed.unless(lambda: self.leaving, self._all_of(due))
         if scores is None:
@@ -243,10 +245,16 @@ class DatasetTrainer(Trainer[Run], Generic[Run, Item]):
 
     def due(self) -> list[Evaluate]:
         """Return the evaluations that are due after this step."""
-        return [self.scores] if self.is_multiple(self.arguments.validate_every) else []
+        config = self.arguments
+        is_due = self.is_due(config.validate_every, at_start=config.validate_at_start)
+        return [self.scores] if is_due else []
 
-    def is_multiple(self, every: int) -> bool:
-        """Whether this step is one of each ``every`` steps; 0 is none."""
+    def is_due(self, every: int, *, at_start: bool) -> bool:
+        """Whether this step is one of each ``every`` steps, 0 for none, or is the start and
+        ``at_start`` is set.
+        """
+        if self.step == 0:
+            return at_start
         return every > 0 and self.step % every == 0
 
     async def _all_of(self, due: list[Evaluate]) -> dict[str, float]:

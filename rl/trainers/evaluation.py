@@ -56,23 +56,27 @@ class Evaluation:
 
     def is_due(self, step: int, evaluated: int) -> bool:
         """Whether the weights after ``step`` are evaluated during training, if the weights after
-        ``evaluated`` were the last.
+        ``evaluated`` were the last; -1 before the first evaluation.
 
         In an asynchronous pipeline generators may skip the weights of a step. Then the next weights
         that they hold are due.
         """
-        every = self._config.every
-        if not (self._prompts and every and evaluated < step < self._steps):
+        if not self._prompts or not evaluated < step < self._steps:
             return False
-        return step % every == 0 if self._in_order else step // every > evaluated // every
+        if step == 0:
+            return self._config.at_start
+        if self._in_order and self._config.every:
+            return step % self._config.every == 0
+        return self.count_due(step, evaluated) > 0
 
     def count_due(self, step: int, evaluated: int) -> int:
         """Return the number of evaluations during training that are due after step ``evaluated``
-        and up to ``step``.
+        and up to ``step``, without that at the start.
         """
         every = self._config.every
         last = min(step, self._steps - 1)
-        return max(0, last // every - evaluated // every) if self._prompts and every else 0
+        first = max(evaluated, 0)
+        return max(0, last // every - first // every) if self._prompts and every else 0
 
     def is_behind(self, step: int) -> bool:
         """Whether the weights after ``step`` are evaluated when the trainer may have left them."""

@@ -129,7 +129,7 @@ class LifeCycle(ABC, Generic[Arguments]):
         return {}
 
     async def before_steps(self) -> None:
-        """Repeat the work that was due at the resumed checkpoint and had not ended."""
+        """Do the work that is due before the first step, or had not ended at the checkpoint."""
 
     async def after_step(self) -> None:
         """Do the work that is due between a step and its checkpoint, such as an evaluation."""

@@ -35,8 +35,8 @@ class Report:
         self._watch = watch
         self._watchdog = Watchdog(config.watchdog)
         self._peak_tflops = config.trainer_tflops
-        self.evaluated = 0
-        """Step of the newest evaluation on the way; 0 before the first."""
+        self.evaluated = -1
+        """Step of the newest evaluation on the way; -1 before the first."""
 
     def go_back(self, step: int, state: dict[str, Any]) -> None:
         """Forget all rows after ``step``; ``state`` is what ``to_dict`` returned then."""
@@ -44,7 +44,7 @@ class Report:
         self._record.drop_after(step)
         self._watch.step = step + 1
         self._events.emit("started", step=step, host=socket.gethostname(), pid=os.getpid())
-        self.evaluated = max((row["step"] for row in self._record.read_evaluations()), default=0)
+        self.evaluated = max((row["step"] for row in self._record.read_evaluations()), default=-1)
         self._watchdog = Watchdog.from_dict(self._config.watchdog, state)
 
     def to_dict(self) -> dict[str, Any]:

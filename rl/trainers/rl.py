@@ -308,11 +308,13 @@ class RLTrainer(Trainer[RLConfig]):
         evaluated = self.report.evaluated
         if self.leaving or not self.evaluation.is_due(step, evaluated):
             return
+        if step == 0:
+            self.progress.stage("evaluating the initial weights")
         with self.watch.span("evaluate"):
             scores = await self.scores_unless_leaving()
         if scores is not None:  # generators may have been pulling newer weights as it began
             step = max(step, self.report.first_step(scores["eval/version_min"]))
-            skipped = self.evaluation.count_due(step, evaluated) - 1
+            skipped = max(0, self.evaluation.count_due(step, evaluated) - 1)
             await self.record_evaluation(step)  # first, so that a kill in between repeats both
             self.report.evaluation(step, scores | {"eval/skipped": skipped})
             self.evaluation.forget(step)

@@ -32,9 +32,9 @@ class RolloutScheduler:
     A group that is lost, or has equal rewards only, makes room for the next prompt.
 
     ``evaluate(step)`` is called when every generator holds the weights after ``step``, or newer
-    ones. In a deterministic pipeline it is called for each step, and nothing else is sampled
-    meanwhile. In an asynchronous one it is called for the newest step when the call before has
-    returned, and generators go on to newer weights.
+    ones. At step 0 it is called before anything is sampled. In a deterministic pipeline it is
+    called for each step, and nothing else is sampled meanwhile. In an asynchronous one it is called
+    for the newest step when the call before has returned, and generators go on to newer weights.
     """
 
     def __init__(
@@ -75,6 +75,8 @@ class RolloutScheduler:
         self._held = self._session.version
         self._versions = {step: self._held}
         self._arrived = step
+        if step == 0:
+            await self._evaluate(0)
         if self._config.rollout.pipeline == "deterministic":
             await self._run_in_order(ledger, step)
         else:

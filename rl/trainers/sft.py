@@ -79,9 +79,11 @@ class SFTTrainer(DatasetTrainer[SFTConfig, Example]):
 
     def due(self) -> list[Evaluate]:
         due: list[Evaluate] = []
-        if self.is_multiple(self.arguments.validate_every):
+        config = self.arguments
+        if self.is_due(config.validate_every, at_start=config.validate_at_start):
             due.append(self.validation_scores)
-        if self.sampling is not None and self.is_multiple(self.sampling.evaluation.every):
+        sampled = config.evaluation
+        if sampled is not None and self.is_due(sampled.every, at_start=sampled.at_start):
             due.append(self.sampled_scores)
         return due
 

@@ -379,12 +379,18 @@ ACTS: dict[str, dict[str, str]] = ALGORITHM_ACTS | {
         "test_evaluation_sends_no_more_requests_than_engines_run_at_once": "prompts samples",
         "trainers/test_loop_evaluation.py::"
         "test_a_deterministic_evaluation_is_of_the_weights_of_its_step": "every",
+        "trainers/test_evaluation_at_start.py::"
+        "test_the_initial_weights_are_evaluated_before_the_first_step": "at_start",
     },
     "DatasetRunConfig": {
         f"{SFT}test_epochs_set_the_number_of_steps_and_each_has_each_example_once": (
             "examples_per_step epochs"
         ),
         f"{SFT}test_a_run_learns_and_its_validation_loss_is_that_of_transformers": "validate_every",
+        "trainers/test_evaluation_at_start.py::"
+        "test_the_initial_weights_are_validated_once_although_the_run_is_left_and_fails": (
+            "validate_at_start"
+        ),
     },
     "DatasetConfig": {
         f"{SFT}test_a_file_of_its_own_holds_the_validation_examples": "path held_out_path",

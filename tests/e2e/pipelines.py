@@ -20,10 +20,11 @@ DEADLINES = (
     *("--max_restarts", "6"),
 )
 LONG_PROMPTS = ("--config", "tests.e2e.configs.long_prompts", *TINY[2:])
+EVALUATED = ("--evaluation.every", "5", "--evaluation.at_start")
 COMMON = (*LONG_PROMPTS, "--steps", str(STEPS), "--trainer.checkpoint.interval", "3", *DEADLINES)
 TWO_AHEAD = (
     *(*COMMON, "--rollout.max_staleness", "2", "--generator.replicas", "2"),
-    *("--rollout.max_resampled_groups", "2", "--evaluation.every", "5"),
+    *("--rollout.max_resampled_groups", "2", *EVALUATED),
 )
 ASYNCHRONOUS = (
     *(
@@ -39,5 +40,5 @@ ASYNCHRONOUS = (
 )
 SHORT_STEPS = 12
 SHORT = (*TWO_AHEAD, "--steps", str(SHORT_STEPS))
-LOCKSTEP = (*COMMON, "--rollout.max_resampled_groups", "2", "--evaluation.every", "5")
+LOCKSTEP = (*COMMON, "--rollout.max_resampled_groups", "2", *EVALUATED)
 ONE_AHEAD = (*COMMON, "--rollout.max_staleness", "1", "--weights.digests")

@@ -11,7 +11,7 @@ STEPS = 4
 UPDATES = 4
 MANY_MODELS = (
     *("--config", "tests.e2e.configs.many_models", *TINY[2:], "--steps", str(STEPS)),
-    *("--trainer.checkpoint.interval", "2", "--evaluation.every", "2"),
+    *("--trainer.checkpoint.interval", "2", "--evaluation.every", "2", "--evaluation.at_start"),
     *("--evaluation.prompts", "64", "--evaluation.samples", "2"),
     *("--trainer.optimizer.param_groups.0.optimizer_kwargs.lr", "0.01"),
     *("--trainer.lr_scheduler.warmup_steps", "0"),  # so that each step changes the scores

@@ -33,6 +33,18 @@ def test_examples_with_another_result_are_found_with_both_answers(run):
     assert len(data["rows"]) == 18  # and two sampled answers of each
 
 
+def test_an_evaluation_of_the_initial_weights_is_step_0(tmp_path):
+    folder = make_run(tmp_path / "run")
+    rows = folder / "evaluations.jsonl"
+    rows.write_text('{"step": 0, "eval/exact_match": 0.125}\n' + rows.read_text())
+    write_evaluation(folder / "evaluations" / "step-0.parquet", place=1, text="the answer")
+    run = Run(folder)
+    assert run.state()["evaluation_steps"] == [0, 5, 10, 15, 20]
+    steps, values = run.evaluations()["curves"]["eval/exact_match"]
+    assert (steps[:2], values[:2]) == ([0, 5], [0.125, 0.25])
+    assert len(greedy(run.changes(0, 5))) == 6
+
+
 def test_both_sides_of_an_example_can_be_read_in_full(run):
     row = greedy(run.changes(5, 10))[-1]
     before = run.evaluated.rollout(5, row["index_before"])

@@ -16,7 +16,7 @@ PROGRAMS = {
     "plan": "print what a run would need and take, without starting it",
     "doctor": "print what is wrong with this host, a config or a run",
     "launch": "start a run in the background, or submit it to Slurm or Kubernetes",
-    "evaluate": "print the scores of a run's checkpoint",
+    "evaluate": "print the scores of a run's checkpoint or of a model",
     "view": "show runs in a browser: curves, timelines, rollouts, failures, configs",
     "play": "play an episode of an environment, as a person or with a run's policy",
     "serve": "serve a model or a run's policy with the API of OpenAI",

@@ -1,4 +1,4 @@
-"""The program: the scores of a run's checkpoint on held-out data.
+"""The program: scores of a run's checkpoint or of a Hugging Face model on held-out data.
 
 Exit codes: 0 done, 1 failed, 2 the arguments cannot work, 128 + n ended by signal n.
 """
@@ -6,10 +6,11 @@ Exit codes: 0 done, 1 failed, 2 the arguments cannot work, 128 + n ended by sign
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rl.errors import end_program, require
-from rl.help import run_parser
+from rl.errors import ConfigError, end_program, require
+from rl.help import quick_help, run_parser, take_name
 from rl.program import exit_code
 
 if TYPE_CHECKING:
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from rl.session.session import Session
 
 PROGRAM = "python -m rl.evaluate"
+USAGE = """\
+%(prog)s RUN [--step N] [--prompts P] [--samples K] [--json] [--FIELD VALUE ...]
+       %(prog)s [DIR] --config NAME [--prompts P] [--samples K] [--json] [--FIELD VALUE ...]"""
 DESCRIPTION = """\
 Evaluate a checkpoint of a run on held-out prompts or examples, as the run
 itself does. The scores are those that the run writes for that step, unless its
@@ -26,15 +30,23 @@ pipeline is asynchronous.
   python -m rl.evaluate runs/first
   python -m rl.evaluate runs/first --step 100 --prompts 1000 --samples 8
 
-scores of an RL run:
+With --config, evaluate a Hugging Face model in the folder DIR, or without DIR
+the weights that a run of the config starts from. The scores are those that a
+run of the config writes for these weights. --config NAME --help lists fields.
+
+  python -m rl.evaluate --config gsm8k_jsonl --model.hf_path DIR --task.path FILE
+  python -m rl.evaluate runs/first/export --config runs/first/config.json
+
+scores of a config with prompts:
   eval/exact_match   share of prompts whose greedy completion is correct
   eval/reward_mean   mean reward of the greedy completions
   eval/pass@K        share of prompts that at least one of K samples solves
   eval/prompts       number of prompts
   eval/lost          number of groups of completions whose reward failed
-  eval/version_min, eval/version_max   policy versions that drew the tokens
+  eval/version_min, eval/version_max   policy versions that drew the tokens,
+                     with --json
 
-scores of other runs:
+scores of a config with examples:
   eval/loss          mean loss of the validation examples
   eval/perplexity    its exponential, of supervised fine-tuning
   eval/rewards/accuracy, eval/rewards/margin, …   of preferences"""
@@ -49,41 +61,82 @@ That is two GPUs: one for the trainer, one for the generator. On one GPU, add
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Evaluate a checkpoint; returns the exit code."""
-    return exit_code(lambda: _evaluate(arguments))
+    """Evaluate a checkpoint or a model; returns the exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    return exit_code(lambda: _evaluate(given))
 
 
-def _evaluate(arguments: Sequence[str] | None) -> None:
-    parser = run_parser(PROGRAM, DESCRIPTION, ONE_GPU)
+def _evaluate(arguments: list[str]) -> None:
+    name, rest = take_name(arguments)
+    if name is not None and (text := quick_help(arguments, PROGRAM)):
+        print(text)
+        return
+    parser = run_parser(PROGRAM, DESCRIPTION, ONE_GPU, usage=USAGE, add_help=name is None)
     parser.add_argument(
-        "--prompts", metavar="P", help="number of held-out prompts of an RL run; by default its own"
+        "--prompts", metavar="P", help="number of held-out prompts; by default the config's"
     )
     parser.add_argument(
         "--samples",
         metavar="K",
-        help="samples per prompt of an RL run, for pass@K; 0 is greedy alone; by default its own",
+        help="samples per prompt, for pass@K; 0 is greedy alone; by default the config's",
     )
-    own, overrides = parser.parse_known_args(arguments)
-    for name in ("prompts", "samples"):
-        if (given := getattr(own, name)) is not None:
-            overrides += [f"--evaluation.{name}", given]
+    own, overrides = parser.parse_known_args(rest)
+    folder = _take_folder(overrides)
+    for option in ("prompts", "samples"):
+        if (given := getattr(own, option)) is not None:
+            overrides += [f"--evaluation.{option}", given]
 
     # these import torch, which --help does without
     from rl.actors import fork_server
 
     fork_server.start()
     from rl.config import RLConfig
+    from rl.observe.progress import summary_text
     from rl.observe.record import finite
-    from rl.saved_run import open_run
 
-    run = open_run(own.run, own.step, overrides, program=PROGRAM)
+    run = _open(folder, name, own.step, overrides)
     config = run.config
     scores = _on_prompts(run, config) if isinstance(config, RLConfig) else _on_examples(run)
-    row = {"run": str(own.run), "step": run.step, **scores}
+    if name is None:
+        row = {"run": str(folder), "step": run.step, **scores}
+    else:
+        start = folder or config.trainer.checkpoint.initial_load_path or config.model.hf_path
+        row = {"config": name, "model": str(start or "random weights"), **scores}
     if own.json:
         print(json.dumps(finite(row)))
     else:
-        print("\n".join(f"{name:>18}  {value}" for name, value in row.items()))
+        print(summary_text(row))
+
+
+def _take_folder(rest: list[str]) -> Path | None:
+    """Remove the folder from the front of ``rest``; return it, or None if the first argument is an
+    option or the choice of a part, such as ``trainer.lora:on``.
+    """
+    if not rest or rest[0].startswith("-") or (":" in rest[0] and not Path(rest[0]).exists()):
+        return None
+    return Path(rest.pop(0))
+
+
+def _open(folder: Path | None, name: str | None, step: int | None, rest: list[str]) -> "SavedRun":
+    """Return the checkpoint ``step`` of the run in ``folder``, or with the name of a config the
+    model in ``folder``.
+    """
+    from rl.saved_run import is_model, open_model, open_run
+
+    if name is not None:
+        require(step is None, f"--step {step} is of a run; leave out --config or --step")
+        return open_model(folder, name, rest, program=PROGRAM)
+    if folder is None:
+        raise ConfigError(
+            f"name the folder of a run, as in {PROGRAM} RUN, or a config, whose task evaluates a "
+            f"model: {PROGRAM} DIR --config NAME"
+        )
+    require(
+        not is_model(folder),
+        f"{folder} holds a Hugging Face model and no task to evaluate it on; add --config NAME, "
+        f"for example {PROGRAM} {folder} --config gsm8k_jsonl --task.path FILE",
+    )
+    return open_run(folder, step, rest, program=PROGRAM)
 
 
 def _on_prompts(run: "SavedRun", config: "RLConfig") -> dict[str, float]:
@@ -120,7 +173,7 @@ def _on_examples(run: "SavedRun") -> dict[str, float]:
     assert isinstance(trainer, DatasetTrainer), "other trainers have prompts"
     require(
         bool(trainer.dataset_eval),
-        "the run held out no examples; add --task.held_out_path FILE",
+        "no examples are held out; add --task.held_out_path FILE",
     )
     return run_session(session_config, trainer.task, trainer.scores_in)
 

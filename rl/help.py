@@ -110,7 +110,7 @@ usage: {program} --config NAME [--FIELD VALUE ...]
 READS_A_RUN = """\
 The run folder is only read, so the run may still be going on.
 
-Any field of the run's config can be given after these arguments, with the names
+Any field of the config can be given after these arguments, with the names
 that python -m rl.train takes. Add these for a run of several nodes or GPUs:
   --trainer.nodes 1
   --trainer.parallelism.data_parallel_replicate_degree 1
@@ -304,11 +304,11 @@ def check_known(name: str, function: str, known: Collection[str]) -> None:
         )
 
 
-def run_parser(program: str, description: str, one_gpu: str) -> ArgumentParser:
-    """Return the parser of a program that reads a run: RUN, ``--step`` and ``--json``.
+def run_parser(program: str, description: str, one_gpu: str, **options: Any) -> ArgumentParser:
+    """Return the parser of a program that reads a run: ``--step`` and ``--json``.
 
     ``one_gpu`` lists, beside fields of the trainer, the overrides that a run of many GPUs needs to
-    fit on fewer GPUs.
+    fit on fewer GPUs. ``options`` are those of ArgumentParser.
     """
     parser = ArgumentParser(
         prog=program,
@@ -316,8 +316,8 @@ def run_parser(program: str, description: str, one_gpu: str) -> ArgumentParser:
         epilog=READS_A_RUN.format(one_gpu=one_gpu),
         allow_abbrev=False,
         formatter_class=RawDescriptionHelpFormatter,
+        **options,
     )
-    parser.add_argument("run", metavar="RUN", type=Path, help="folder of the run")
     parser.add_argument(
         "--step",
         metavar="N",

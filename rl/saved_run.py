@@ -1,6 +1,7 @@
-"""A checkpoint of a run in a session of its own; the run folder is only read."""
+"""Saved weights in a session of their own; the folders of the weights are only read."""
 
 import asyncio
+import json
 import signal
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
@@ -8,7 +9,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TypeVar
 
-from rl.cli import parse_config
+from rl.cli import parse_config, read_config
 from rl.config import RLConfig, RunConfig
 from rl.errors import Interrupted, end_program, require
 from rl.program import LEAVING
@@ -17,21 +18,25 @@ from rl.session.config import SessionConfig
 from rl.session.session import Session
 from rl.step_folders import StepFolders
 from rl.tasks.base import Task
+from rl.validation import validate
+from rl.validation.folders import validate_start
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
 class SavedRun:
-    """A checkpoint of a run, with the run's config."""
+    """Weights that were saved, and the config of a run that trains them."""
 
     config: RunConfig
-    step: int
-    """Number of steps completed at the checkpoint."""
-    checkpoint: Path
+    step: int = 0
+    """Number of steps completed at the checkpoint; 0 for the start of a run."""
+    weights: Path | None = None
+    """Folder of a checkpoint or of a Hugging Face model; None for the weights that a run of
+    ``config`` starts from."""
 
     def session_config(self, *, evaluates: bool = False) -> SessionConfig:
-        """Return a session that loads the checkpoint and saves nothing.
+        """Return a session that loads the weights and saves nothing.
 
         The session has the trained model. If ``evaluates`` is set, it also has generators and,
         except for an RLConfig, the models beside the policy, such as the reference of DPO.
@@ -41,14 +46,16 @@ class SavedRun:
         session = session_config(config)
         generator = session.generator if evaluates else None
         require_one_host(config, 0 if generator is None else generator.nodes)
-        checkpoint = replace(
-            config.trainer.checkpoint,
-            initial_load_path=str(self.checkpoint),
-            initial_load_model_only=False,  # the policy version is not part of the model
-            initial_load_in_hf=False,
-            initial_load_in_hf_quantized=False,
-            load_only=True,
-        )
+        checkpoint = replace(config.trainer.checkpoint, load_only=True)
+        if self.weights is not None:
+            in_hf = is_model(self.weights)
+            checkpoint = replace(
+                checkpoint,
+                initial_load_path=str(self.weights),
+                initial_load_model_only=in_hf,  # the policy version is not part of the model
+                initial_load_in_hf=in_hf,
+                initial_load_in_hf_quantized=False,
+            )
         trainer = replace(config.trainer, checkpoint=checkpoint)
         roles = session.roles if evaluates and not isinstance(config, RLConfig) else {}
         return replace(session, trainer=trainer, roles=roles, generator=generator)
@@ -104,6 +111,38 @@ def open_run(folder: Path, step: int | None, overrides: list[str], *, program: s
         f"the steps {', '.join(map(str, complete))}",
     )
     return SavedRun(config, chosen, checkpoints.path(chosen))
+
+
+def is_model(folder: Path) -> bool:
+    """Whether ``folder`` holds the ``config.json`` of a Hugging Face model."""
+    try:
+        content = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(content, dict) and not {"architectures", "model_type"}.isdisjoint(content)
+
+
+def open_model(folder: Path | None, name: str, overrides: list[str], *, program: str) -> SavedRun:
+    """Return the Hugging Face model in ``folder``, as the policy of config ``name``; without a
+    folder, the weights that a run of the config starts from.
+
+    The folder is also ``model.hf_path`` if the config sets none. Raises ConfigError if the config
+    cannot work or is that of another model.
+    """
+    _, config = read_config(["--config", name, *overrides], program=program)
+    if folder is None:
+        validate(config)
+        return SavedRun(config)
+    require(
+        is_model(folder),
+        f"{folder} is not the folder of a Hugging Face model, whose config.json has a model_type; "
+        "the checkpoints of a run need no --config: name the folder of the run alone",
+    )
+    if config.model.hf_path is None:
+        config.model.hf_path = str(folder)
+    validate(config)
+    validate_start("DIR", str(folder), config)
+    return SavedRun(config, weights=folder.resolve())
 
 
 def run_session(

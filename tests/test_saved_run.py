@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,9 @@ from configs.quickstart import quickstart
 from rl import evaluate, export
 from rl.cli import parse_config
 from rl.frozen import frozen
+from rl.saved_run import open_model
 from rl.training.config import one_rank
+from tests.trainers.tiny_chat import tiny_chat_model
 
 TWO_NODES = ["--trainer.nodes", "2", "--trainer.parallelism.data_parallel_shard_degree", "2"]
 H100S = ["--hardware.device", "h100", "--hardware.gpus_per_node", "8"]
@@ -70,6 +73,68 @@ def test_generators_on_nodes_of_their_own_matter_to_evaluations_alone(run, capsy
 def test_no_prompts(run, capsys):
     message = "evaluation.prompts is 0; add --prompts P"
     assert_refused(evaluate, [str(run), "--prompts", "0"], message, capsys)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    """Folder of a tiny Hugging Face model."""
+    return str(tiny_chat_model(tmp_path_factory.mktemp("model")))
+
+
+def test_a_model_whose_config_does_not_fit_or_is_missing(run, model, capsys):
+    config = ["--config", "quickstart"]
+    refused = [
+        ([model], f"{model} holds a Hugging Face model and no task .*; add --config NAME, for"),
+        ([], "name the folder of a run, as in .* RUN, or a config, .* DIR --config NAME"),
+        ([str(run), *config], f"{run} is not the folder of a Hugging Face model, .* name the f"),
+        ([str(run.parent / "no"), *config], "no is not the folder of a Hugging Face model"),
+        (["--json", *config, "--step", "4"], "--step 4 is of a run; leave out --config or --step"),
+        ([model, *config, "--prompts", "0"], "evaluation.prompts is 0; add --prompts P"),
+        ([model, *config, "--modle.dim", "4"], "--modle.dim: there is no such field; did you mean"),
+        ([model, "--config", "sft_jsonl"], "task.path is not set; name a JSONL file"),
+        ([model, "--config", "quikstart"], "no such config; did you mean quickstart"),
+        ([model, *config, "trainer.lora:of"], "trainer.lora:of: there is no such option"),
+        (["trainer.lora:of", *config], "trainer.lora:of: there is no such option"),
+    ]
+    for arguments, message in refused:
+        assert_refused(evaluate, arguments, message, capsys)
+
+
+def test_a_model_of_other_sizes_than_the_runs_own_is_refused(run, model, tmp_path, capsys):
+    own = shutil.copytree(model, tmp_path / "own")
+    sizes = json.loads((own / "config.json").read_text())
+    (own / "config.json").write_text(json.dumps(sizes | {"hidden_size": sizes["hidden_size"] * 2}))
+    message = f"DIR is '{own}', a model whose dim is .*; it must be the model's, "
+    arguments = [str(own), "--config", "quickstart", "--model.hf_path", model]
+    assert_refused(evaluate, arguments, message, capsys)
+
+
+def test_help_of_a_config_lists_its_fields(capsys):
+    assert evaluate.main(["--config", "quickstart", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("usage: python -m rl.evaluate --config quickstart [--FIELD VALUE ...]")
+    assert "--evaluation.prompts 256" in text
+    with pytest.raises(SystemExit):
+        evaluate.main(["--config", "tests.e2e.configs.long_prompts", "--help"])
+    assert "--evaluation.prompts 256" in capsys.readouterr().out
+
+
+def test_a_model_is_the_policy_of_its_config_and_other_models_stay(model, tmp_path):
+    """The reference of preferences is that of the run, not the model that is evaluated."""
+    trained = shutil.copytree(model, tmp_path / "trained")
+    short = ["--model.max_seq_len", "64", "--task.max_tokens", "64"]
+
+    def opened(*arguments: str, folder: Path | None = trained):
+        run = open_model(folder, "dpo_jsonl", [*short, *arguments], program="here")
+        session = run.session_config(evaluates=True)
+        policy, reference = session.trainer.checkpoint, session.roles["reference"].trainer
+        assert policy.load_only
+        assert reference.checkpoint.initial_load_path is None
+        return run.config.model.hf_path, policy.initial_load_path, policy.initial_load_in_hf
+
+    assert opened() == (str(trained), str(trained), True)
+    assert opened("--model.hf_path", model) == (model, str(trained), True)
+    assert opened("--model.hf_path", model, folder=None) == (model, None, False)
 
 
 def test_a_folder_to_export_to_that_holds_something(run, tmp_path, capsys):

@@ -17,17 +17,24 @@ def validate_folders(config: RunConfig) -> None:
     """Raise ConfigError, naming field, file and tensor, if a folder does not hold the weights that
     a model needs.
     """
-    head: Head = config.loss.build().head if isinstance(config, PreferenceConfig) else "logprobs"
     if config.model.hf_path is not None:
-        field = "model.hf_path"
-        _check(field, config.model.hf_path, shape_of(config.model), head, needs_head=False)
-    _validate_initial_load(config, head)
+        validate_start("model.hf_path", config.model.hf_path, config)
+    _validate_initial_load(config)
     if isinstance(config, RLConfig):
         folder = config.critic.checkpoint
         if folder is not None:
             _check_start("critic.checkpoint", folder, config.model, "values")
         for name, role in config.roles.items():
             _validate_role(f"roles.{name}", role)
+
+
+def validate_start(field: str, path: str, config: RunConfig) -> None:
+    """Raise ConfigError, naming ``field``, unless the trained model of ``config`` can start from
+    the Hugging Face folder ``path``.
+    """
+    head: Head = config.loss.build().head if isinstance(config, PreferenceConfig) else "logprobs"
+    _check_shape(field, path, config.model)
+    _check(field, path, shape_of(config.model), head, needs_head=False)
 
 
 def _validate_role(field: str, role: RoleConfig) -> None:
@@ -59,7 +66,7 @@ def _check_start(field: str, path: str, model: ModelConfig, head: Head) -> None:
     _check(field, path, shape_of(model), head)
 
 
-def _validate_initial_load(config: RunConfig, head: Head) -> None:
+def _validate_initial_load(config: RunConfig) -> None:
     checkpoint = config.trainer.checkpoint
     field = "trainer.checkpoint.initial_load_path"
     path = checkpoint.initial_load_path
@@ -72,8 +79,7 @@ def _validate_initial_load(config: RunConfig, head: Head) -> None:
             "RUN/checkpoints/step-100, or set initial_load_in_hf for a Hugging Face folder",
         )
         return
-    _check_shape(field, path, config.model)
-    _check(field, path, shape_of(config.model), head, needs_head=False)
+    validate_start(field, path, config)
 
 
 def _check_shape(field: str, path: str, model: ModelConfig) -> None:

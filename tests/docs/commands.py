@@ -57,7 +57,9 @@ def _check_program(name: str, arguments: list[str]) -> None:
         assert rest.pop(0) in TARGETS
     if name == "rl.serve" and "--config" not in rest:
         rest = ["--config", "quickstart", *rest]
-    if count := PLACES.get(name, 0):
+    if name == "rl.evaluate" and "--config" in rest:
+        rest = rest[0 if rest[0].startswith("-") else 1 :]
+    elif count := PLACES.get(name, 0):
         assert len(rest) >= count and not any(each.startswith("-") for each in rest[:count])
         rest = ["--config", "quickstart", *rest[count:]]
     _check_config(rest)

@@ -9,8 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from rl.evaluate import main
 from tests.e2e.runs import Run, digest, numbers, start
-from tests.e2e.test_programs import Program, evaluate, files, scores, times
+from tests.e2e.test_programs import (
+    Program,
+    evaluate,
+    files,
+    scores,
+    scores_without_versions,
+    times,
+)
 from tests.e2e.test_replay import flip_bit, replay
 from tests.trainers.tiny_chat import chat_rows, preference_rows, tiny_chat_model
 
@@ -60,7 +68,7 @@ def arguments(request):
             ),
             *("--model.hf_path", str(inputs / "tiny"), "--model.max_seq_len", "128"),
             *("--task.path", str(data), "--task.max_tokens", "96"),
-            *("--task.held_out_fraction", "0.2", "--validate_every", "7"),
+            *("--task.held_out_fraction", "0.2", "--validate_every", "7", "--validate_at_start"),
             *("--trainer.checkpoint.interval", str(SAVED_EVERY)),
             *("--trainer.checkpoint.keep_latest_k", "0"),
             *("--trainer.optimizer.param_groups.0.optimizer_kwargs.lr", "1e-3"),
@@ -122,7 +130,7 @@ def test_killed_ten_times_at_random_moments(kind, tmp_path, finished, arguments)
     assert_same(run, whole)
 
 
-@pytest.mark.parametrize(
+EACH_KIND = pytest.mark.parametrize(
     "kind",
     [
         "demonstrations",
@@ -132,6 +140,9 @@ def test_killed_ten_times_at_random_moments(kind, tmp_path, finished, arguments)
         pytest.param("sampled", marks=pytest.mark.long),
     ],
 )
+
+
+@EACH_KIND
 def test_a_checkpoint_scores_as_the_run_did(kind, tmp_path, finished, arguments):
     run = finished(*arguments(kind))
     found = evaluate(run, tmp_path / "evaluate", "--step", "35")
@@ -139,6 +150,18 @@ def test_a_checkpoint_scores_as_the_run_did(kind, tmp_path, finished, arguments)
     assert found["step"] == 35
     assert scores(found) == scores(validated[35])
     assert found["eval/loss"] != run.json("summary.json")["eval/loss"]
+
+
+@EACH_KIND
+def test_an_export_scores_as_the_run_did_at_its_end(kind, finished, arguments, capsys):
+    run = finished(*arguments(kind))
+    export = str(run.folder / "export")
+    before = times(run.folder)
+    assert main([export, "--config", str(run.folder / "config.json"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["model"] == export
+    assert times(run.folder) == before
+    assert scores_without_versions(found) == scores_without_versions(run.json("summary.json"))
 
 
 def test_an_export_has_every_byte_of_the_runs_own(tmp_path, finished, arguments):

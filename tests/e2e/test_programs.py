@@ -64,10 +64,13 @@ def accepted(
     return found
 
 
-def evaluate(run: Run, folder: Path, *arguments: str) -> dict[str, object]:
-    """Return the scores that the program prints."""
+def evaluate(
+    run: Run, folder: Path, *arguments: str, of: tuple[str, ...] | None = None
+) -> dict[str, object]:
+    """Return the scores that the program prints of the run, or of what ``of`` names."""
     before = times(run.folder)
-    program = Program("rl.evaluate", str(run.folder), "--json", *arguments, folder=folder)
+    named = of or (str(run.folder),)
+    program = Program("rl.evaluate", *named, "--json", *arguments, folder=folder)
     assert program.wait() == 0, program.stderr
     program.assert_nothing_left()
     assert times(run.folder) == before
@@ -81,6 +84,11 @@ def scores(row: dict[str, object]) -> dict[str, object]:
         for name, value in row.items()
         if name.startswith("eval/") and name != "eval/skipped"
     }
+
+
+def scores_without_versions(row: dict[str, object]) -> dict[str, object]:
+    """Return ``scores`` without the policy's version, which an export does not have."""
+    return {name: each for name, each in scores(row).items() if "/version_" not in name}
 
 
 def test_an_export_has_every_byte_of_the_runs_own(tmp_path, run):
@@ -110,8 +118,22 @@ def test_the_newest_checkpoint_scores_as_the_run_did_at_its_end(tmp_path, run):
     assert scores(found) == scores(summary)
 
 
+@pytest.mark.long
+def test_an_export_and_the_initial_weights_score_as_in_the_run(tmp_path, run):
+    config = ("--config", str(run.folder / "config.json"))
+    export = str(run.folder / "export")
+    summary = run.json("summary.json")
+    found = evaluate(run, tmp_path / "export", of=(export, *config))
+    assert found["model"] == export
+    assert scores_without_versions(found) == scores_without_versions(summary)
+    found = evaluate(run, tmp_path / "start", of=config)
+    assert found["model"] == "random weights"
+    assert scores(found) == scores(run.lines("evaluations.jsonl")[0])
+
+
 def test_an_earlier_checkpoint_scores_as_the_run_did_on_its_way(tmp_path, run):
-    (row,) = run.lines("evaluations.jsonl")
+    start, row = run.lines("evaluations.jsonl")
+    assert (start["step"], start["eval/version_max"], start["eval/skipped"]) == (0, 0, 0)
     found = evaluate(run, tmp_path / "evaluate", "--step", "2")
     assert found["step"] == row["step"] == 2
     assert scores(found) == scores(row)

@@ -18,6 +18,8 @@ from rl.program import exit_code
 
 if TYPE_CHECKING:
     from rl.config import RLConfig
+    from rl.model.activations import Activations
+    from rl.session.session import Session
     from rl.trainers.compare import Compared, Example
     from rl.trainers.replay_rollouts import RolloutReplay
 
@@ -141,38 +143,50 @@ def _compared(
     """Run the sessions of the comparison; ``layout`` are the degrees of ``--under``, if given."""
     from rl.disk import TemporaryFolder
     from rl.saved_run import run_session
-    from rl.trainers import compare
+    from rl.trainers.compare import (
+        Comparison,
+        compared_of,
+        comparing,
+        loaded_before,
+        stale_cache,
+        under,
+    )
 
-    temperature = config.rollout.temperature
-    step = own.step
+    def comparison(session: "Session") -> Comparison:
+        return Comparison(session, example, temperature=config.rollout.temperature)
+
+    async def with_generator(session: "Session") -> "Compared":
+        """Compare generator and trainer, then the generator's cached prefixes after a push."""
+        async with loaded_before(replay, session, own.step) as steps:
+            await session.push()
+            compared = await comparison(session).compare()
+            await comparison(session).cached(fresh=True)
+            await anext(steps)  # other weights
+            await session.push()
+            cached = await comparison(session).cached(fresh=False)
+            stale = stale_cache(cached, await comparison(session).cached(fresh=True))
+        return replace(compared, findings=[*compared.findings, *stale])
+
+    async def in_own_layout(session: "Session") -> "Activations":
+        async with loaded_before(replay, session, own.step):
+            await session.save_weights(copy)
+        return await comparison(session).trained()
+
+    async def in_layout(session: "Session") -> "Activations":
+        await session.load_weights(copy)
+        return await comparison(session).trained()
+
     with TemporaryFolder("tiller-compare-") as temporary:
         folder = Path(temporary)
         replay.link(folder)
         if not layout:
-            return run_session(
-                compare.comparing(replace(replay.session_config, generator=config.generator)),
-                None,
-                lambda session: compare.with_generator(replay, session, example, step, temperature),
-                folder=folder,
-            )
+            both = comparing(replace(replay.session_config, generator=config.generator))
+            return run_session(both, None, with_generator, folder=folder)
         copy = folder / "weights"
-        session_config = compare.comparing(replay.session_config)
-        before = run_session(
-            session_config,
-            None,
-            lambda session: compare.in_own_layout(
-                replay, session, example, step, temperature, copy
-            ),
-            folder=folder,
-        )
-        return run_session(
-            compare.under(session_config, layout),
-            None,
-            lambda session: compare.in_layout(
-                before, own.under, session, example, temperature, copy
-            ),
-            folder=folder / "other",
-        )
+        trainer = comparing(replay.session_config)
+        ours = run_session(trainer, None, in_own_layout, folder=folder)
+        theirs = run_session(under(trainer, layout), None, in_layout, folder=folder / "other")
+    return compared_of(example, {"trainer": ours, own.under: theirs})
 
 
 def _show(step: int, compared: "Compared") -> None:

@@ -144,8 +144,6 @@ class GivenSequence:
     """Temperature of the log-probs."""
     sampling_mask: SamplingMask | None = None
     """Ids over which the log-prob of each token is normalized; None for the whole vocabulary."""
-    within: str = ""
-    """Beginning of the names of the modules to keep."""
     fresh: bool = True
     """Whether to forget cached prefixes first."""
 

@@ -133,10 +133,10 @@ class ModelWorker(Actor):
         return outputs if self.engine.is_leader else None
 
     def _activations(
-        self, batch: Batch | None, positions: Sequence[int], temperature: float, within: str
+        self, batch: Batch | None, positions: Sequence[int], temperature: float
     ) -> Activations:
         batch = self.engine.from_leader(batch)
-        with Recorder(self.engine.model, positions, within=within) as recorder:
+        with Recorder(self.engine.model, positions) as recorder:
             outputs = self.engine.forward(batch, temperature=temperature)
         return replace(recorder.activations, logprobs=outputs["logprobs"])
 
@@ -253,15 +253,13 @@ class WorkerGroup(Mesh):
         return _merge(batch, await self._call_leaders("forward", batch, temperature))
 
     async def activations(
-        self, batch: Batch, positions: Sequence[int], *, temperature: float = 1.0, within: str = ""
+        self, batch: Batch, positions: Sequence[int], *, temperature: float = 1.0
     ) -> Activations:
-        """Return activations of the one sequence of ``batch`` at ``positions``, of modules whose
-        names begin with ``within``.
+        """Return activations of the one sequence of ``batch`` at ``positions``.
 
         Not for context parallelism, whose ranks have parts of a sequence.
         """
-        arguments = (positions, temperature, within)
-        shares, answers = await self._call_with("activations", batch, *arguments)
+        shares, answers = await self._call_with("activations", batch, positions, temperature)
         per_share = len(answers) // len(shares)
         first = per_share * next(number for number, share in enumerate(shares) if share)
         return joined(answers[first : first + per_share], shape_of(self.model))

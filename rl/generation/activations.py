@@ -15,7 +15,7 @@ def forced(model, sequence: GivenSequence) -> Iterator[Recorder]:
     ``sequence``; record its activations, logits and log-probs.
     """
     tokens = torch.tensor([*sequence.tokens])
-    recorder = Recorder(model.titan, sequence.positions, within=sequence.within)
+    recorder = Recorder(model.titan, sequence.positions)
     kept = recorder.activations
     kept.logprobs = torch.full((len(tokens),), torch.nan)
     true_logits = model.compute_logits

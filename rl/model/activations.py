@@ -82,21 +82,18 @@ class Recorder:
     Each forward pass adds the positions that it computes. Compiled models call no hooks.
     """
 
-    def __init__(self, model: nn.Module, positions: Sequence[int], *, within: str = ""):
-        """Keep modules whose names begin with ``within``."""
+    def __init__(self, model: nn.Module, positions: Sequence[int]):
         self.activations = Activations(positions=list(positions))
         self.seen = torch.empty(0, dtype=torch.int64)
         """Positions of the last forward pass, int64 [T]."""
         self._model = model
-        self._within = within
         self._handles: list[Any] = []
 
     def __enter__(self) -> Self:
         hook = self._model.register_forward_pre_hook(self._begin, with_kwargs=True)
         self._handles.append(hook)
         for name, module in _parts(self._model):
-            if name.startswith(self._within):
-                self._handles.append(module.register_forward_hook(self._keeper(name)))
+            self._handles.append(module.register_forward_hook(self._keeper(name)))
         return self
 
     def __exit__(self, *error: Any) -> None:

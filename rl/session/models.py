@@ -118,14 +118,12 @@ class Models:
         *,
         role: str = "trainer",
         temperature: float = 1.0,
-        within: str = "",
     ) -> Activations:
         """Return outputs of the modules of a model for the one sequence of ``batch``: see
         :meth:`rl.actors.worker.WorkerGroup.activations`.
         """
         async with self._residency.of(role, "model"):
-            group = self._groups[role]
-            return await group.activations(batch, positions, temperature=temperature, within=within)
+            return await self._groups[role].activations(batch, positions, temperature=temperature)
 
     async def forward_backward(
         self,

@@ -1,29 +1,25 @@
 """Comparison of two sides of a run, module by module: trainer and generator, or two layouts."""
 
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from collections.abc import Sequence as Several
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from rl.errors import counted
 from rl.model.activations import Activations
-from rl.model.shape import ModelShape, shape_of
 from rl.observe.rollouts import Chunk
 from rl.session.config import SessionConfig
 from rl.session.session import Session
 from rl.trainers.differences import (
     Finding,
     ModuleDifference,
-    attention_cause,
     first_beyond_rounding,
     kind_of,
     module_differences,
-    rotation_cause,
     temperature_of,
 )
 from rl.trainers.replay import Replayed
@@ -38,9 +34,6 @@ SPREAD = 32
 
 LOGPROB_TOLERANCES = {torch.float32: 1e-3}
 """Difference of a log-prob, in nats, that rounding may cause; 0.5 in all other types."""
-
-Look = Callable[[Several[int], str], Awaitable[Activations]]
-"""Returns the activations of a side at these positions, of modules whose names begin so."""
 
 
 def comparing(config: SessionConfig) -> SessionConfig:
@@ -153,7 +146,7 @@ class Compared:
 
 
 @asynccontextmanager
-async def _loaded_before(
+async def loaded_before(
     replay: RolloutReplay, session: Session, step: int
 ) -> AsyncIterator[AsyncGenerator[Replayed]]:
     """Bring ``session`` to the weights before ``step``; yield the steps from ``step`` on."""
@@ -162,62 +155,6 @@ async def _loaded_before(
         for _ in range(replay.first, step - 1):
             await anext(steps)
         yield steps
-
-
-async def with_generator(
-    replay: RolloutReplay, session: Session, example: Example, step: int, temperature: float
-) -> Compared:
-    """Compare generator and trainer on the weights before ``step``, then the generator's cached
-    prefixes after it.
-    """
-    async with _loaded_before(replay, session, step) as steps:
-        await session.push()
-        comparison = Comparison(session, example, temperature=temperature)
-        compared = await comparison.compare()
-        await comparison.cached(fresh=True)
-        await anext(steps)  # other weights
-        await session.push()
-        cached = await comparison.cached(fresh=False)
-        stale = stale_cache(cached, await comparison.cached(fresh=True))
-    return replace(compared, findings=[*compared.findings, *stale])
-
-
-async def in_own_layout(
-    replay: RolloutReplay,
-    session: Session,
-    example: Example,
-    step: int,
-    temperature: float,
-    copy: Path,
-) -> Activations:
-    """Return the activations of the trainer before ``step``; save its weights in ``copy``."""
-    async with _loaded_before(replay, session, step):
-        await session.save_weights(copy)
-    return await session.activations(example.batch, example.positions, temperature=temperature)
-
-
-async def in_layout(
-    own: Activations,
-    layout: str,
-    session: Session,
-    example: Example,
-    temperature: float,
-    copy: Path,
-) -> Compared:
-    """Compare the trainer of ``session``, in ``layout``, with its activations in its own layout,
-    on the weights in ``copy``.
-    """
-    await session.load_weights(copy)
-    other = await session.activations(example.batch, example.positions, temperature=temperature)
-    modules = module_differences(own, other)
-    sides = {"trainer": own, layout: other}
-    findings = list[Finding]()
-    if first := first_beyond_rounding(modules):
-        shape = shape_of(session.config.model)
-        findings.append(await cause_of(first, shape, sides, {}, len(example.sequence)))
-    else:
-        findings += head_finding(own, other)
-    return compared_of(example, sides, modules, findings)
 
 
 class Comparison:
@@ -231,56 +168,45 @@ class Comparison:
         self._session = session
         self._example = example
         self._temperature = temperature
-        self._shape = shape_of(session.config.model)
 
     async def compare(self) -> Compared:
         """Compare weights, modules, log-probs, and the recorded log-probs."""
-        positions = self._example.positions
-        theirs = await self.generated(positions)
-        ours = await self.trained(positions)
-        findings = list[Finding]()
+        theirs = await self._generated()
+        compared = compared_of(
+            self._example, {"trainer": await self.trained(), "generator": theirs}
+        )
+        weights = list[Finding]()
         if names := await self._session.differing_weights():
             text = f"{counted(len(names), 'parameter')} of the generator differ from the trainer's"
-            findings.append(Finding(kind="weights", module=names[0], text=text))
-        modules = module_differences(ours, theirs)
-        sides = {"trainer": ours, "generator": theirs}
-        if first := first_beyond_rounding(modules):
-            looks = {"trainer": self.trained, "generator": self.generated}
-            length = len(self._example.sequence)
-            findings.append(await cause_of(first, self._shape, sides, looks, length))
-        else:
-            findings += head_finding(ours, theirs)
-        findings += self._sampling(theirs)
-        return compared_of(self._example, sides, modules, findings)
+            weights.append(Finding(kind="weights", module=names[0], text=text))
+        findings = [*weights, *compared.findings, *self._sampling(theirs)]
+        return replace(compared, findings=findings)
 
     async def cached(self, *, fresh: bool) -> Activations:
         """Return the generator's activations with the whole sequence as a prompt, of which it may
         have cached parts unless ``fresh``.
         """
-        given = len(self._example.sequence) - 1
-        return await self.generated(self._example.positions, fresh=fresh, given=given)
+        return await self._generated(fresh=fresh, given=len(self._example.sequence) - 1)
 
-    async def generated(
-        self, positions: Several[int], within: str = "", **options: int
-    ) -> Activations:
+    async def _generated(self, *, fresh: bool = True, given: int | None = None) -> Activations:
         """Return the activations of the generator."""
         sequence = self._example.sequence
-        given: dict[str, int] = {"given": max(1, int(np.argmax(sequence.sampled))), **options}
         return await self._session.generator_activations(
             GivenSequence(
                 tokens=sequence.tokens.tolist(),
-                positions=positions,
+                given=max(1, int(np.argmax(sequence.sampled))) if given is None else given,
+                positions=self._example.positions,
                 temperature=self._temperature,
                 sampling_mask=sequence.sampling_mask,
-                within=within,
-                **given,  # type: ignore[arg-type]
+                fresh=fresh,
             )
         )
 
-    async def trained(self, positions: Several[int], within: str = "") -> Activations:
+    async def trained(self) -> Activations:
         """Return the activations of the trainer."""
+        example = self._example
         return await self._session.activations(
-            self._example.batch, positions, temperature=self._temperature, within=within
+            example.batch, example.positions, temperature=self._temperature
         )
 
     def _sampling(self, theirs: Activations) -> list[Finding]:
@@ -314,13 +240,17 @@ class Comparison:
         return [Finding(kind="sampling settings", module="", text=text)]
 
 
-def compared_of(
-    example: Example,
-    sides: Mapping[str, Activations],
-    modules: list[ModuleDifference],
-    findings: list[Finding],
-) -> Compared:
-    """Return the result of a comparison of two sides by name."""
+def compared_of(example: Example, sides: Mapping[str, Activations]) -> Compared:
+    """Return the comparison of two sides, by name, on the same weights."""
+    ours, theirs = sides.values()
+    modules = module_differences(ours, theirs)
+    if first := first_beyond_rounding(modules):
+        text = f"its output differs by {first.error:.3g}; rounding explains {first.limit:.3g}"
+        if math.isinf(first.error):
+            text = "only one side has this module, or its width differs"
+        findings = [Finding(kind=kind_of(first.name), module=first.name, text=text)]
+    else:
+        findings = head_finding(ours, theirs)
     logprobs = {name: side.logprobs for name, side in sides.items() if side.logprobs is not None}
     return Compared(example=example, logprobs=logprobs, modules=modules, findings=findings)
 
@@ -346,35 +276,6 @@ def stale_cache(cached: Activations, fresh: Activations) -> list[Finding]:
         return []
     text = "after a push, the generator attends to keys and values of older weights"
     return [Finding(kind="prefix cache", module=first.name, text=text)]
-
-
-async def cause_of(
-    first: ModuleDifference,
-    shape: ModelShape,
-    sides: Mapping[str, Activations],
-    looks: Mapping[str, Look],
-    length: int,
-) -> Finding:
-    """Return the finding for the first output beyond rounding, with the side that is wrong if
-    arithmetic in float64 tells. ``looks`` run a side again on the sequence of ``length`` tokens.
-    """
-    kind = kind_of(first.name)
-    layer = ".".join(first.name.split(".")[:2])
-    text = f"its output differs by {first.error:.3g}; rounding explains {first.limit:.3g}"
-    if math.isinf(first.error):
-        text = "only one side has this module, or its width differs"
-    causes = dict[str, str]()
-    if kind == "position encoding":
-        causes = {name: rotation_cause(side, layer, shape) for name, side in sides.items()}
-    if kind == "attention":
-        rows = next(iter(sides.values())).positions
-        for name, look in looks.items():
-            everywhere = await look(range(length), f"{layer}.attention.")
-            causes[name] = attention_cause(everywhere, layer, rows, shape)
-    for name, cause in causes.items():
-        if cause:
-            text += f"; the {name} is wrong: {cause}"
-    return Finding(kind=kind, module=first.name, text=text)
 
 
 def _tolerance(side: Activations) -> float:

@@ -1,4 +1,4 @@
-"""Differences between two models' activations, and their likely causes."""
+"""Differences between two models' activations."""
 
 import math
 from dataclasses import dataclass
@@ -6,18 +6,12 @@ from dataclasses import dataclass
 import torch
 
 from rl.model.activations import Activations
-from rl.model.shape import ModelShape
 
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 """Relative difference of a module's output that rounding of this type may cause."""
 
 GROWTH = 8.0
 """Factor by which rounding may grow from one module to the next."""
-
-FITS = 5e-4
-"""Largest relative difference between an output and its explanation."""
-
-UNEXPLAINED = "no simple cause explains it"
 
 KINDS = {
     "tok_embeddings": "embedding",
@@ -94,97 +88,6 @@ def _relative(other: torch.Tensor, output: torch.Tensor) -> float:
     difference = (other[both] - output[both]).norm(dim=1)
     scale = output[both].norm(dim=1).clamp(min=1e-30)
     return float((difference / scale).max())
-
-
-def rotation_cause(side: Activations, layer: str, shape: ModelShape) -> str:
-    """Return why the rotary embedding of ``layer`` is wrong; empty if it is right."""
-    size = (len(side.positions), -1, shape.head_dim)
-    before = side.outputs[f"{layer}.attention.q_norm"].double().reshape(size)
-    after = side.outputs[f"{layer}.attention.rope.queries"].double()
-    positions = torch.tensor(side.positions, dtype=torch.float64)
-    base = shape.rope_theta
-
-    def fits(base: float, *, shift: int = 0, dtype: torch.dtype = torch.float64) -> bool:
-        wanted = _rotated(before, positions + shift, base, dtype)
-        return _relative(after, wanted.flatten(1)) < FITS
-
-    if fits(base):
-        return ""
-    if fits(base, dtype=torch.bfloat16):
-        return "its cosines and sines are rounded to bfloat16"
-    for shift in (1, -1):
-        if fits(base, shift=shift):
-            return f"its positions are shifted by {shift}"
-    found = _base(before, after.reshape(size), positions)
-    if fits(found):
-        return f"its base is {found:.6g}, and that of the model is {base:g}"
-    return UNEXPLAINED
-
-
-def _rotated(
-    heads: torch.Tensor, positions: torch.Tensor, base: float, dtype: torch.dtype
-) -> torch.Tensor:
-    """Rotate ``heads`` [P, N, head_dim] with cosines and sines of ``dtype``."""
-    half = heads.shape[-1] // 2
-    angles = positions[:, None] * base ** (-torch.arange(half, dtype=torch.float64) / half)
-    cos = angles.cos().to(dtype).double()[:, None]
-    sin = angles.sin().to(dtype).double()[:, None]
-    first, second = heads.split(half, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-
-
-def _base(before: torch.Tensor, after: torch.Tensor, positions: torch.Tensor) -> float:
-    """Return the base by which the second pair of the first head at position 1 was turned."""
-    half = before.shape[-1] // 2
-    row = int((positions - 1.0).abs().argmin())
-    pairs = [torch.complex(each[row, 0, 1], each[row, 0, 1 + half]) for each in (before, after)]
-    angle = float((pairs[1] / pairs[0]).angle())
-    return max(angle, 1e-30) ** -half if half > 1 else math.nan
-
-
-def attention_cause(side: Activations, layer: str, rows: list[int], shape: ModelShape) -> str:
-    """Return why the attention of ``layer`` is wrong at ``rows``; empty if it is right.
-
-    ``side`` has all positions of the sequence, from 0 on; a generator has not computed the last.
-    """
-    found = side.outputs[f"{layer}.attention.inner_attention"]
-    computed = ~found.isnan().any(1)
-    length = int(computed.sum())
-    names = ("rope.queries", "rope.keys", "qkv_linear.values")
-    outputs = (side.outputs[f"{layer}.attention.{name}"][computed].double() for name in names)
-    queries, keys, values = (each.reshape(length, -1, shape.head_dim) for each in outputs)
-    queries = queries[rows]
-    found = found[rows].double()
-    before = torch.arange(length) <= torch.tensor(rows)[:, None]
-
-    def fits(keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor) -> bool:
-        wanted = _attended(queries, keys, values, mask)
-        return _relative(found, wanted.flatten(1)) < FITS
-
-    if fits(keys, values, before):
-        return ""
-    if fits(keys, values, torch.ones_like(before)):
-        return "its mask is missing: tokens attend to later tokens"
-    if fits(keys, values, before & ~torch.eye(length, dtype=torch.bool)[rows]):
-        return "its mask is wrong: tokens do not attend to themselves"
-    if fits(keys.flip(1), values.flip(1), before):
-        return "the heads of keys and values are in another order"
-    if fits(keys.flip(1), values, before) or fits(keys, values.flip(1), before):
-        return "the heads of keys and those of values are in different orders"
-    return UNEXPLAINED
-
-
-def _attended(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor
-) -> torch.Tensor:
-    """Return attention [R, N, head_dim] of queries [R, N, head_dim] to keys and values
-    [L, N_kv, head_dim] under ``mask`` [R, L].
-    """
-    groups = queries.shape[1] // keys.shape[1]
-    keys, values = (each.repeat_interleave(groups, dim=1) for each in (keys, values))
-    scores = torch.einsum("rnh,lnh->nrl", queries, keys) / math.sqrt(queries.shape[-1])
-    weights = scores.masked_fill(~mask, -math.inf).softmax(-1)
-    return torch.einsum("nrl,lnh->rnh", weights.nan_to_num(), values)
 
 
 def temperature_of(

@@ -60,9 +60,8 @@ def _plan(arguments: list[str]) -> int:
 
     # these import torch, which --help does without
     from rl.cli import load_config, parse_config
-    from rl.plan.diff import changes
     from rl.plan.plan import Plan
-    from rl.plan.report import describe, describe_changes
+    from rl.plan.report import changes, describe, describe_changes
 
     try:
         name, config = parse_config(rest, program=PROGRAM)
@@ -84,15 +83,15 @@ def _plan(arguments: list[str]) -> int:
 
 
 def _rehearse(config: "RunConfig", arguments: list[str], *, rank: int | None, as_json: bool) -> int:
+    from rl.plan.planned_run import PlannedRun
     from rl.plan.rehearsal.report import describe
     from rl.plan.rehearsal.start import errors_of, rehearsal
-    from rl.plan.setting import Setting
 
-    setting = Setting(config)
-    result = rehearsal(setting, arguments, rank=rank or 0)
-    errors = errors_of(result, setting)
+    run = PlannedRun(config)
+    result = rehearsal(run, arguments, rank=rank or 0)
+    errors = errors_of(result, run)
     found = {"feasible": not errors, "errors": errors, **result}
-    print(json.dumps(found) if as_json else describe(result, setting, errors))
+    print(json.dumps(found) if as_json else describe(result, run, errors))
     return EXIT_CONFIG if errors else 0
 
 

@@ -12,9 +12,14 @@ from typing import Literal
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 
 from rl.cluster import Device
-from rl.model.shape import shape_of
-from rl.plan import estimates
-from rl.plan.setting import Setting
+from rl.plan.peak_memory import (
+    REDUCED,
+    PassSizes,
+    feed_forward_width,
+    is_divided_expert,
+    parameter_groups,
+)
+from rl.plan.planned_run import PlannedRun
 from rl.training.model import is_adapter
 from rl.types import Place
 
@@ -70,11 +75,11 @@ class Group:
         return max(inside / device.link_gb_s, between / device.network_gb_s) / 1e9
 
 
-def collectives_of(setting: Setting, name: str, *, train: bool) -> list[Collective]:
+def collectives_of(run: PlannedRun, name: str, *, train: bool) -> list[Collective]:
     """Return the collectives of role ``name`` in a forward pass, or if ``train`` in the computation
     of gradients, with full micro-batches.
     """
-    passes = _Passes(setting, name, train=train)
+    passes = _Collectives(run, name, train=train)
     found = [
         *passes.of_weights(),
         *passes.of_hidden_states(),
@@ -84,26 +89,18 @@ def collectives_of(setting: Setting, name: str, *, train: bool) -> list[Collecti
     return [each for each in found if each.bytes]
 
 
-class _Passes:
+class _Collectives(PassSizes):
     """Collectives of a role's passes on rank 0. Sizes are in bytes."""
 
-    def __init__(self, setting: Setting, name: str, *, train: bool):
-        self.role = role = setting.roles[name]
-        self.layouts = setting.held[name]
-        self.place = setting.places[name]
-        self.device = setting.device
+    def __init__(self, run: PlannedRun, name: str, *, train: bool):
+        super().__init__(run, name)
+        self.place = run.places[name]
+        self.device = run.device
         self.train = train
-        self.shape = shape = shape_of(role.model)
-        self.degrees = degrees = role.trainer.parallelism
-        self.tp = degrees.tensor_parallel_degree
-        self.cp = degrees.context_parallel_degree
-        self.ep = degrees.expert_parallel_degree
-        self.shard = degrees.data_parallel_shard_degree * self.cp
-        self.p = estimates.computed_bytes(role.trainer)
-        self.cells = estimates.micro_batch_cells(setting, role.trainer)
-        self.hidden = self.cells // self.cp * shape.dim * self.p
+        self.shard = self.degrees.data_parallel_shard_degree * self.cp
+        self.hidden = self.tokens * self.shape.dim * self.p
         """Bytes of the hidden states of a micro-batch."""
-        policy = role.trainer.activation_checkpoint if train else None
+        policy = self.trainer.activation_checkpoint if train else None
         self.recomputes = policy is not None
         self.recomputes_results = policy is not None and not isinstance(policy, SelectiveAC.Config)
         """Whether collectives whose results selective checkpointing keeps are repeated."""
@@ -119,12 +116,12 @@ class _Passes:
 
     def _of_weights(self, group: Group, *, experts: bool) -> Iterator[Collective]:
         def chosen(name: str) -> bool:
-            return estimates.is_divided_expert(name, self.role) == experts
+            return is_divided_expert(name, self.role) == experts
 
-        sizes = estimates.groups(self.layouts, self.role, chosen)
+        sizes = parameter_groups(self.layouts, self.role, chosen)
         trained = sum(sizes.values())
-        if self.role.trainer.lora is not None:
-            adapters = estimates.groups(
+        if self.trainer.lora is not None:
+            adapters = parameter_groups(
                 self.layouts, self.role, lambda name: chosen(name) and is_adapter(name)
             )
             trained = sum(adapters.values())
@@ -134,10 +131,10 @@ class _Passes:
         if not self.train:
             return
         if group.size > 1:
-            yield self._made("FSDP", "reduce-scatter", estimates.REDUCED * trained, group)
+            yield self._made("FSDP", "reduce-scatter", REDUCED * trained, group)
         replicas = Group(self.degrees.data_parallel_replicate_degree, self.shard * self.tp)
         if replicas.size > 1:
-            bytes = estimates.REDUCED * trained // group.size
+            bytes = REDUCED * trained // group.size
             yield self._made("HSDP", "all-reduce", bytes, replicas, once=True)
 
     def _gathered(self, group: Group, layers: int, head: int) -> Iterator[Collective]:
@@ -163,14 +160,14 @@ class _Passes:
             if self.recomputes_results:
                 reduced += layers
             if self.train:
-                frozen = self.role.trainer.lora is not None  # no gradient of the embedding
+                frozen = self.trainer.lora is not None  # no gradient of the embedding
                 gathered += layers + 1 - frozen
                 reduced += layers + 1 - frozen
             yield self._made("TP", "all-gather", gathered * self.hidden, group)
             yield self._made("TP", "reduce-scatter", reduced * self.hidden, group)
         else:
             yield from self._of_whole_hidden_states(group, layers)
-        sums = 16 * self.cells // self.cp  # of the head's softmax
+        sums = 16 * self.tokens  # of the head's softmax
         yield self._made("TP", "all-reduce", sums, group)
 
     def _of_whole_hidden_states(self, group: Group, layers: int) -> Iterator[Collective]:
@@ -181,7 +178,7 @@ class _Passes:
         reduced = layers + 1 + (layers if self.recomputes_results else 0)
         if self.train:
             width = self.shape.n_heads * self.shape.head_dim
-            inner = estimates.feed_forward_width(self.shape)
+            inner = feed_forward_width(self.shape)
             weights = self.p * self.shape.dim * self.shape.n_layers
             tokens = self.hidden // self.shape.dim * self.shape.n_layers
             reduced += self.shape.n_layers + 1

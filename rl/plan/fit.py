@@ -8,7 +8,7 @@ from torchtitan.distributed.activation_checkpoint import FullAC
 
 from rl.generation.config import kv_bytes_at_least
 from rl.plan.memory import GIB, Item, RankMemory, environment_workers, kv_bytes
-from rl.plan.setting import Setting
+from rl.plan.planned_run import PlannedRun
 
 MAX_SHARE = 0.95
 
@@ -35,22 +35,22 @@ class Memory:
         return {"name": self.name, "used": self.used, "limit": self.limit, "ranks": ranks}
 
 
-def memories(setting: Setting, ranks: list[RankMemory]) -> list[Memory]:
+def memories(run: PlannedRun, ranks: list[RankMemory]) -> list[Memory]:
     """Return the memory of every device and host of the run. On CPU each rank is a device."""
-    limit = int(setting.device.memory_gib * GIB)
-    host_limit = int(setting.hardware.host_gib * GIB)
+    limit = int(run.device.memory_gib * GIB)
+    host_limit = int(run.hardware.host_gib * GIB)
     devices: dict[str, list[RankMemory]] = {}
     for rank in ranks:
-        name = f"GPU {rank.gpu} of host {rank.host}" if setting.cuda else rank.name
+        name = f"GPU {rank.gpu} of host {rank.host}" if run.cuda else rank.name
         devices.setdefault(name, []).append(rank)
     found = [
-        Memory(name, "device", _at_once(on_device, setting.shared), limit, on_host=False)
+        Memory(name, "device", _at_once(on_device, run.shared), limit, on_host=False)
         for name, on_device in devices.items()
     ]
-    for host in range(setting.hosts):
-        everything = [*ranks, *environment_workers(setting)]
+    for host in range(run.hosts):
+        everything = [*ranks, *environment_workers(run)]
         own_ranks = tuple(rank for rank in everything if rank.host == host)
-        found.append(Memory(f"host {host}", "host", own_ranks, host_limit, on_host=setting.cuda))
+        found.append(Memory(f"host {host}", "host", own_ranks, host_limit, on_host=run.cuda))
     return found
 
 
@@ -68,18 +68,18 @@ def _at_once(ranks: list[RankMemory], shared: frozenset[str]) -> tuple[RankMemor
     )
 
 
-def complaints(setting: Setting, found: list[Memory]) -> list[str]:
+def complaints(run: PlannedRun, found: list[Memory]) -> list[str]:
     """Return a message for each memory that is too small. Equal ranks are named once."""
     messages: dict[tuple[Any, ...], str] = {}
     for memory in found:
         if memory.used > memory.limit:
             kinds = (memory.kind, *dict.fromkeys(rank.role for rank in memory.ranks))
-            messages.setdefault(kinds, _complaint(setting, memory))
-    return [*messages.values(), *(_kv_complaint(setting) if setting.generators else [])]
+            messages.setdefault(kinds, _complaint(run, memory))
+    return [*messages.values(), *(_kv_complaint(run) if run.generators else [])]
 
 
-def _complaint(setting: Setting, memory: Memory) -> str:
-    cpu_host = memory.kind == "host" and not setting.cuda
+def _complaint(run: PlannedRun, memory: Memory) -> str:
+    cpu_host = memory.kind == "host" and not run.cuda
     item, rank = max(
         (
             (item, rank)
@@ -98,30 +98,30 @@ def _complaint(setting: Setting, memory: Memory) -> str:
         f"{where}{names}{more} need{'s' if count == 1 else ''} {memory.used / GIB:.1f} GiB of the "
         f"{memory.limit / GIB:.1f} that it has; the largest item is {item.name}, "
         f"{item.bytes / GIB:.1f} GiB on each of {equal} rank{'s' if equal > 1 else ''} of "
-        f"{rank.mesh}: {_remedy(setting, memory, item, rank)}"
+        f"{rank.mesh}: {_remedy(run, memory, item, rank)}"
     )
 
 
-def _remedy(setting: Setting, memory: Memory, item: Item, rank: RankMemory) -> str:
+def _remedy(run: PlannedRun, memory: Memory, item: Item, rank: RankMemory) -> str:
     """Return the change that shrinks the largest item."""
     if item.name == "process":
         needed = math.ceil(memory.used / GIB * 10) / 10
         return f"set hardware.memory_gib to {needed}, if a rank has that much"
     if item.name == "room to move to":
-        colocate = f"{setting.section}colocate"
+        colocate = f"{run.section}colocate"
         return f"set {colocate} to 'none', or hardware.host_memory_gib to what a node has"
     if item.name == "checkpoint staging":
         return "set trainer.checkpoint.async_mode to 'disabled'"
     if rank.role == "generator":
-        return _generator_remedy(setting, memory, item)
-    return _model_remedy(setting, item, rank)
+        return _generator_remedy(run, memory, item)
+    return _model_remedy(run, item, rank)
 
 
-def _generator_remedy(setting: Setting, memory: Memory, item: Item) -> str:
-    generator = setting.rl.generator
-    field = f"{setting.section}generator"
+def _generator_remedy(run: PlannedRun, memory: Memory, item: Item) -> str:
+    generator = run.rl.generator
+    field = f"{run.section}generator"
     over = memory.used - memory.limit
-    if item.name == "KV cache" and setting.cuda:
+    if item.name == "KV cache" and run.cuda:
         share = generator.gpu_memory_utilization - over / memory.limit
         return f"set {field}.gpu_memory_utilization to at most {int(share * 100) / 100}"
     if item.name == "KV cache":
@@ -133,54 +133,54 @@ def _generator_remedy(setting: Setting, memory: Memory, item: Item) -> str:
     return f"set {field}.tensor_parallel_degree to {2 * generator.tensor_parallel_degree}"
 
 
-def _model_remedy(setting: Setting, item: Item, rank: RankMemory) -> str:
-    trainer = setting.roles[rank.role].trainer
+def _model_remedy(run: PlannedRun, item: Item, rank: RankMemory) -> str:
+    trainer = run.roles[rank.role].trainer
     if item.name == "activations":
         if not isinstance(trainer.activation_checkpoint, FullAC.Config):
             return "give trainer.activation-checkpoint:full"
         tokens = trainer.micro_batch_tokens
-        if tokens and tokens > setting.longest:
-            return f"set trainer.micro_batch_tokens to {max(setting.longest, tokens // 2)}"
+        if tokens and tokens > run.longest:
+            return f"set trainer.micro_batch_tokens to {max(run.longest, tokens // 2)}"
         if not tokens and trainer.micro_batch_size > 1:
             return f"set trainer.micro_batch_size to {trainer.micro_batch_size // 2}"
-        return _twice(setting, rank.role, "context_parallel_degree")
+        return _twice(run, rank.role, "context_parallel_degree")
     if item.name == "logits":
         return f"set trainer.logits_mib to {max(1, trainer.logits_mib // 2)}"
     if item.name == "gathered by FSDP":
-        return _twice(setting, rank.role, "tensor_parallel_degree")
+        return _twice(run, rank.role, "tensor_parallel_degree")
     if item.name == "RoPE tables":
-        return f"set model.max_seq_len to {setting.longest}"
-    return _twice(setting, rank.role, "data_parallel_shard_degree")
+        return f"set model.max_seq_len to {run.longest}"
+    return _twice(run, rank.role, "data_parallel_shard_degree")
 
 
-def _twice(setting: Setting, name: str, degree: str) -> str:
+def _twice(run: PlannedRun, name: str, degree: str) -> str:
     """Return the advice to double a degree, on twice the nodes if the nodes are full."""
-    role = setting.roles[name]
-    nodes = setting.config.trainer.nodes
-    full = setting.cuda and 2 * setting.places[name].per_host > setting.hardware.gpus
+    role = run.roles[name]
+    nodes = run.config.trainer.nodes
+    full = run.cuda and 2 * run.places[name].per_host > run.hardware.gpus
     more = f" and trainer.nodes to {2 * nodes}" if full else ""
     value = 2 * getattr(role.trainer.parallelism, degree)
     return f"set {role.parallelism_field}.{degree} to {value}{more}"
 
 
-def _kv_complaint(setting: Setting) -> list[str]:
+def _kv_complaint(run: PlannedRun) -> list[str]:
     """Return the message that the KV cache cannot hold a sequence of model.max_seq_len, which vLLM
     requires.
     """
-    generator = setting.rl.generator
-    field = f"{setting.section}generator"
-    room = kv_bytes(setting)
+    generator = run.rl.generator
+    field = f"{run.section}generator"
+    room = kv_bytes(run)
     share = generator.gpu_memory_utilization
-    needed = kv_bytes_at_least(generator, setting.shape, cuda=setting.cuda)
+    needed = kv_bytes_at_least(generator, run.shape, cuda=run.cuda)
     if needed <= room:
         return []
-    enough = share + (needed - room) / (setting.device.memory_gib * GIB)
+    enough = share + (needed - room) / (run.device.memory_gib * GIB)
     remedy = f"set {field}.tensor_parallel_degree to {2 * generator.tensor_parallel_degree}"
     if room and enough <= MAX_SHARE:
         share_needed = int(enough * 100 + 1) / 100
         remedy = f"set {field}.gpu_memory_utilization to {share_needed}, or lower model.max_seq_len"
     return [
         f"{field}.gpu_memory_utilization is {share}, which leaves {room / GIB:.2f} GiB of each "
-        f"GPU for its KV cache; one sequence of model.max_seq_len={setting.shape.max_seq_len} "
+        f"GPU for its KV cache; one sequence of model.max_seq_len={run.shape.max_seq_len} "
         f"needs {needed / GIB:.2f} GiB: {remedy}"
     ]

@@ -9,9 +9,13 @@ import torch
 
 from rl.generation.config import kv_blocks, kv_bytes_per_block
 from rl.model.shards import Layout, local_shapes
-from rl.plan import estimates
-from rl.plan.passes import largest_moment
-from rl.plan.setting import DTYPE_BYTES, LEARNING, Setting, seat_of
+from rl.plan.peak_memory import (
+    MemoryOfPasses,
+    engine_step,
+    in_parameter_groups,
+    rope_tables,
+)
+from rl.plan.planned_run import DTYPE_BYTES, LEARNING, PlannedRun, seat_of
 from rl.training.config import TrainerConfig
 from rl.training.model import is_adapter
 from rl.types import Place
@@ -68,44 +72,44 @@ class RankMemory:
 
     @property
     def role(self) -> str:
-        """Name of the rank's role, as in ``Setting.shared``."""
+        """Name of the rank's role, as in ``PlannedRun.shared``."""
         return self.mesh.partition("-")[0]
 
 
-def all_ranks(setting: Setting) -> list[RankMemory]:
+def all_ranks(run: PlannedRun) -> list[RankMemory]:
     """Return every rank of the run."""
-    slots, staging = _push_sizes(setting) if setting.generators else ([], [])
+    slots, staging = _push_sizes(run) if run.generators else ([], [])
     ranks = []
-    for name, place in setting.places.items():
-        passes = _passes(setting, name)
-        for rank, layout in enumerate(setting.held[name]):
-            items = [*_model_items(setting, name, layout), *passes]
+    for name, place in run.places.items():
+        passes = _passes(run, name)
+        for rank, layout in enumerate(run.held[name]):
+            items = [*_model_items(run, name, layout), *passes]
             if name == "trainer" and slots:
-                on_host = setting.transport != "cuda_ipc"
+                on_host = run.transport != "cuda_ipc"
                 items.append(Item("push slots", slots[rank], on_host=on_host))
-            ranks.append(_rank(setting, name, rank, place, items))
-    for number, place in enumerate(setting.generators):
+            ranks.append(_rank(run, name, rank, place, items))
+    for number, place in enumerate(run.generators):
         for rank in range(place.ranks):
-            items = _generator_items(setting, staging[rank])
-            ranks.append(_rank(setting, f"generator-{number}", rank, place, items))
+            items = _generator_items(run, staging[rank])
+            ranks.append(_rank(run, f"generator-{number}", rank, place, items))
     return ranks
 
 
-def environment_workers(setting: Setting) -> list[RankMemory]:
+def environment_workers(run: PlannedRun) -> list[RankMemory]:
     """Return the processes on the first host that run the environments of episodes. The memory of
     the environments themselves is not counted.
     """
-    if setting.episodes is None:
+    if run.episodes is None:
         return []
-    item = Item("process", WORKER_PROCESS, on_host=setting.cuda, estimate=True)
-    count = setting.rl.rollout.reward_workers
+    item = Item("process", WORKER_PROCESS, on_host=run.cuda, estimate=True)
+    count = run.rl.rollout.reward_workers
     return [RankMemory("environment worker", number, 0, None, (item,)) for number in range(count)]
 
 
-def _rank(setting: Setting, mesh: str, rank: int, place: Place, items: list[Item]) -> RankMemory:
+def _rank(run: PlannedRun, mesh: str, rank: int, place: Place, items: list[Item]) -> RankMemory:
     """Return a rank with ``items`` and those of its process. On CPU all memory is the host's."""
     host, gpu = seat_of(place, rank)
-    if setting.cuda:
+    if run.cuda:
         items.append(Item("CUDA context", CUDA_CONTEXT, estimate=True))
         items.append(Item("process", CUDA_PROCESS, on_host=True, estimate=True))
     else:
@@ -113,12 +117,12 @@ def _rank(setting: Setting, mesh: str, rank: int, place: Place, items: list[Item
         items.append(Item("process", process, estimate=True))
         items = [replace(item, on_host=False) for item in items]
     held = tuple(item for item in items if item.bytes)
-    return RankMemory(mesh, rank, host, gpu if setting.cuda else None, held)
+    return RankMemory(mesh, rank, host, gpu if run.cuda else None, held)
 
 
-def _model_items(setting: Setting, name: str, layout: Layout) -> list[Item]:
+def _model_items(run: PlannedRun, name: str, layout: Layout) -> list[Item]:
     """Return the items that a role's rank keeps from step to step."""
-    role = setting.roles[name]
+    role = run.roles[name]
     trainer = role.trainer
     size = DTYPE_BYTES[trainer.training.dtype]
     adapters = {region.name: region.box.numel for region in layout if is_adapter(region.name)}
@@ -134,12 +138,12 @@ def _model_items(setting: Setting, name: str, layout: Layout) -> list[Item]:
         Item("merged weights", sum(merged) * size),
         Item("gradients", sum(trained.values()) * size),
         Item("optimizer states", sum(states)),
-        Item("RoPE tables", estimates.rope_tables(setting, role)),
+        Item("RoPE tables", rope_tables(run, role)),
     ]
-    if len(setting.shared) > 1:
-        gradients = estimates.in_groups(trained, role).values()
+    if len(run.shared) > 1:
+        gradients = in_parameter_groups(trained, role).values()
         kept = [*weights.values(), *adapters.values(), *merged, *gradients]
-        room = _buffers(setting, [*(size * count for count in kept), *states])
+        room = _buffers(run, [*(size * count for count in kept), *states])
         items.append(Item("room to move to", room, on_host=True))
     if name in LEARNING and trainer.checkpoint.async_mode != "disabled":
         items.append(Item("checkpoint staging", parameters + sum(states), True, estimate=True))
@@ -157,9 +161,9 @@ def _states(trainer: TrainerConfig, name: str, elements: int) -> list[int]:
     return count * [elements * (2 if short else DTYPE_BYTES[trainer.training.dtype])]
 
 
-def _buffers(setting: Setting, sizes: Iterable[int]) -> int:
+def _buffers(run: PlannedRun, sizes: Iterable[int]) -> int:
     """Return the host memory of buffers of these sizes that a rank's device copies from and to."""
-    return sum(map(pinned, sizes)) if setting.cuda else sum(sizes)
+    return sum(map(pinned, sizes)) if run.cuda else sum(sizes)
 
 
 def pinned(size: int) -> int:
@@ -167,37 +171,29 @@ def pinned(size: int) -> int:
     return 1 << (size - 1).bit_length() if size else 0
 
 
-def _passes(setting: Setting, name: str) -> list[Item]:
+def _passes(run: PlannedRun, name: str) -> list[Item]:
     """Return the items that a role's ranks need while they compute."""
-    if setting.cuda:
-        moment = largest_moment(setting, name)
-        sizes = {
-            "activations": moment.activations,
-            "logits": moment.logits,
-            "gathered by FSDP": moment.gathered,
-        }
-    else:
-        sizes = {
-            "activations": estimates.activations(setting, name),
-            "logits": estimates.logits(setting, setting.roles[name]),
-            "gathered by FSDP": estimates.gathered(setting, name),
-        }
-    return [Item(item, size, estimate=True) for item, size in sizes.items()]
+    peak = MemoryOfPasses(run, name).peak()
+    return [
+        Item("activations", peak.activations, estimate=True),
+        Item("logits", peak.logits, estimate=True),
+        Item("gathered by FSDP", peak.gathered, estimate=True),
+    ]
 
 
-def _push_sizes(setting: Setting) -> tuple[list[int], list[int]]:
+def _push_sizes(run: PlannedRun) -> tuple[list[int], list[int]]:
     """Return the bytes of each trainer rank's two slots, and of each generator rank's buffers for
     received data.
     """
-    transfer = transfer_of(setting)
-    staging = [0] * len(setting.wanted)
-    if setting.transport in ("shared_memory", "cuda_ipc"):
-        segments = (Segment("", 0, (), 0, transfer.dtype, layout) for layout in setting.pushed)
+    transfer = transfer_of(run)
+    staging = [0] * len(run.wanted)
+    if run.transport in ("shared_memory", "cuda_ipc"):
+        segments = (Segment("", 0, (), 0, transfer.dtype, layout) for layout in run.pushed)
         return [SLOTS * (HEADER_BYTES + segment.slot_bytes) for segment in segments], staging
     slots = []
     for blobs in plan_blobs(transfer.sources, transfer.wanted):
-        wholes = [blob.numel * setting.transfer_bytes for blob in blobs]
-        sizes = [_buffers(setting, [size, size // 2 if transfer.delta else 0]) for size in wholes]
+        wholes = [blob.numel * run.transfer_bytes for blob in blobs]
+        sizes = [_buffers(run, [size, size // 2 if transfer.delta else 0]) for size in wholes]
         slots.append(SLOTS * sum(sizes))
         for blob, size in zip(blobs, sizes, strict=True):
             for reader in blob.readers:
@@ -205,67 +201,67 @@ def _push_sizes(setting: Setting) -> tuple[list[int], list[int]]:
     return slots, staging
 
 
-def transfer_of(setting: Setting) -> Transfer:
+def transfer_of(run: PlannedRun) -> Transfer:
     """Return the transfer that both ends of the push use."""
-    weights = setting.rl.weights
-    generator = setting.rl.generator
+    weights = run.rl.weights
+    generator = run.rl.generator
     dtype = getattr(torch, generator.dtype)
     return Transfer(
-        setting.transport,
+        run.transport,
         dtype,
-        setting.pushed,
-        setting.wanted,
+        run.pushed,
+        run.wanted,
         generator.replicas,
         weights.delta,
         weights.fan_out,
     )
 
 
-def _generator_items(setting: Setting, staging: int) -> list[Item]:
+def _generator_items(run: PlannedRun, staging: int) -> list[Item]:
     """Return the items of a generator's rank, which are the same for all generators."""
-    generator = setting.rl.generator
-    weights = generator_weights(setting)
+    generator = run.rl.generator
+    weights = generator_weights(run)
     items = [Item("parameters", weights), Item("push staging", staging, on_host=True)]
-    if not setting.cuda and generator.dtype == "float32":
-        items.append(Item("packed weights", packed_weights(setting)))
-    if "generator" in setting.shared:
-        shapes = local_shapes(setting.wanted[0]).values()
-        room = _buffers(setting, (math.prod(shape) * setting.transfer_bytes for shape in shapes))
+    if not run.cuda and generator.dtype == "float32":
+        items.append(Item("packed weights", packed_weights(run)))
+    if "generator" in run.shared:
+        shapes = local_shapes(run.wanted[0]).values()
+        room = _buffers(run, (math.prod(shape) * run.transfer_bytes for shape in shapes))
         items.append(Item("room to move to", room, on_host=True))
-    items.append(Item("engine step", estimates.engine_step(setting), estimate=True))
-    return [*items, Item("KV cache", kv_bytes(setting), estimate=setting.cuda)]
+    items.append(Item("engine step", engine_step(run), estimate=True))
+    return [*items, Item("KV cache", kv_bytes(run), estimate=run.cuda)]
 
 
-def generator_weights(setting: Setting) -> int:
+def generator_weights(run: PlannedRun) -> int:
     """Return the bytes of a rank's parameters, which are the same on all ranks."""
-    shapes = local_shapes(setting.wanted[0])
-    return sum(map(math.prod, shapes.values())) * setting.transfer_bytes
+    shapes = local_shapes(run.wanted[0])
+    return sum(map(math.prod, shapes.values())) * run.transfer_bytes
 
 
-def packed_weights(setting: Setting) -> int:
+def packed_weights(run: PlannedRun) -> int:
     """Return the bytes of oneDNN's copies of the linear layers and the output head."""
-    shapes = local_shapes(setting.wanted[0])
+    shapes = local_shapes(run.wanted[0])
     head = shapes.get("lm_head.weight", shapes["tok_embeddings.weight"])
     in_layers = [shape for name, shape in shapes.items() if name.startswith("layers.")]
     linear = [shape for shape in in_layers if len(shape) == 2]
     return sum(map(math.prod, [*linear, head])) * 4
 
 
-def kv_bytes(setting: Setting) -> int:
+def kv_bytes(run: PlannedRun) -> int:
     """Return the bytes of a generator rank's KV cache: the rest of its share of a GPU, or
     ``generator.kv_cache_gib`` on CPU.
     """
-    generator = setting.rl.generator
-    if not setting.cuda:
+    generator = run.rl.generator
+    if not run.cuda:
         return int(generator.kv_cache_gib * GIB)
-    share = int(generator.gpu_memory_utilization * setting.device.memory_gib * GIB)
-    others = generator_weights(setting) + estimates.engine_step(setting) + CUDA_CONTEXT
+    share = int(generator.gpu_memory_utilization * run.device.memory_gib * GIB)
+    others = generator_weights(run) + engine_step(run) + CUDA_CONTEXT
     return max(0, share - others)
 
 
-def kv_sequences(setting: Setting, tokens: int) -> int:
+def kv_sequences(run: PlannedRun, tokens: int) -> int:
     """Return the number of sequences of ``tokens`` tokens that a generator's KV cache holds."""
-    generator = setting.rl.generator
-    blocks = kv_bytes(setting) // kv_bytes_per_block(generator, setting.shape, cuda=setting.cuda)
+    generator = run.rl.generator
+    blocks = kv_bytes(run) // kv_bytes_per_block(generator, run.shape, cuda=run.cuda)
     # vLLM reserves one block
-    return max(0, blocks - 1) // kv_blocks(generator, tokens, cuda=setting.cuda)
+    return max(0, blocks - 1) // kv_blocks(generator, tokens, cuda=run.cuda)

@@ -7,8 +7,8 @@ from typing import Any
 from rl.config import RunConfig
 from rl.plan.fit import complaints, memories
 from rl.plan.memory import all_ranks, environment_workers, kv_bytes, kv_sequences
+from rl.plan.planned_run import PlannedRun
 from rl.plan.push import push_of
-from rl.plan.setting import Setting
 from rl.plan.speed import sizes_of, step_of
 from rl.session.config import Role
 
@@ -20,12 +20,12 @@ class Plan:
     """
 
     def __init__(self, config: RunConfig):
-        self.setting = Setting(config)
-        self.ranks = all_ranks(self.setting)
-        self.memories = memories(self.setting, self.ranks)
-        self.errors = complaints(self.setting, self.memories)
-        self.push = push_of(self.setting) if self.setting.generators else None
-        self.step = step_of(self.setting, self.push)
+        self.run = PlannedRun(config)
+        self.ranks = all_ranks(self.run)
+        self.memories = memories(self.run, self.ranks)
+        self.errors = complaints(self.run, self.memories)
+        self.push = push_of(self.run) if self.run.generators else None
+        self.step = step_of(self.run, self.push)
 
     @property
     def feasible(self) -> bool:
@@ -38,16 +38,16 @@ class Plan:
         ``kv_cache`` and ``push`` are None if the run has no generators. ``episodes`` is None if the
         task has no environment.
         """
-        setting = self.setting
-        sizes = sizes_of(setting.shape, fuse_qkv=setting.config.model.fuse_qkv)
+        run = self.run
+        sizes = sizes_of(run.shape, fuse_qkv=run.config.model.fuse_qkv)
         return {
             "feasible": self.feasible,
             "errors": self.errors,
             "model": {"parameters": sizes.total, "active_parameters": sizes.active},
             "hardware": {
-                "hosts": setting.hosts,
-                "gpus_per_host": setting.hardware.gpus,
-                **asdict(setting.device),
+                "hosts": run.hosts,
+                "gpus_per_host": run.hardware.gpus,
+                **asdict(run.device),
             },
             "meshes": list(self._meshes()),
             "memory": {
@@ -61,41 +61,41 @@ class Plan:
         }
 
     def _kv_cache(self) -> dict[str, int] | None:
-        setting = self.setting
-        if not setting.generators:
+        run = self.run
+        if not run.generators:
             return None
         return {
-            "bytes": kv_bytes(setting),
-            "longest_sequence_tokens": setting.longest_sampled,
-            "sequences": kv_sequences(setting, setting.longest_sampled),
+            "bytes": kv_bytes(run),
+            "longest_sequence_tokens": run.longest_sampled,
+            "sequences": kv_sequences(run, run.longest_sampled),
         }
 
     def _episodes(self) -> dict[str, int] | None:
-        setting = self.setting
-        task = setting.episodes
+        run = self.run
+        task = run.episodes
         if task is None:
             return None
         return {
             "max_turns": task.max_turns,
             "max_tokens": task.max_episode_tokens,
-            "max_tokens_of_a_turn": setting.rl.rollout.max_tokens,
-            "at_once": setting.sequences_sampled,
-            "workers": len(environment_workers(setting)),
+            "max_tokens_of_a_turn": run.rl.rollout.max_tokens,
+            "at_once": run.sequences_sampled,
+            "workers": len(environment_workers(run)),
         }
 
     def _meshes(self) -> Iterator[dict[str, Any]]:
-        setting = self.setting
-        for name, place in setting.places.items():
-            degrees = degrees_of(setting.roles[name])
-            yield {"name": name, "degrees": degrees, "seats": setting.seats(place)}
-        if not setting.generators:
+        run = self.run
+        for name, place in run.places.items():
+            degrees = degrees_of(run.roles[name])
+            yield {"name": name, "degrees": degrees, "seats": run.seats(place)}
+        if not run.generators:
             return
-        generator = setting.rl.generator
+        generator = run.rl.generator
         tp = generator.tensor_parallel_degree
         degrees = {"tp": tp, "ep": tp if generator.expert_parallel else 1}
-        for number, place in enumerate(setting.generators):
+        for number, place in enumerate(run.generators):
             name = f"generator-{number}"
-            yield {"name": name, "degrees": degrees, "seats": setting.seats(place)}
+            yield {"name": name, "degrees": degrees, "seats": run.seats(place)}
 
 
 def degrees_of(role: Role) -> dict[str, int]:

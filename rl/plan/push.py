@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass
 
-from rl.plan.setting import Setting, seat_of
+from rl.plan.planned_run import PlannedRun, seat_of
 from rl.weights.routes import plan_push
 
 
@@ -23,7 +23,7 @@ class Push:
     """Minimum time: the time of the busiest rank at the full rate of its link."""
 
 
-def push_of(setting: Setting) -> Push:
+def push_of(run: PlannedRun) -> Push:
     """Return the push between the config's layouts and places.
 
     The rate of a device is that of:
@@ -33,20 +33,20 @@ def push_of(setting: Setting) -> Push:
     - its memory on CPU;
     - its network adapter for a copy through the host's memory, since PCIe is about as fast.
     """
-    device = setting.device
-    size = setting.transfer_bytes
-    elements = plan_push(setting.pushed, setting.wanted).elements()
+    device = run.device
+    size = run.transfer_bytes
+    elements = plan_push(run.pushed, run.wanted).elements()
     read = [each.total() * size for each in elements]
-    copies = [_copies(setting, rank) for rank in range(len(elements))]
+    copies = [_copies(run, rank) for rank in range(len(elements))]
     sent: Counter[int] = Counter()
     for each, (direct, _) in zip(elements, copies, strict=True):
         for source, count in each.items():
             sent[source] += count * size * direct
-    crosses = setting.push_crosses_hosts
-    if crosses or (setting.cuda and setting.transport != "cuda_ipc"):
+    crosses = run.push_crosses_hosts
+    if crosses or (run.cuda and run.transport != "cuda_ipc"):
         rate = device.network_gb_s
         link = "network adapter" if crosses else "way to the host's memory"
-    elif setting.cuda:
+    elif run.cuda:
         rate = device.link_gb_s
         link = "link between GPUs"
     else:
@@ -56,8 +56,8 @@ def push_of(setting: Setting) -> Push:
     reader = max(own * max(1, onward) for own, (_, onward) in zip(read, copies, strict=True))
     end = "a trainer rank's" if sender > reader else "a generator rank's"
     return Push(
-        transport=setting.transport,
-        total=sum(read) * len(setting.generators),
+        transport=run.transport,
+        total=sum(read) * len(run.generators),
         per_reader=tuple(read),
         most_from_a_rank=sender,
         over_network=crosses,
@@ -66,13 +66,13 @@ def push_of(setting: Setting) -> Push:
     )
 
 
-def _copies(setting: Setting, rank: int) -> tuple[int, int]:
+def _copies(run: PlannedRun, rank: int) -> tuple[int, int]:
     """Return the number of times that the trainer sends what rank ``rank`` of all generators reads,
     and that such a rank sends it on to other hosts at most.
     """
-    if setting.transport != "tcp":
-        return len(setting.generators), 0
-    hosts = {seat_of(place, rank)[0] for place in setting.generators}
-    hosts -= {setting.places["trainer"].first_host}
-    direct = min(setting.rl.weights.fan_out, len(hosts))
-    return direct or 1, min(setting.rl.weights.fan_out, len(hosts) - direct)
+    if run.transport != "tcp":
+        return len(run.generators), 0
+    hosts = {seat_of(place, rank)[0] for place in run.generators}
+    hosts -= {run.places["trainer"].first_host}
+    direct = min(run.rl.weights.fan_out, len(hosts))
+    return direct or 1, min(run.rl.weights.fan_out, len(hosts) - direct)

@@ -2,15 +2,19 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from operator import itemgetter
 
+from rl.config import RunConfig
 from rl.errors import counted
-from rl.plan.diff import Change
+from rl.frozen import changed_fields, frozen
 from rl.plan.memory import GIB, RankMemory, environment_workers, kv_bytes, kv_sequences
 from rl.plan.plan import Plan, degrees_of
-from rl.plan.setting import Setting, hosts_of
+from rl.plan.planned_run import PlannedRun, hosts_of
 from rl.plan.speed import sizes_of
+from rl.rules import Effect
 from rl.types import Place
+from rl.validation.values import values
 
 BAR = 30
 WIDTH = 48
@@ -18,10 +22,45 @@ WIDTH = 48
 
 def describe(name: str, plan: Plan) -> str:
     """Return the plan of config ``name`` as text for one screen."""
-    head = _head(name, plan.setting)
+    head = _head(name, plan.run)
     parts = [head, _meshes(plan), _memory(plan), _push(plan), _step(plan), _verdict(plan)]
     texts = ("\n".join(lines) for lines in parts)
     return "\n\n".join(text for text in texts if text)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A field in which two configs differ."""
+
+    mark: Effect
+    change: str
+    """``field: old → new``."""
+
+
+def changes(before: RunConfig, after: RunConfig) -> list[Change]:
+    """Return the differences between two configs, those with an effect on numerics first."""
+    effects = {value.name: value.effect for each in (before, after) for value in values(each)}
+    found = [
+        Change(_effect(text.partition(": ")[0], effects), text)
+        for text in changed_fields(frozen(before), frozen(after))
+    ]
+    return sorted(found, key=lambda change: [*Effect].index(change.mark))
+
+
+def _effect(name: str, effects: dict[str, Effect | None]) -> Effect:
+    """Return the effect of a field, or of its section if only the frozen config has the field.
+
+    A section that one of the configs lacks has the strongest effect of its fields.
+    """
+    while name and name not in effects:
+        name = name.rpartition(".")[0]
+    found = effects.get(name)
+    if found is not None:
+        return found
+    prefix = f"{name}." if name else ""
+    inside = {effect for field, effect in effects.items() if effect and field.startswith(prefix)}
+    assert inside, f"{name} has no effect: declare one at the field"
+    return min(inside, key=[*Effect].index)
 
 
 def describe_changes(name: str, other: str, changes: Sequence[Change]) -> str:
@@ -34,16 +73,16 @@ def describe_changes(name: str, other: str, changes: Sequence[Change]) -> str:
     return "\n".join(lines)
 
 
-def _head(name: str, setting: Setting) -> Iterator[str]:
-    model = setting.config.model
-    device = setting.device
-    hardware = setting.hardware
-    sizes = sizes_of(setting.shape, fuse_qkv=model.fuse_qkv)
+def _head(name: str, run: PlannedRun) -> Iterator[str]:
+    model = run.config.model
+    device = run.device
+    hardware = run.hardware
+    sizes = sizes_of(run.shape, fuse_qkv=model.fuse_qkv)
     active = f", {_count(sizes.active)} active" if sizes.experts else ""
     weights = model.hf_path or "random weights, model.hf_path is not set"
     yield f"{name}: {_count(sizes.total)} parameters{active} ({weights})"
-    what, each = (f"{hardware.gpus} GPUs", "GPU") if setting.cuda else ("CPUs", "rank")
-    hosts = f"{counted(setting.hosts, 'host')} of {what}"
+    what, each = (f"{hardware.gpus} GPUs", "GPU") if run.cuda else ("CPUs", "rank")
+    hosts = f"{counted(run.hosts, 'host')} of {what}"
     yield (
         f"{hosts}; {hardware.device}: {device.memory_gib:g} GiB a {each}, {device.tflops:g} "
         f"TFLOP/s, {device.memory_gb_s:g} GB/s memory, {device.network_gb_s:g} GB/s network"
@@ -51,27 +90,27 @@ def _head(name: str, setting: Setting) -> Iterator[str]:
 
 
 def _meshes(plan: Plan) -> Iterator[str]:
-    setting = plan.setting
+    run = plan.run
     yield "meshes"
-    for name, place in setting.places.items():
-        axes = degrees_of(setting.roles[name])
+    for name, place in run.places.items():
+        axes = degrees_of(run.roles[name])
         degrees = "  ".join(f"{axis} {degree}" for axis, degree in axes.items())
-        yield f"  {name:12} {_counted(place.ranks, 'rank')}  {degrees:45}  {_seats(setting, place)}"
-    if setting.generators:
-        yield _generators(setting)
+        yield f"  {name:12} {_counted(place.ranks, 'rank')}  {degrees:45}  {_seats(run, place)}"
+    if run.generators:
+        yield _generators(run)
     for roles, devices in _shared(plan).items():
         last = f" up to {devices[-1]}" if len(devices) > 1 else ""
         yield f"  {' and '.join(roles)} share {devices[0]}{last}"
-    if setting.shared:
-        turns = [name for name in (*setting.roles, "generator") if name in setting.shared]
+    if run.shared:
+        turns = [name for name in (*run.roles, "generator") if name in run.shared]
         yield f"  one at a time has memory on its devices: {', '.join(turns)}"
 
 
-def _generators(setting: Setting) -> str:
-    generator = setting.rl.generator
+def _generators(run: PlannedRun) -> str:
+    generator = run.rl.generator
     experts = "  whole experts" if generator.expert_parallel else ""
     tp = f"tp {generator.tensor_parallel_degree}{experts}"
-    seats = list(dict.fromkeys(_seats(setting, place) for place in setting.generators))
+    seats = list(dict.fromkeys(_seats(run, place) for place in run.generators))
     shown = "; ".join(seats[:3]) + (f"; … {seats[-1]}" if len(seats) > 3 else "")
     return f"  {'generators':12} {_counted(generator.replicas, 'time')}  {tp:45}  {shown}"
 
@@ -90,10 +129,10 @@ def _shared(plan: Plan) -> dict[tuple[str, ...], list[str]]:
     return found
 
 
-def _seats(setting: Setting, place: Place) -> str:
+def _seats(run: PlannedRun, place: Place) -> str:
     hosts = hosts_of(place)
     where = f"host {hosts[0]}" if len(hosts) == 1 else f"hosts {hosts[0]}-{hosts[-1]}"
-    if not setting.cuda:
+    if not run.cuda:
         return where
     last = place.first_device + place.per_host - 1
     return f"{where} GPU {place.first_device}" + (f"-{last}" if last > place.first_device else "")
@@ -101,7 +140,7 @@ def _seats(setting: Setting, place: Place) -> str:
 
 def _memory(plan: Plan) -> Iterator[str]:
     """Yield the lines on memory: one column for the fullest rank of each role."""
-    setting = plan.setting
+    run = plan.run
     columns = _fullest(plan.ranks)
     yield _row("memory of the fullest rank (~ estimated)", (rank.role for rank in columns))
     names = dict.fromkeys(
@@ -114,25 +153,25 @@ def _memory(plan: Plan) -> Iterator[str]:
             sizes = [item.bytes for item in rank.named(name) if item.on_host == on_host]
             cells.append(size_text(sizes[0]) if sizes else "")
         yield _row(label, cells)
-    device = f"    total of {setting.device.memory_gib:g} GiB on the device"
+    device = f"    total of {run.device.memory_gib:g} GiB on the device"
     for on_host, label in ((False, device), (True, "    total on the host")):
         totals = [rank.total(on_host=on_host) for rank in columns]
         if any(totals):
             yield _row(label, map(size_text, totals))
     tightest = max(plan.memories, key=lambda memory: memory.used / memory.limit)
     yield f"  tightest: {tightest.name}, {size_text(tightest.used)} of {size_text(tightest.limit)}"
-    if not setting.generators:
+    if not run.generators:
         return
-    longest = setting.longest_sampled
-    fit = kv_sequences(setting, longest)
-    cache = size_text(kv_bytes(setting))
+    longest = run.longest_sampled
+    fit = kv_sequences(run, longest)
+    cache = size_text(kv_bytes(run))
     yield f"  {cache} of KV cache hold {fit:,} sequences of the longest {longest:,} tokens"
-    if task := setting.episodes:
-        workers = environment_workers(setting)
+    if task := run.episodes:
+        workers = environment_workers(run)
         where = f"{len(workers)} environment workers" if workers else "the controller's process"
-        size = size_text(sum(worker.total(on_host=setting.cuda) for worker in workers))
+        size = size_text(sum(worker.total(on_host=run.cuda) for worker in workers))
         yield (
-            f"  up to {setting.sequences_sampled:,} episodes at once, of at most {task.max_turns} "
+            f"  up to {run.sequences_sampled:,} episodes at once, of at most {task.max_turns} "
             f"turns and {longest:,} tokens, in {where}{f', ~ {size} on host 0' if workers else ''}"
         )
 

@@ -18,10 +18,10 @@ from rl.generation.config import kv_bytes_per_token
 from rl.model.qwen3 import parameter_shapes
 from rl.model.shape import ModelShape, shape_of
 from rl.plan.collectives import Collective, collectives_of
-from rl.plan.estimates import micro_batch_cells
 from rl.plan.memory import generator_weights, kv_sequences
+from rl.plan.peak_memory import micro_batch_cells
+from rl.plan.planned_run import LEARNING, PlannedRun
 from rl.plan.push import Push
-from rl.plan.setting import LEARNING, Setting
 
 SELECTIVE = 7 / 6  # cost over that of forward and backward: half of the forward is recomputed
 MEAN_SHARE = 0.5
@@ -94,80 +94,62 @@ def sizes_of(shape: ModelShape, *, fuse_qkv: bool) -> Sizes:
     return Sizes(total, total - experts + used - looked_up, experts)
 
 
-def step_of(setting: Setting, push: Push | None) -> Step:
+def step_of(run: PlannedRun, push: Push | None) -> Step:
     """Return the estimate of a step. ``push`` is None for runs without generators."""
-    if push is None or not isinstance(setting.config, RLConfig):
-        return _step_on_examples(setting)
-    prompt, completion = _mean_lengths(setting)
-    tokens = round(setting.sequences * (prompt + completion))
-    generation, concurrency = _generation(setting, prompt, completion)
-    time = _training(setting, tokens, prompt + completion)
-    lockstep = setting.rl.rollout.max_staleness == 0
-    stages = (generation, time.seconds, push.seconds)
-    seconds = sum(stages) if lockstep else max(stages)
+    if push is None or not isinstance(run.config, RLConfig):
+        length = run.longest * MEAN_SHARE
+        tokens = round(run.sequences * length)
+        time = _training(run, tokens, length)
+        stages = (0.0, time.seconds, 0.0)
+        seconds = time.seconds
+        concurrency = 0
+        assumptions = _assumptions_on_examples(run, length)
+    else:
+        prompt, completion = _mean_lengths(run)
+        length = prompt + completion
+        tokens = round(run.sequences * length)
+        time = _training(run, tokens, length)
+        generation, concurrency = _generation(run, prompt, completion)
+        stages = (generation, time.seconds, push.seconds)
+        lockstep = run.rl.rollout.max_staleness == 0
+        seconds = sum(stages) if lockstep else max(stages)
+        assumptions = _assumptions(run, prompt, completion, lockstep=lockstep)
     return Step(
         *stages,
         seconds=seconds,
         waiting=time.waiting,
-        collectives=tuple(collectives_of(setting, "trainer", train=True)),
+        collectives=tuple(collectives_of(run, "trainer", train=True)),
         trainer_idle=1 - time.seconds / seconds,
-        generators_idle=1 - generation / seconds,
+        generators_idle=1 - stages[0] / seconds if concurrency else 0.0,
         concurrency=concurrency,
         tokens=tokens,
-        tflop=_flop(setting, "trainer", tokens, prompt + completion, train=True) / 1e12,
-        assumptions=_assumptions(setting, prompt, completion, lockstep=lockstep),
+        tflop=_flop(run, "trainer", tokens, length, train=True) / 1e12,
+        assumptions=assumptions,
     )
 
 
-def _mean_turns(setting: Setting) -> float:
+def _mean_turns(run: PlannedRun) -> float:
     """Return the mean number of answers of a rollout."""
-    task = setting.episodes
+    task = run.episodes
     return max(1.0, task.max_turns * MEAN_SHARE) if task else 1.0
 
 
-def _mean_lengths(setting: Setting) -> tuple[float, float]:
+def _mean_lengths(run: PlannedRun) -> tuple[float, float]:
     """Return the mean numbers of given and of sampled tokens of a rollout."""
-    given = setting.rl.task.max_prompt_tokens * MEAN_SHARE
-    sampled = setting.rl.rollout.max_tokens * MEAN_SHARE * _mean_turns(setting)
-    if setting.episodes is None:
+    given = run.rl.task.max_prompt_tokens * MEAN_SHARE
+    sampled = run.rl.rollout.max_tokens * MEAN_SHARE * _mean_turns(run)
+    if run.episodes is None:
         return given, sampled
-    whole = setting.longest_sampled * MEAN_SHARE
+    whole = run.longest_sampled * MEAN_SHARE
     sampled = min(sampled, whole / 2 if given > whole / 2 else whole - given)
     return whole - sampled, sampled
 
 
-def _step_on_examples(setting: Setting) -> Step:
-    """Return the estimate of a step that trains on given examples."""
-    length = setting.longest * MEAN_SHARE
-    tokens = round(setting.sequences * length)
-    time = _training(setting, tokens, length)
-    return Step(
-        generation=0.0,
-        training=time.seconds,
-        push=0.0,
-        seconds=time.seconds,
-        waiting=time.waiting,
-        collectives=tuple(collectives_of(setting, "trainer", train=True)),
-        trainer_idle=0.0,
-        generators_idle=0.0,
-        concurrency=0,
-        tokens=tokens,
-        tflop=_flop(setting, "trainer", tokens, length, train=True) / 1e12,
-        assumptions=(
-            f"mean sequence {length:g} tokens, half of task.max_tokens",
-            f"a device does {setting.device.tflops:g} TFLOP/s at "
-            f"{setting.hardware.training_efficiency:.0%} (hardware.training_efficiency)",
-            COLLECTIVES,
-            "no time for optimizer, data, validation or checkpoints",
-        ),
-    )
-
-
-def _flop(setting: Setting, name: str, tokens: float, length: float, *, train: bool) -> float:
+def _flop(run: PlannedRun, name: str, tokens: float, length: float, *, train: bool) -> float:
     """Return the operations of one pass over ``tokens`` tokens in sequences of mean ``length``, by
     all ranks of a role together.
     """
-    role = setting.roles[name]
+    role = run.roles[name]
     shape = shape_of(role.model)
     active = sizes_of(shape, fuse_qkv=role.model.fuse_qkv).active
     if role.head == "values":
@@ -183,33 +165,33 @@ def _flop(setting: Setting, name: str, tokens: float, length: float, *, train: b
     return 3 * forward * (SELECTIVE if isinstance(policy, SelectiveAC.Config) else 1)
 
 
-def _training(setting: Setting, tokens: float, length: float) -> Time:
+def _training(run: PlannedRun, tokens: float, length: float) -> Time:
     """Return the time of the forward passes for the batch's columns and of the gradients. Meshes on
     separate devices run in parallel.
     """
-    asked, passes = _passes(setting)
-    forward = [_pass(setting, name, tokens, length, train=False) for name in asked]
+    asked, passes = _passes(run)
+    forward = [_pass(run, name, tokens, length, train=False) for name in asked]
     learning = [
-        _pass(setting, name, passes * tokens, length, train=True)
-        for name in setting.roles
+        _pass(run, name, passes * tokens, length, train=True)
+        for name in run.roles
         if name in LEARNING
     ]
     rounds = [*forward, *learning]
-    if not setting.shared:
+    if not run.shared:
         rounds = [max(forward, default=Time()), max(learning)]
     return Time(sum(each.seconds for each in rounds), sum(each.waiting for each in rounds))
 
 
-def _pass(setting: Setting, name: str, tokens: float, length: float, *, train: bool) -> Time:
+def _pass(run: PlannedRun, name: str, tokens: float, length: float, *, train: bool) -> Time:
     """Return the time of a role's passes over ``tokens`` tokens. Collectives that run beside the
     computation take time only if they take longer.
     """
-    trainer = setting.roles[name].trainer
-    rate = setting.device.tflops * 1e12 * setting.hardware.training_efficiency * trainer.ranks
-    computing = _flop(setting, name, tokens, length, train=train) / rate
-    full = tokens / trainer.dp_degree / micro_batch_cells(setting, trainer)
+    trainer = run.roles[name].trainer
+    rate = run.device.tflops * 1e12 * run.hardware.training_efficiency * trainer.ranks
+    computing = _flop(run, name, tokens, length, train=train) / rate
+    full = tokens / trainer.dp_degree / micro_batch_cells(run, trainer)
     beside = between = 0.0
-    for each in collectives_of(setting, name, train=train):
+    for each in collectives_of(run, name, train=train):
         if each.hidden:
             beside += each.seconds * (1 if each.once else math.ceil(full))
         else:
@@ -218,23 +200,23 @@ def _pass(setting: Setting, name: str, tokens: float, length: float, *, train: b
     return Time(seconds, seconds - computing)
 
 
-def _passes(setting: Setting) -> tuple[list[str], float]:
+def _passes(run: PlannedRun) -> tuple[list[str], float]:
     """Return the roles that must compute columns of the batch before its gradients, and the mean
     number of gradient passes over a sequence.
     """
-    config = setting.config
+    config = run.config
     if isinstance(config, RLConfig):
         columns = config.algorithm.columns()
-        asked = [name for name in setting.roles if name != "trainer" or name in columns]
+        asked = [name for name in run.roles if name != "trainer" or name in columns]
         return asked, config.algorithm.passes
     if not isinstance(config, PreferenceConfig):
         return [], 1.0
     cached = config.reference.scores == "cached"
-    asked = [name for name in setting.roles if name == "trainer" or not cached]
+    asked = [name for name in run.roles if name == "trainer" or not cached]
     return asked, 0.5 if isinstance(config.loss, KTOLoss.Config) else 1.0
 
 
-def _generation(setting: Setting, prompt: float, completion: float) -> tuple[float, int]:
+def _generation(run: PlannedRun, prompt: float, completion: float) -> tuple[float, int]:
     """Return the seconds of generation and the number of sequences that a generator decodes at
     once.
 
@@ -242,44 +224,54 @@ def _generation(setting: Setting, prompt: float, completion: float) -> tuple[flo
     once for each group. A decoding step is limited by matrix products or by reading the weights,
     keys and values.
     """
-    generator = setting.rl.generator
-    hardware = setting.hardware
-    device = setting.device
-    sizes = sizes_of(setting.shape, fuse_qkv=setting.config.model.fuse_qkv)
+    generator = run.rl.generator
+    hardware = run.hardware
+    device = run.device
+    sizes = sizes_of(run.shape, fuse_qkv=run.config.model.fuse_qkv)
     tp = generator.tensor_parallel_degree
-    requests = math.ceil(setting.sequences / generator.replicas)
-    fits = kv_sequences(setting, math.ceil(prompt + completion))
+    requests = math.ceil(run.sequences / generator.replicas)
+    fits = kv_sequences(run, math.ceil(prompt + completion))
     concurrency = max(1, min(requests, generator.max_running_requests, fits))
     products = 2 * sizes.active / (tp * device.tflops * 1e12 * hardware.training_efficiency)
-    sharing = setting.rl.rollout.samples_per_prompt if generator.prefix_caching else 1
+    sharing = run.rl.rollout.samples_per_prompt if generator.prefix_caching else 1
     prompts: float = math.ceil(requests / sharing)
-    if setting.episodes and setting.rl.rollout.pipeline == "deterministic":
-        prompts *= (_mean_turns(setting) + 1) / 2  # each turn computes its whole prefix again
-    weights = generator_weights(setting)
+    if run.episodes and run.rl.rollout.pipeline == "deterministic":
+        prompts *= (_mean_turns(run) + 1) / 2  # each turn computes its whole prefix again
+    weights = generator_weights(run)
     if sizes.experts:
-        shape = setting.shape
+        shape = run.shape
         reached = 1 - (1 - shape.experts_per_token / shape.num_experts) ** concurrency
-        weights -= round(sizes.experts / tp * setting.transfer_bytes * (1 - reached))
-    cache = concurrency * (prompt + completion / 2) * kv_bytes_per_token(generator, setting.shape)
+        weights -= round(sizes.experts / tp * run.transfer_bytes * (1 - reached))
+    cache = concurrency * (prompt + completion / 2) * kv_bytes_per_token(generator, run.shape)
     reading = (weights + cache) / (device.memory_gb_s * 1e9 * hardware.generation_efficiency)
     steps = max(requests * completion / concurrency, completion)
     return prompts * prompt * products + steps * max(reading, concurrency * products), concurrency
 
 
+def _assumptions_on_examples(run: PlannedRun, length: float) -> tuple[str, ...]:
+    return (
+        f"mean sequence {length:g} tokens, half of task.max_tokens",
+        f"a device does {run.device.tflops:g} TFLOP/s at "
+        f"{run.hardware.training_efficiency:.0%} (hardware.training_efficiency)",
+        COLLECTIVES,
+        "no time for optimizer, data, validation or checkpoints",
+    )
+
+
 def _assumptions(
-    setting: Setting, prompt: float, completion: float, *, lockstep: bool
+    run: PlannedRun, prompt: float, completion: float, *, lockstep: bool
 ) -> tuple[str, ...]:
-    hardware = setting.hardware
-    device = setting.device
+    hardware = run.hardware
+    device = run.device
     parallel = "stages side by side: the longest is the step"
     lengths = (
         f"mean prompt {prompt:g} tokens, half of task.max_prompt_tokens; mean completion "
         f"{completion:g}, half of rollout.max_tokens"
     )
-    if setting.episodes:
+    if run.episodes:
         lengths = (
             f"mean episode {prompt + completion:g} tokens, half of task.max_episode_tokens, of "
-            f"which {completion:g} are sampled in {_mean_turns(setting):g} turns, half of "
+            f"which {completion:g} are sampled in {_mean_turns(run):g} turns, half of "
             "task.max_turns; no time for environments"
         )
     return (

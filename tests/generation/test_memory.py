@@ -1,7 +1,7 @@
 """Ranks of a generator have the planned memory."""
 
 from rl.plan.memory import all_ranks
-from rl.plan.setting import Setting
+from rl.plan.planned_run import PlannedRun
 from tests.plan.generators import held
 from tests.plan.test_memory import config_of
 
@@ -14,7 +14,7 @@ def test_parameters_and_kv_cache_have_the_planned_bytes(one_or_two_ranks):
     config.generator = one_or_two_ranks.config
     planned = [
         {item.name: item.bytes for item in rank.items}
-        for rank in all_ranks(Setting(config))
+        for rank in all_ranks(PlannedRun(config))
         if rank.mesh == "generator-0"
     ]
     found = one_or_two_ranks.run(held)

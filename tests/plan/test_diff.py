@@ -11,7 +11,7 @@ from rl.cli import find_config, shipped_configs
 from rl.config import RLConfig
 from rl.frozen import frozen
 from rl.plan.__main__ import main
-from rl.plan.diff import changes
+from rl.plan.report import changes
 from rl.validation.values import values
 from tests.validation.full_config import full_config, with_converters
 

@@ -6,8 +6,8 @@ from rl.cli import find_config
 from rl.plan.fit import complaints, memories
 from rl.plan.memory import GIB, WORKER_PROCESS, all_ranks
 from rl.plan.plan import Plan
+from rl.plan.planned_run import PlannedRun
 from rl.plan.report import describe
-from rl.plan.setting import Setting
 from rl.tasks.guessing_game import GuessingGame
 
 
@@ -22,7 +22,7 @@ def config_of(**task):
 
 def host_of(config) -> int:
     """Return the bytes that the plan expects on the host."""
-    setting = Setting(config)
+    setting = PlannedRun(config)
     return memories(setting, all_ranks(setting))[-1].used
 
 
@@ -65,7 +65,7 @@ def test_each_worker_needs_memory_of_the_host():
     config.rollout.reward_workers += 4
     assert host_of(config) == before + 4 * WORKER_PROCESS
     config.hardware.host_memory_gib = (before + 3 * WORKER_PROCESS) / GIB
-    setting = Setting(config)
+    setting = PlannedRun(config)
     (complaint, *_) = complaints(setting, memories(setting, all_ranks(setting)))
     assert "host 0: " in complaint
     config.rollout.reward_workers = 0

@@ -5,7 +5,7 @@ import pytest
 from rl.generation.config import GeneratorConfig, kv_bytes_at_least
 from rl.model.shape import ModelConfig, shape_of
 from rl.plan.memory import GIB, all_ranks, kv_sequences
-from rl.plan.setting import Setting
+from rl.plan.planned_run import PlannedRun
 from tests.generation.ranks import GeneratorRanks
 from tests.plan.generators import held, repacked
 from tests.plan.test_memory import config_of
@@ -30,7 +30,7 @@ def test_a_generator_with_the_minimum_kv_cache_has_the_planned_memory():
     config = config_of(MODEL)
     config.generator = ENGINE
     ENGINE.kv_cache_gib = kv_bytes_at_least(ENGINE, shape_of(MODEL), cuda=False) / GIB
-    setting = Setting(config)
+    setting = PlannedRun(config)
     rank = next(rank for rank in all_ranks(setting) if rank.mesh == "generator-0")
     planned = {item.name: item.bytes for item in rank.items}
     ranks = GeneratorRanks(ENGINE, MODEL)

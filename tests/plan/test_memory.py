@@ -13,9 +13,9 @@ from rl.cli import find_config
 from rl.config import RLConfig
 from rl.model.shape import ModelConfig
 from rl.model.shards import Layout, Shard
-from rl.plan import estimates
 from rl.plan.memory import all_ranks, pinned, transfer_of
-from rl.plan.setting import Setting
+from rl.plan.peak_memory import MemoryOfPasses
+from rl.plan.planned_run import PlannedRun
 from rl.weights.packed import PackedPublisher, PackedSubscriber
 from tests.plan.engines import LENGTH, ROWS, grown, held, saved, storages
 from tests.training.layouts import LAYOUTS
@@ -93,7 +93,7 @@ TOGETHER = {
 )
 def test_memory_computed_from_layouts_is_that_of_engines(case, tmp_path):
     config, role = CASES[case]
-    planned = [rank for rank in all_ranks(Setting(config)) if rank.role == role]
+    planned = [rank for rank in all_ranks(PlannedRun(config)) if rank.role == role]
     measured = on_ranks(len(planned), held, config, role, str(tmp_path))
     for rank, sizes in zip(planned, measured, strict=True):
         said = {name: sum(item.bytes for item in rank.named(name)) for name in sizes}
@@ -109,7 +109,7 @@ def test_both_ends_of_a_push_over_the_network_have_the_planned_memory(delta):
     config.generator.tensor_parallel_degree = 2
     config.weights.transport = "rdma"
     config.weights.delta = delta
-    setting = Setting(config)
+    setting = PlannedRun(config)
     transfer = transfer_of(setting)
     ranks = all_ranks(setting)
 
@@ -140,7 +140,7 @@ def test_both_ends_of_a_push_over_the_network_have_the_planned_memory(delta):
 def test_processes_grow_by_the_planned_memory(layout, tmp_path):
     """Libraries have buffers too, and on several ranks FSDP and gloo keep buffers of a pass."""
     config = config_of(LARGE, layout)
-    planned = [rank for rank in all_ranks(Setting(config)) if rank.mesh == "trainer"]
+    planned = [rank for rank in all_ranks(PlannedRun(config)) if rank.mesh == "trainer"]
     for rank, sizes in zip(
         planned, on_ranks(len(planned), grown, config, str(tmp_path)), strict=True
     ):
@@ -169,7 +169,9 @@ def test_planned_activations_are_close_to_what_autograd_saves(model, dtype, tmp_
     config = config_of(model)
     config.trainer.training.mixed_precision_param = dtype
     (size,) = on_ranks(1, saved, config, str(tmp_path))
-    assert estimates.activations(Setting(config), "trainer") == pytest.approx(size, rel=0.1)
+    assert MemoryOfPasses(PlannedRun(config), "trainer").in_head().activations == pytest.approx(
+        size, rel=0.1
+    )
 
 
 def test_checkpointing_saves_little_more_than_a_layer(tmp_path):
@@ -178,8 +180,11 @@ def test_checkpointing_saves_little_more_than_a_layer(tmp_path):
     (size,) = on_ranks(1, saved, whole, str(tmp_path))
     assert (
         size
-        < estimates.activations(Setting(whole), "trainer")
-        < size + estimates.activations(Setting(config_of(replace(TIED, n_layers=1))), "trainer")
+        < MemoryOfPasses(PlannedRun(whole), "trainer").in_head().activations
+        < size
+        + MemoryOfPasses(PlannedRun(config_of(replace(TIED, n_layers=1))), "trainer")
+        .in_head()
+        .activations
     )
 
 

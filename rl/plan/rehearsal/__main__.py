@@ -5,18 +5,18 @@ import sys
 
 from rl.cli import parse_config
 from rl.errors import end_program
+from rl.plan.planned_run import PlannedRun
 from rl.plan.rehearsal.rehearse import fake_device, rehearse
-from rl.plan.setting import Setting
 
 
 def main(arguments: list[str]) -> int:
     """Print the rehearsal of every role that has the rank, as one line of JSON."""
     rank = int(arguments[0])
     name, config = parse_config(arguments[1:], program="python -m rl.plan")
-    setting = Setting(config)
-    device = fake_device(setting)
-    roles = [each for each, role in setting.roles.items() if rank < role.trainer.ranks]
-    found = [rehearse(device, setting, role, rank) for role in roles]
+    run = PlannedRun(config)
+    device = fake_device(run)
+    roles = [each for each, role in run.roles.items() if rank < role.trainer.ranks]
+    found = [rehearse(device, run, role, rank) for role in roles]
     print(json.dumps({"config": name, "roles": found}))
     return 0
 

@@ -21,7 +21,7 @@ from rl.config import PreferenceConfig, RLConfig, SFTConfig
 from rl.data.batches import batch_of, batch_of_pairs
 from rl.data.examples import Example
 from rl.data.preferences import Pair
-from rl.plan.setting import Setting
+from rl.plan.planned_run import PlannedRun
 from rl.training.config import TrainerConfig
 from rl.types import Batch, Completion, Prompt, Rollout, Sequence
 
@@ -41,11 +41,11 @@ class Work:
     temperature: float = 1.0
 
 
-def lengths_of(setting: Setting, trainer: TrainerConfig, longest: int) -> list[int]:
+def lengths_of(run: PlannedRun, trainer: TrainerConfig, longest: int) -> list[int]:
     """Return the lengths of the sequences of a rank's step: the longest ones that fill two
     micro-batches, or all of the step if it has fewer, and shorter ones in the room that is left.
     """
-    share = -(-setting.sequences // trainer.dp_degree)
+    share = -(-run.sequences // trainer.dp_degree)
     cells = longest - 1  # the last token predicts nothing
     limit = trainer.micro_batch_tokens
     per_micro = trainer.micro_batch_size if limit is None else max(1, limit // cells)
@@ -56,13 +56,13 @@ def lengths_of(setting: Setting, trainer: TrainerConfig, longest: int) -> list[i
     return lengths
 
 
-def work_of(setting: Setting, name: str) -> Work:
+def work_of(run: PlannedRun, name: str) -> Work:
     """Return what the role ``name`` computes in a step on a rank."""
-    config = setting.config
-    trainer = setting.roles[name].trainer
-    lengths = lengths_of(setting, trainer, setting.longest)
+    config = run.config
+    trainer = run.roles[name].trainer
+    lengths = lengths_of(run, trainer, run.longest)
     if isinstance(config, RLConfig):
-        return _rl_work(setting, config, name, lengths)
+        return _rl_work(run, config, name, lengths)
     if isinstance(config, PreferenceConfig):
         return _preference_work(config, name, lengths)
     assert isinstance(config, SFTConfig)
@@ -72,7 +72,7 @@ def work_of(setting: Setting, name: str) -> Work:
     return Work(batch, config.loss.build())
 
 
-def _rl_work(setting: Setting, config: RLConfig, name: str, lengths: Rows[int]) -> Work:
+def _rl_work(run: PlannedRun, config: RLConfig, name: str, lengths: Rows[int]) -> Work:
     rollouts = _rollouts(config, lengths)
     if name in config.roles and config.roles[name].reward_weight:
         return Work(whole_texts(rollouts)[0], forward=True)

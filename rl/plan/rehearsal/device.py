@@ -17,7 +17,6 @@ from rl.compat.fake_cuda import (
     tree_map_only,
 )
 from rl.plan.rehearsal import shadows
-from rl.plan.rehearsal.kernels import INDEXED, KEYS_AND_VALUES, moves, require_what_kernels_take
 from rl.plan.rehearsal.ledger import Ledger
 from rl.plan.rehearsal.shadows import set_shadow, shadow_of
 
@@ -30,6 +29,23 @@ COUNTING = (
     "aten._unique2.default",
 )
 """Operators for whose result the host waits, because numbers determine the shape."""
+PRODUCTS = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default")
+INDEXED = (
+    "aten.index.Tensor",
+    "aten.index_put.default",
+    "aten.index_put_.default",
+    "aten._index_put_impl_.default",
+)
+JOINED = ("aten.cat.default", "aten.stack.default")
+KEYS_AND_VALUES = "cplib."
+"""Operators that gather or reduce keys and values together."""
+COLLECTIVES = (
+    "c10d.",
+    "_c10d_functional.",
+    "_c10d_functional_autograd.",
+    "_dtensor.",
+    KEYS_AND_VALUES,
+)
 KINDS = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 
 
@@ -102,14 +118,14 @@ class FakeCuda(TorchDispatchMode):
         target = kwargs.get("device")
         target = None if target is None else torch.device(target).type
         if not fakes and target != "cuda":
-            if moves(name):
+            if is_collective(name):
                 _require_device_tensors(name, args, kwargs)
             return func(*args, **kwargs)
         if target == "meta":  # C++ asks for the device that it saw
             kwargs = kwargs | {"device": fakes[0].fake_device}
         if name in ITEMS:
             return self._item(args[0])
-        require_what_kernels_take(name, args)
+        _require_what_kernels_take(name, args)
         if fakes and target == "cpu" and name == "aten._to_copy.default":
             return self._to_host(args[0], kwargs)
         if name == "aten.copy_.default" and not isinstance(args[0], FakeTensor):
@@ -123,7 +139,7 @@ class FakeCuda(TorchDispatchMode):
         if name in INDEXED and any(index.dtype == torch.bool for index in _tensors([args[1]])):
             self.ledger.wait("shape of an index by a mask")
             args = (args[0], self._without_masks(args[1]), *args[2:])
-        if moves(name):
+        if is_collective(name):
             _require_device_tensors(name, args, kwargs)
         if name == "c10d.allgather_.default":
             _same_on_all_ranks(args)
@@ -142,7 +158,7 @@ class FakeCuda(TorchDispatchMode):
             if name == "aten.topk.default" and numbers is None:
                 self._balance(out[1], args[0].shape[-1])
         self._track(out, name)
-        if moves(name):
+        if is_collective(name):
             self._collective(name, args, out)
         return out
 
@@ -229,6 +245,27 @@ class FakeCuda(TorchDispatchMode):
         if self._numbers.get(key) == number:
             del self._numbers[key]
         self.ledger.drop(number)
+
+
+def is_collective(name: str) -> bool:
+    """Return whether operator ``name`` is a collective."""
+    local = "wait_tensor" in name or "_wrap_tensor" in name
+    return name.startswith(COLLECTIVES) and not local
+
+
+def _require_what_kernels_take(name: str, args: tuple) -> None:
+    """Raise RuntimeError if the kernel of operator ``name`` would refuse ``args`` on CUDA."""
+    if name in PRODUCTS:
+        dtypes = [tensor.dtype for tensor in _tensors(args)]
+        if len(set(dtypes)) > 1:
+            raise RuntimeError(f"{name}: a product takes one dtype; it got {dtypes}")
+    of_host = name in INDEXED and args[0].device.type == "cpu"
+    if of_host and any(index.device.type == "cuda" for index in _tensors(args[1])):
+        raise RuntimeError(f"{name}: a tensor of the host cannot be indexed by the device's")
+    if name in JOINED:
+        devices = [tensor.device for tensor in args[0]]
+        if len(set(devices)) > 1:
+            raise RuntimeError(f"{name}: the tensors must be on one device; they are on {devices}")
 
 
 def _require_device_tensors(name: str, args: Any, kwargs: Any) -> None:

@@ -16,10 +16,10 @@ from rl.compat import fake_flex
 from rl.compat.fake_cuda import pretend
 from rl.compat.titan import tell_device
 from rl.compat.torch_internals import local_tensor
+from rl.plan.planned_run import LEARNING, PlannedRun
 from rl.plan.rehearsal.batches import Work, work_of
 from rl.plan.rehearsal.device import FakeCuda
 from rl.plan.rehearsal.ledger import Ledger, line_of_error
-from rl.plan.setting import LEARNING, Setting
 from rl.training.engine import TrainingEngine
 
 STEPS = 2
@@ -38,11 +38,11 @@ ASSUMED = (
 )
 
 
-def fake_device(setting: Setting) -> FakeCuda:
-    """Return the GPU of the setting's hardware, which torch believes in from now on."""
-    name, capability = CARDS[setting.hardware.device]
-    bytes = int(setting.device.memory_gib * GIB)
-    device = FakeCuda(name, bytes, capability, setting.hardware.gpus)
+def fake_device(run: PlannedRun) -> FakeCuda:
+    """Return the GPU of the run's hardware, which torch believes in from now on."""
+    name, capability = CARDS[run.hardware.device]
+    bytes = int(run.device.memory_gib * GIB)
+    device = FakeCuda(name, bytes, capability, run.hardware.gpus)
     pretend(device)
     tell_device("cuda", torch.cuda)
     fake_flex.use_stand_ins()
@@ -55,7 +55,7 @@ def fake_device(setting: Setting) -> FakeCuda:
     return device
 
 
-def rehearse(device: FakeCuda, setting: Setting, name: str, rank: int) -> dict[str, Any]:
+def rehearse(device: FakeCuda, run: PlannedRun, name: str, rank: int) -> dict[str, Any]:
     """Return what rank ``rank`` of role ``name`` does in two steps, as JSON-able data with sizes in
     bytes. An error of the engine is under ``error``.
     """
@@ -64,11 +64,11 @@ def rehearse(device: FakeCuda, setting: Setting, name: str, rank: int) -> dict[s
     error = None
     kept = Kept()
     with device, tempfile.TemporaryDirectory() as folder:
-        work = work_of(setting, name)
+        work = work_of(run, name)
         engine = None
         try:
-            engine = _engine(setting, name, rank, folder)
-            turns = len(setting.shared) > 1 and name in setting.shared
+            engine = _engine(run, name, rank, folder)
+            turns = len(run.shared) > 1 and name in run.shared
             _two_steps(device, engine, work, kept, learns=name in LEARNING, turns=turns)
         except Exception as raised:
             sentence = str(raised).partition("\n")[0]
@@ -81,7 +81,7 @@ def rehearse(device: FakeCuda, setting: Setting, name: str, rank: int) -> dict[s
     return {
         "role": name,
         "rank": rank,
-        "ranks": setting.roles[name].trainer.ranks,
+        "ranks": run.roles[name].trainer.ranks,
         "error": error,
         "peak": ledger.peak,
         "kept": kept.sizes,
@@ -91,9 +91,9 @@ def rehearse(device: FakeCuda, setting: Setting, name: str, rank: int) -> dict[s
     }
 
 
-def _engine(setting: Setting, name: str, rank: int, folder: str) -> TrainingEngine:
-    role = setting.roles[name]
-    place = setting.places[name]
+def _engine(run: PlannedRun, name: str, rank: int, folder: str) -> TrainingEngine:
+    role = run.roles[name]
+    place = run.places[name]
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank % place.per_host),

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from rl.errors import counted
+from rl.plan.planned_run import PlannedRun
 from rl.plan.report import size_text
-from rl.plan.setting import Setting
 
 SHOWN = 8
 NAMES = {
@@ -25,22 +25,22 @@ NAMES = {
 }
 
 
-def describe(result: dict[str, Any], setting: Setting, errors: list[str]) -> str:
+def describe(result: dict[str, Any], run: PlannedRun, errors: list[str]) -> str:
     """Return the result of a rehearsal as text, role by role."""
-    device = setting.hardware.device
+    device = run.hardware.device
     lines = [f"{result['config']}: two steps of the longest sequences on a made-up {device}"]
     for role in result["roles"]:
-        lines += ["", *_role(role, setting)]
+        lines += ["", *_role(role, run)]
     assumed = dict.fromkeys(each for role in result["roles"] for each in role["assumed"])
     lines += ["", "assumed", *(f"  {each}" for each in assumed)]
     verdict = "this cannot work" if errors else "this can work"
     return "\n".join([*lines, "", verdict, *(f"  error: {error}" for error in errors)])
 
 
-def _role(role: dict[str, Any], setting: Setting) -> Iterator[str]:
+def _role(role: dict[str, Any], run: PlannedRun) -> Iterator[str]:
     yield (
         f"{role['role']} rank {role['rank']} of {role['ranks']}: {size_text(role['peak'])} at most "
-        f"of {setting.device.memory_gib:g} GiB; the plan says {size_text(role['planned'])}"
+        f"of {run.device.memory_gib:g} GiB; the plan says {size_text(role['planned'])}"
     )
     yield f"  {'memory':22}{'peak':>12}{'at the end':>12}"
     for phase in role["phases"]:

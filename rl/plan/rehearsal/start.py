@@ -12,19 +12,19 @@ import torch
 from rl.compat import WRITTEN_FOR
 from rl.errors import RunError, require
 from rl.plan.memory import all_ranks
-from rl.plan.setting import Setting
+from rl.plan.planned_run import PlannedRun
 
 NOT_REHEARSED = ("CUDA context", "push slots")
 """Items of a plan that a rehearsal leaves out."""
 
 
-def rehearsal(setting: Setting, arguments: Sequence[str], *, rank: int) -> dict[str, Any]:
+def rehearsal(run: PlannedRun, arguments: Sequence[str], *, rank: int) -> dict[str, Any]:
     """Rehearse rank ``rank`` of every role that has it, and return the result as JSON-able data.
 
-    ``arguments`` are the command line that ``setting`` was made from. Raises ConfigError if the
+    ``arguments`` are the command line that ``run`` was made from. Raises ConfigError if the
     config cannot be rehearsed here, and RunError if the rehearsal itself fails.
     """
-    _check(setting, rank)
+    _check(run, rank)
     ended = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "rl.plan.rehearsal", str(rank), *arguments],
         capture_output=True,
@@ -34,7 +34,7 @@ def rehearsal(setting: Setting, arguments: Sequence[str], *, rank: int) -> dict[
     if ended.returncode:
         raise RunError(f"the rehearsal ended with {ended.returncode}:\n{ended.stderr.strip()}")
     result: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
-    planned = {(each.mesh, each.rank): each for each in all_ranks(setting)}
+    planned = {(each.mesh, each.rank): each for each in all_ranks(run)}
     for role in result["roles"]:
         items = planned[role["role"], rank].items
         counted = [item for item in items if item.name not in NOT_REHEARSED]
@@ -42,9 +42,9 @@ def rehearsal(setting: Setting, arguments: Sequence[str], *, rank: int) -> dict[
     return result
 
 
-def errors_of(result: dict[str, Any], setting: Setting) -> list[str]:
+def errors_of(result: dict[str, Any], run: PlannedRun) -> list[str]:
     """Return a sentence for each role that failed, or whose peak exceeds the device's memory."""
-    memory = setting.device.memory_gib * 2**30
+    memory = run.device.memory_gib * 2**30
     found = []
     for role in result["roles"]:
         name = f"{role['role']} rank {role['rank']}"
@@ -52,11 +52,11 @@ def errors_of(result: dict[str, Any], setting: Setting) -> list[str]:
             found.append(f"{name}, {role['error']}")
         elif role["peak"] > memory:
             need = role["peak"] / 2**30
-            found.append(f"{name} needs {need:.2f} GiB of {setting.device.memory_gib:g} GiB")
+            found.append(f"{name} needs {need:.2f} GiB of {run.device.memory_gib:g} GiB")
     return found
 
 
-def _check(setting: Setting, rank: int) -> None:
+def _check(run: PlannedRun, rank: int) -> None:
     """Raise ConfigError unless the config can be rehearsed with the installed torch."""
     installed = torch.__version__.partition("+")[0]
     written_for = WRITTEN_FOR["torch"]
@@ -65,13 +65,13 @@ def _check(setting: Setting, rank: int) -> None:
         f"torch {installed} is installed; --rehearse changes torch from inside and was written for "
         f"torch {written_for}: install that version",
     )
-    device = setting.hardware.device
+    device = run.hardware.device
     require(
         device not in ("auto", "cpu"),
         f"hardware.device is {device!r}; --rehearse needs the name of a GPU, such as "
         "--hardware.device h100",
     )
-    trainers = {name: role.trainer for name, role in setting.roles.items()}
+    trainers = {name: role.trainer for name, role in run.roles.items()}
     ranks = {name: trainer.ranks for name, trainer in trainers.items()}
     require(
         0 <= rank < max(ranks.values()),

@@ -93,11 +93,11 @@ def _rehearsed(arguments: str, rank: int, role: str, change: Change | None) -> d
 
     from rl.cli import parse_config
     from rl.plan.memory import all_ranks
+    from rl.plan.planned_run import PlannedRun
     from rl.plan.rehearsal.rehearse import fake_device, rehearse
-    from rl.plan.setting import Setting
 
     warnings.simplefilter("ignore")
-    setting = Setting(parse_config(shlex.split(arguments), program="rl.plan")[1])
+    setting = PlannedRun(parse_config(shlex.split(arguments), program="rl.plan")[1])
     planned = next(each for each in all_ranks(setting) if (each.mesh, each.rank) == (role, rank))
     if change is not None:
         change()

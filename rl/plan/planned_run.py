@@ -22,7 +22,7 @@ LEARNING = ("trainer", "critic")
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
-class Setting:
+class PlannedRun:
     """A config with the layouts and places that follow from it. Building it takes a second or two
     and starts no process.
 

@@ -1,0 +1,307 @@
+"""Estimates of the memory of forward and backward passes, at the moments when it is largest.
+
+Layouts do not determine this memory. Rehearsals check the estimates for GPUs:
+``tests/plan/rehearsal``. They are in bytes, for the longest sequences, without what allocators and
+workspaces of kernels need: leave a tenth of a device free.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC
+
+from rl.model.shape import ModelShape, shape_of
+from rl.model.shards import Layout
+from rl.plan.planned_run import DTYPE_BYTES, LEARNING, PlannedRun
+from rl.session.config import Role
+from rl.training.config import TrainerConfig
+
+REDUCED = 4
+"""Bytes of an element of a gradient while it is reduced."""
+
+BATCH = 512
+"""Bytes of a token of a micro-batch: its columns, outputs and loss."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeakMemory:
+    """Memory of a pass at one moment, by purpose."""
+
+    activations: int
+    logits: int
+    gathered: int
+
+    @property
+    def total(self) -> int:
+        """Sum over the purposes."""
+        return self.activations + self.logits + self.gathered
+
+
+class PassSizes:
+    """Sizes of the passes of role ``name`` on a rank."""
+
+    def __init__(self, run: PlannedRun, name: str):
+        self.role = role = run.roles[name]
+        self.trainer = trainer = role.trainer
+        self.degrees = degrees = trainer.parallelism
+        self.layouts = run.held[name]
+        self.shape: ModelShape = shape_of(role.model)
+        self.tp = degrees.tensor_parallel_degree
+        self.cp = degrees.context_parallel_degree
+        self.ep = degrees.expert_parallel_degree
+        self.p = DTYPE_BYTES[trainer.training.mixed_precision_param]
+        """Bytes per element of the dtype of forward passes."""
+        self.cells = micro_batch_cells(run, trainer)
+        """Number of tokens of a micro-batch on all context-parallel ranks together."""
+        self.tokens = self.cells // self.cp
+
+
+class MemoryOfPasses(PassSizes):
+    """Memory of a role's passes on a rank, at each moment at which it may be largest.
+
+    Sizes are in bytes, or numbers of parameters that FSDP gathers together.
+    """
+
+    def __init__(self, run: PlannedRun, name: str):
+        super().__init__(run, name)
+        self.cuda = run.cuda
+        self.longest = run.longest
+        self.values = self.role.head == "values"
+        self.learns = name in LEARNING
+        self.trains_weights = self.learns and self.trainer.lora is None
+        self.width = self.shape.dim // (self.tp if self.degrees.enable_sequence_parallel else 1)
+        groups = parameter_groups(self.layouts, self.role)
+        self.embedding, self.head = groups.pop("embedding"), groups.pop("head")
+        self.tied = not self.embedding
+        self.layer = max(groups.values())
+
+    def peak(self) -> PeakMemory:
+        """Return the moment at which the ranks need the most memory."""
+        found = [self.in_head(), self.in_layer()]
+        if self.learns:
+            found += [self.in_reduction(), self.in_embedding()]
+        return max(found, key=lambda moment: moment.total)
+
+    def in_head(self) -> PeakMemory:
+        """Return the moment at which the head computes gradients, or log-probs."""
+        chunk, words = self._chunk()
+        if not self.learns:
+            copies = 1 if self.tied else 2  # FSDP keeps what it gathered beside the parameters
+            hidden = self.tokens * self.p * self.shape.dim + BATCH * self.cells
+            logits = 0 if self.values else 8 * chunk * words
+            return PeakMemory(hidden, logits, copies * self.p * self.head)
+        logits = chunk * words * (8 + (self.p if self.p < 4 else 0))
+        if self.trains_weights and not self.values:
+            product = self.p * self.head if self.p < 4 else 0
+            logits = REDUCED * self.head + max(logits, chunk * words * (4 + self.p) + product)
+        gathered = self.p * (self.head + self.layer)
+        return PeakMemory(self.saved() + self._end(), 0 if self.values else logits, gathered)
+
+    def in_layer(self) -> PeakMemory:
+        """Return the moment at which the last layer computes gradients, or activations."""
+        if not self.learns:
+            copies = 3 if self.ep > 1 else 2  # their group is gathered ahead
+            gathered = self.p * (copies * self.layer + self.head)
+            return PeakMemory(self.tokens * self._forward() + BATCH * self.cells, 0, gathered)
+        layers = self.saved() + self.tokens * self._temporary()
+        if self.trainer.activation_checkpoint is not None:
+            layers += self.tokens * self._layer()
+        gathered = 2 * self.p * self.layer + self._head_during_layers()
+        if self.trains_weights and not self._routed():
+            gathered += self.p * self.shape.hidden_dim * self.shape.dim // self.tp
+        return PeakMemory(layers, 0, gathered)
+
+    def in_reduction(self) -> PeakMemory:
+        """Return the moment at which the gradients of a layer are reduced."""
+        if not self.trains_weights:
+            return PeakMemory(0, 0, 0)
+        layer = (3 * self.p + REDUCED) * self.layer
+        return PeakMemory(self.saved(), 0, layer + self._head_during_layers())
+
+    def in_embedding(self) -> PeakMemory:
+        """Return the moment at which the gradients of the embedding are reduced."""
+        if not self.trains_weights:
+            return PeakMemory(0, 0, 0)
+        words = self.head if self.tied else self.embedding
+        gradients = 2 if self.tied else 1
+        gathered = ((1 + gradients) * self.p + REDUCED) * words + REDUCED * self.layer
+        return PeakMemory(self.tokens * self.p * self.width, 0, gathered)
+
+    def _head_during_layers(self) -> int:
+        """Return the bytes of the head and of gradients in reduction while layers compute."""
+        kept = self.p * self.head if self.tied else 0
+        if not self.trains_weights:
+            return kept
+        if self.tied:
+            return 2 * kept + REDUCED * self.layer
+        return REDUCED * max(self.head, self.layer)
+
+    def _chunk(self) -> tuple[int, int]:
+        words = self.shape.vocab_size // self.tp
+        return min(max(1, (self.trainer.logits_mib << 20) // (4 * words)), self.tokens), words
+
+    def _end(self) -> int:
+        """Return the bytes of the last norm, and of the head's input and its gradient."""
+        return self.tokens * (8 * self.width + 2 * self.p * self.shape.dim)
+
+    def saved(self) -> int:
+        """Return the bytes that all layers save for the backward pass."""
+        policy = self.trainer.activation_checkpoint
+        entry = self.p * self.width
+        whole = self._layer()
+        if policy is None:
+            layer = whole
+        elif isinstance(policy, FullAC.Config):
+            layer = entry
+        elif isinstance(policy, MemoryBudgetAC.Config):
+            layer = round(entry + policy.memory_budget * (whole - entry))
+        else:
+            layer = self._kept()
+        return self.tokens * (self.shape.n_layers * layer + entry) + BATCH * self.cells
+
+    def _attention(self) -> tuple[int, int]:
+        """Return the width of queries and of keys on a rank."""
+        width = self.shape.head_dim
+        return self.shape.n_heads * width // self.tp, self.shape.n_kv_heads * width // self.tp
+
+    def _routed(self) -> int:
+        return self.shape.experts_per_token if self.shape.num_experts else 0
+
+    def _layer(self) -> int:
+        """Return the bytes per token that autograd saves in a layer."""
+        q, k = self._attention()
+        p, d, whole = self.p, self.width, self.shape.dim
+        f = feed_forward_width(self.shape) // self.tp
+        norms = 16 * d + 2 * p * whole + 8 * (q + k)
+        heads = 4 * (2 * self.shape.n_heads + self.shape.n_kv_heads) // self.tp
+        # CPU has a dense mask, which each layer casts, and no flex attention
+        attention = p * (2 * q + 2 * k)
+        attention += p * q + heads + 8 * self.shape.head_dim if self.cuda else p * self.longest
+        experts = self._routed() * whole * (p + (4 if self.cuda else 8)) // self.tp
+        return norms + attention + 4 * p * f + experts
+
+    def _forward(self) -> int:
+        """Return the bytes per token of a layer that saves nothing: while queries are rotated, the
+        feed-forward layer multiplies, or the results of experts are combined.
+        """
+        q, k = self._attention()
+        p, d = self.p, self.width
+        cast = 4 if p < 4 else 0
+        gathered = p * self.shape.dim if self.tp > 1 else 0
+        rotated = (12 + cast + p) * q + (cast + 2 * p) * k + 8 * self.shape.head_dim
+        if routed := self._routed():
+            combined = routed * self.shape.dim * (4 + cast + 3 * p) // self.tp
+            other = 2 * p * d + 8 * self.shape.num_experts + combined
+        else:
+            other = 3 * p * feed_forward_width(self.shape) // self.tp
+        return 2 * p * d + gathered + max(rotated, other)
+
+    def _kept(self) -> int:
+        """Return the bytes per token of a layer that selective checkpointing keeps."""
+        q, k = self._attention()
+        f = feed_forward_width(self.shape) // self.tp
+        return self.p * (2 * self.shape.dim + 2 * q + 2 * k + f)
+
+    def _temporary(self) -> int:
+        """Return the bytes per token of gradients within a layer: those of experts while their
+        results are combined, or those of the feed-forward layer.
+        """
+        f = feed_forward_width(self.shape) // self.tp
+        residual = self.p * self.shape.dim
+        if self.tp > 1:
+            residual *= 2  # also gathered
+        if self._routed():
+            return residual + 12 * self._routed() * self.shape.dim // self.tp
+        if self.trainer.float8 is not None:
+            return residual + 12 * f  # float32 before the cast to float8
+        if self.tp > 1 and not self.trainer.parallelism.enable_sequence_parallel:
+            f *= 3
+        return residual + 2 * self.p * f
+
+
+def micro_batch_cells(run: PlannedRun, trainer: TrainerConfig) -> int:
+    """Return the maximum number of tokens, padding included, in a forward pass on a data-parallel
+    rank. Every sequence is assumed to have the maximum length.
+    """
+    share = -(-run.sequences // trainer.dp_degree) * run.longest
+    limit = trainer.micro_batch_tokens or trainer.micro_batch_size * run.longest
+    return min(limit, share)
+
+
+def feed_forward_width(shape: ModelShape) -> int:
+    """Return the total width of the feed-forward layers that a token goes through in a layer."""
+    experts = shape.experts_per_token * shape.moe_hidden_dim
+    return experts if shape.num_experts else shape.hidden_dim
+
+
+def parameter_groups(
+    layouts: tuple[Layout, ...], role: Role, chosen: Callable[[str], bool] = bool
+) -> dict[str, int]:
+    """Return the number of elements of the ``chosen`` parameters that rank 0 has while it computes,
+    for each layer, the ``embedding``, and norm and ``head`` together. A tied embedding is the
+    head's.
+    """
+    degrees = role.trainer.parallelism
+    replica = role.trainer.ranks // degrees.data_parallel_replicate_degree
+    groups = Counter({"embedding": 0, "head": 0})
+    for rank, layout in enumerate(layouts[:replica]):
+        for name, _, box in layout:
+            if not chosen(name):
+                continue
+            divided = is_divided_expert(name, role)
+            degree = degrees.expert_parallel_degree if divided else degrees.tensor_parallel_degree
+            if rank % degree == 0:
+                groups[_group_of(name)] += box.numel
+    if not any(name.startswith("lm_head.") for name, _, _ in layouts[0]):
+        groups["head"] += groups.pop("embedding")
+        groups["embedding"] = 0
+    return groups
+
+
+def in_parameter_groups(elements: dict[str, int], role: Role) -> Counter[tuple[str, bool]]:
+    """Return the sums of ``elements``, by parameter, over the parameters that FSDP reduces
+    together: their gradients share a storage.
+    """
+    tied = not any(name.startswith("lm_head.") for name in elements)
+    sums: Counter[tuple[str, bool]] = Counter()
+    for name, count in elements.items():
+        group = _group_of(name)
+        divided = is_divided_expert(name, role)
+        sums["head" if tied and group == "embedding" else group, divided] += count
+    return sums
+
+
+def is_divided_expert(name: str, role: Role) -> bool:
+    """Return whether the parameter belongs to experts that have a mesh of their own."""
+    return role.trainer.parallelism.expert_parallel_degree > 1 and ".inner_experts." in name
+
+
+def _group_of(name: str) -> str:
+    if name.startswith("layers."):
+        return ".".join(name.split(".")[:2])
+    return "embedding" if name.startswith("tok_embeddings.") else "head"
+
+
+def rope_tables(run: PlannedRun, role: Role) -> int:
+    """Return the bytes of the RoPE tables: float32 [max_seq_len, 2 head_dim] for each layer."""
+    shape = shape_of(role.model)
+    return shape.n_layers * shape.max_seq_len * 2 * shape.head_dim * 4
+
+
+def engine_step(run: PlannedRun) -> int:
+    """Return the bytes that an engine step needs on a generator rank: the activations of the step's
+    tokens, and three float32 copies of the logits of sampled tokens.
+    """
+    generator = run.rl.generator
+    shape = run.shape
+    tp = generator.tensor_parallel_degree
+    p = run.transfer_bytes
+    wide = 4 * shape.dim + (2 * feed_forward_width(shape) + shape.n_heads * shape.head_dim) // tp
+    tokens = generator.max_batched_tokens
+    sampled = generator.max_running_requests  # the step with which vLLM profiles GPU memory
+    if not run.cuda:
+        tokens = max(tokens, shape.max_seq_len)
+        sampled = min(sampled, math.ceil(run.sequences_sampled / generator.replicas))
+    return tokens * wide * p + 3 * 4 * sampled * shape.vocab_size

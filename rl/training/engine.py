@@ -167,7 +167,7 @@ class TrainingEngine:
         self, batch: Batch, loss: Loss, temperature: float, weight: float
     ) -> tuple[dict[str, torch.Tensor], Metrics]:
         parts = []
-        totals = MetricTotals(self.device, self._batch_group)
+        totals = MetricTotals(self._batch_group)
         for micro, is_last in self._micro_batches(batch):
             reduce_over_replicas(self.model, is_last)
             with self._context():

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torchtitan.protocols import BaseModel
 
 from rl.algorithms.loss_results import Metric
-from rl.metrics import Metrics, Rule, Value
+from rl.metrics import Metrics, Reduction, Value
 
 
 @dataclass
@@ -44,115 +44,88 @@ class WorkCount:
 
 
 class MetricTotals:
-    """Sums, moments and extremes in float64, kept on the device until ``reduce``. Each metric
-    declares its reduction.
+    """Totals of metrics in float64, kept on the device until ``reduce``. Each metric declares its
+    reduction.
     """
 
-    def __init__(self, device: torch.device, group: dist.ProcessGroup | None):
-        self._device = device
+    def __init__(self, group: dist.ProcessGroup | None):
         self._group = group
-        self._rules: dict[str, Rule] = {}
-        self._sums: dict[str, torch.Tensor] = {}
-        """Weighted sum and weight, [2]."""
-        self._moments: dict[str, torch.Tensor] = {}
-        """Weighted sum, weight, and weighted squares about their own mean, [3]."""
-        self._extremes: dict[str, torch.Tensor] = {}
-        """Maximum, or minus the minimum."""
+        self._rules: dict[str, Reduction] = {}
+        self._totals: dict[str, torch.Tensor] = {}
+        """Result of :func:`_totals` by name."""
 
     def add(self, loss: torch.Tensor, metrics: Mapping[str, Metric], weights: torch.Tensor) -> None:
         """Add the loss of each token times its weight, and the other metrics of the tokens with
         weight > 0.
         """
-        self._rules["loss/mean"] = "mean"
-        self._add_sum("loss/mean", loss, weights)
+        self._add("loss/mean", loss, "mean", weights)
         mask = weights > 0
-        for name, (values, reduction, own) in metrics.items():
-            counted = mask.double() if own is None else mask * own.double()
-            self._rules[name] = reduction
-            match reduction:
-                case "mean" | "sum":
-                    self._add_sum(name, values, counted)
-                case "std":
-                    self._add_moments(name, values, counted)
-                case "max" | "min":
-                    self._add_extreme(name, values, counted, 1.0 if reduction == "max" else -1.0)
+        for name, (values, rule, own) in metrics.items():
+            self._add(name, values, rule, mask.double() if own is None else mask * own.double())
 
-    def _add_sum(self, name: str, values: torch.Tensor, weights: torch.Tensor) -> None:
-        pair = _weighted(values, weights)
-        self._sums[name] = self._sums.get(name, 0.0) + pair
-
-    def _add_moments(self, name: str, values: torch.Tensor, weights: torch.Tensor) -> None:
-        pair = _weighted(values, weights)
-        squares, _ = _weighted((values.detach() - _mean(pair)).double().square(), weights)
-        after = torch.cat([pair, squares[None]])
-        before = self._moments.get(name, torch.zeros_like(after))
-        self._moments[name] = _about(before, (before + after)[:2]) + _about(
-            after, (before + after)[:2]
-        )
-
-    def _add_extreme(
-        self, name: str, values: torch.Tensor, weights: torch.Tensor, sign: float
-    ) -> None:
-        signed = torch.where(weights > 0, sign * values.detach(), -torch.inf)
-        best = torch.cat([signed, signed.new_full((1,), -torch.inf)]).max()
-        self._extremes[name] = torch.maximum(best, self._extremes.get(name, best))
+    def _add(self, name: str, values: torch.Tensor, rule: Reduction, weights: torch.Tensor) -> None:
+        self._rules[name] = rule
+        totals = _totals(values.detach(), rule, weights.double())
+        before = self._totals.get(name)
+        self._totals[name] = totals if before is None else _merged(torch.stack([before, totals]))
 
     def reduce(self) -> Metrics:
         """Return the metrics over all ranks, the same on every rank. Omits extremes without a
         token.
         """
-        sums = torch.stack([*self._sums.values()])
-        extremes = torch.stack([torch.zeros((), device=self._device), *self._extremes.values()])
+        rows = torch.stack([*self._totals.values()])
         if self._group is not None:
-            dist.all_reduce(sums, dist.ReduceOp.SUM, self._group)
-            dist.all_reduce(extremes, dist.ReduceOp.MAX, self._group)
+            gathered = rows.new_empty(self._group.size() * len(rows), 4)
+            dist.all_gather_single(gathered, rows, self._group)
+            rows = _merged(gathered.view(-1, *rows.shape))
         reduced = dict[str, Value]()
-        for name, (total, weight) in zip(self._sums, sums.tolist(), strict=True):
+        for name, (total, weight, squares, extreme) in zip(
+            self._totals, rows.tolist(), strict=True
+        ):
             rule = self._rules[name]
-            number = total if rule == "sum" else total / weight if weight > 0 else 0.0
-            reduced[name] = Value(number, rule, weight)
-        for name, value in zip(self._extremes, extremes[1:].tolist(), strict=True):
-            if value != -math.inf:
-                rule = self._rules[name]
-                reduced[name] = Value(value if rule == "max" else -value, rule)
-        return Metrics(reduced | self._deviations())
-
-    def _deviations(self) -> dict[str, Value]:
-        """Return the standard deviations over all ranks."""
-        if not self._moments:
-            return {}
-        moments = torch.stack([*self._moments.values()])
-        pairs = moments[:, :2].clone()
-        if self._group is not None:
-            dist.all_reduce(pairs, dist.ReduceOp.SUM, self._group)
-        squares = torch.stack([_about(*rows)[2] for rows in zip(moments, pairs, strict=True)])
-        if self._group is not None:
-            dist.all_reduce(squares, dist.ReduceOp.SUM, self._group)
-        rows = torch.cat([pairs, squares[:, None]], dim=1).tolist()
-        return {
-            name: Value(math.sqrt(square / weight), "std", weight, total / weight)
-            if weight > 0
-            else Value(0.0, "std", 0.0)
-            for name, (total, weight, square) in zip(self._moments, rows, strict=True)
-        }
+            mean = total / weight if weight > 0 else 0.0
+            match rule:
+                case "sum":
+                    reduced[name] = Value(total, rule, weight)
+                case "mean":
+                    reduced[name] = Value(mean, rule, weight)
+                case "std":
+                    deviation = math.sqrt(squares / weight) if weight > 0 else 0.0
+                    reduced[name] = Value(deviation, rule, weight, mean)
+                case "max" | "min" if extreme != -math.inf:
+                    reduced[name] = Value(extreme if rule == "max" else -extreme, rule)
+        return Metrics(reduced)
 
 
-def _weighted(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return the weighted sum of the values with weight > 0, and their weight, float64 [2]."""
-    weights = weights.double()
-    weighted = torch.where(weights > 0, values.detach() * weights, 0.0)
-    return torch.stack([weighted.sum(), weights.sum()])
-
-
-def _mean(pair: torch.Tensor) -> torch.Tensor:
-    """Return the mean of a weighted sum and a weight, [2]; 0 without a weight."""
-    return torch.where(pair[1] > 0, pair[0] / pair[1], 0.0)
-
-
-def _about(moments: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """Return ``moments`` [3] with the squares about the mean of ``whole`` [2]: Chan, Golub and
-    LeVeque, 1979, eq. 2.1.
+def _totals(values: torch.Tensor, rule: Reduction, weights: torch.Tensor) -> torch.Tensor:
+    """Return of the values with weight > 0 the weighted sum, the weight, the weighted squares about
+    the mean (for ``std``, else 0), and the maximum or minus the minimum (else minus infinity),
+    float64 [4].
     """
-    moved = moments.clone()
-    moved[2] += moments[1] * (_mean(moments) - _mean(whole)).square()
-    return moved
+    counted = weights > 0
+    total = torch.where(counted, values * weights, 0.0).sum()
+    weight = weights.sum()
+    squares = torch.zeros_like(weight)
+    extreme = torch.full_like(weight, -torch.inf)
+    if rule == "std":
+        distances = (values - _mean(total, weight)).double()
+        squares = torch.where(counted, distances.square() * weights, 0.0).sum()
+    if rule in ("max", "min"):
+        signed = torch.where(counted, values if rule == "max" else -values, -torch.inf).double()
+        extreme = torch.cat([signed, extreme[None]]).max()
+    return torch.stack([total, weight, squares, extreme])
+
+
+def _merged(totals: torch.Tensor) -> torch.Tensor:
+    """Merge totals [N, ..., 4]. Squares about the common mean: Chan, Golub and LeVeque, 1979, eq.
+    2.1.
+    """
+    total, weight, squares, extreme = totals.unbind(-1)
+    sums = torch.stack([total.sum(0), weight.sum(0)])
+    moved = squares + weight * (_mean(total, weight) - _mean(*sums)).square()
+    return torch.stack([*sums, moved.sum(0), extreme.amax(0)], dim=-1)
+
+
+def _mean(total: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return the mean of a weighted sum and a weight; 0 without a weight."""
+    return torch.where(weight > 0, total / weight, 0.0)

@@ -46,7 +46,7 @@ class Together:
 
 ENGINE = "rl.training.engine:"
 HEAD = "rl.training.logprobs:"
-METRICS = "rl.training.metrics:MetricTotals"
+METRICS = "rl.training.metrics:_totals"
 
 MUTATIONS = {
     "a micro-batch stays on the host": Mutation(
@@ -59,7 +59,7 @@ MUTATIONS = {
         "device",
     ),
     "a host tensor in a stack": Mutation(
-        f"{METRICS}.reduce", "torch.zeros((), device=self._device)", "torch.zeros(())", "device"
+        METRICS, "torch.zeros_like(weight)", "torch.zeros((), dtype=torch.float64)", "device"
     ),
     "a host tensor in a collective": Mutation(
         f"{ENGINE}TrainingEngine._over_batch",
@@ -84,9 +84,9 @@ MUTATIONS = {
         f"{HEAD}LogProbHead.forward", "group = None", "group = None; float(hidden.sum())", ""
     ),
     "a condition on a device tensor": Mutation(
-        f"{METRICS}._add_sum",
-        "pair = _weighted(values, weights)",
-        "pair = _weighted(values, weights) if weights.sum() > 0 else None",
+        METRICS,
+        "counted = weights > 0",
+        "counted = weights > 0 if weights.sum() > 0 else None",
         "",
     ),
     "a mask that is an index": Mutation(

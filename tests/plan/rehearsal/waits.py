@@ -6,7 +6,7 @@ KNOWN = {
     "rl/training/engine.py _over_batch",  # number of micro-batches; weight of the whole batch
     "rl/training/micro_batches.py outputs_of",
     "rl/training/gradient.py _norm",
-    "rl/training/metrics.py reduce",  # sums, extremes
+    "rl/training/metrics.py reduce",
     # torchtitan's, in each micro-batch
     "torchtitan/models/common/attention.py create_varlen_metadata_for_document",
     "torchtitan/models/common/token_dispatcher.py _sync_token_count_exchange",

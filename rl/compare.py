@@ -6,7 +6,7 @@ ended by signal n.
 
 import json
 import sys
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl.degrees import degrees_of
 from rl.errors import ConfigError, end_program, require
-from rl.program import exit_code
+from rl.program import exit_code, reader_of_a_run
 
 if TYPE_CHECKING:
     from rl.config import RLConfig
@@ -93,14 +93,7 @@ def _compare(arguments: Sequence[str] | None) -> int:
 
 
 def _parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        prog=PROGRAM,
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        allow_abbrev=False,
-        formatter_class=RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("run", metavar="RUN", type=Path, help="folder of the run")
+    parser = reader_of_a_run(PROGRAM, DESCRIPTION, EPILOG)
     parser.add_argument(
         "--step", metavar="K", type=int, required=True, help="step whose rollouts are used, from 1"
     )
@@ -115,9 +108,6 @@ def _parser() -> ArgumentParser:
         metavar="LAYOUT",
         help="compare the trainer with itself in this layout: degrees of ddp, fsdp, tp and ep, "
         "such as fsdp2-tp2",
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object as the last line"
     )
     return parser
 

@@ -7,7 +7,9 @@ import io
 import os
 import signal
 import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable
+from pathlib import Path
 from typing import TextIO
 
 from rl.errors import (
@@ -79,6 +81,22 @@ def exit_code(program: Callable[[], int | None], *, interrupted: str = "interrup
         return _report(interrupted, EXIT_INTERRUPTED)
     except Exception as error:
         return _report(trace_of(error), EXIT_FAILED)
+
+
+def reader_of_a_run(program: str, description: str, epilog: str) -> ArgumentParser:
+    """Return the parser of a program that reads a run: RUN and ``--json``."""
+    parser = ArgumentParser(
+        prog=program,
+        description=description,
+        epilog=epilog,
+        allow_abbrev=False,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run", metavar="RUN", type=Path, help="folder of the run")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object as the last line"
+    )
+    return parser
 
 
 def _report(error: str, code: int) -> int:

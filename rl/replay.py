@@ -6,21 +6,23 @@ work; 128 + n ended by signal n.
 
 import json
 import sys
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Sequence
+from argparse import ArgumentParser, Namespace
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rl.degrees import degrees_of
 from rl.errors import ConfigError, Interrupted, counted, end_program, nearest, require
-from rl.program import exit_code
+from rl.program import exit_code, reader_of_a_run
 
 if TYPE_CHECKING:
     from rl.config import RLConfig, RunConfig
     from rl.session.session import Session
     from rl.trainers.failed import MadeAgain
     from rl.trainers.replay import Replay, Replayed
+
+Result = TypeVar("Result")
 
 PROGRAM = "python -m rl.replay"
 DESCRIPTION = """\
@@ -110,14 +112,7 @@ def _replay(arguments: Sequence[str] | None) -> int:
 
 
 def _parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        prog=PROGRAM,
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        allow_abbrev=False,
-        formatter_class=RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("run", metavar="RUN", type=Path, help="folder of the run")
+    parser = reader_of_a_run(PROGRAM, DESCRIPTION, EPILOG)
     parser.add_argument("--step", metavar="K", type=int, help="last step to train again, from 1")
     parser.add_argument(
         "--failed", action="store_true", help="make the call again that ended the run"
@@ -129,9 +124,6 @@ def _parser() -> ArgumentParser:
     )
     parser.add_argument("--loss", metavar="NAME", help="loss of the policy, such as dapo or gspo")
     parser.add_argument("--lr", metavar="LR", help="learning rate of the trainer")
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object as the last line"
-    )
     return parser
 
 
@@ -179,20 +171,11 @@ def _replay_of(config: "RunConfig", run: Path, **options: Any) -> "Replay[Any]":
 
 def _train_again(own: Namespace, config: "RunConfig", *, is_same: bool) -> int:
     """Train the steps up to ``--step`` again; return the exit code."""
-    from rl.disk import TemporaryFolder
-    from rl.saved_run import run_session
-
     replay = _replay_of(config, own.run, last=own.step)
     if is_same:
         replay.require_digests()
     print(f"replaying steps {replay.first + 1} to {own.step} of {own.run} from {replay.begins}")
-    with TemporaryFolder("tiller-replay-") as folder:
-        replay.link(Path(folder))
-
-        async def work(session: "Session") -> dict[str, Any]:
-            return await _compare(replay, session, is_same=is_same)
-
-        found = run_session(replay.session_config, None, work, folder=Path(folder))
+    found = _run(replay, lambda session: _compare(replay, session, is_same=is_same))
     if found["difference"]:
         print(f"different from {found['difference']}")
     elif is_same:
@@ -201,6 +184,16 @@ def _train_again(own: Namespace, config: "RunConfig", *, is_same: bool) -> int:
     if own.json:
         print(json.dumps({"run": str(own.run), "from": replay.first, **found}))
     return 1 if found["difference"] else 0
+
+
+def _run(replay: "Replay[Any]", work: "Callable[[Session], Awaitable[Result]]") -> "Result":
+    """Return the result of ``work`` in the session of ``replay``."""
+    from rl.disk import TemporaryFolder
+    from rl.saved_run import run_session
+
+    with TemporaryFolder("tiller-replay-") as folder:
+        replay.link(Path(folder))
+        return run_session(replay.session_config, None, work, folder=Path(folder))
 
 
 async def _compare(replay: "Replay[Any]", session: "Session", *, is_same: bool) -> dict[str, Any]:
@@ -246,8 +239,6 @@ def _fail_again(own: Namespace, config: "RunConfig", *, is_same: bool) -> int:
 
 def _take_again(replay: "Replay[Any]", failure: dict[str, Any], *, is_same: bool) -> "MadeAgain":
     """Train the recorded steps again, then take the step that failed."""
-    from rl.disk import TemporaryFolder
-    from rl.saved_run import run_session
     from rl.trainers.endings import facts_of
     from rl.trainers.failed import MadeAgain
 
@@ -263,14 +254,12 @@ def _take_again(replay: "Replay[Any]", failure: dict[str, Any], *, is_same: bool
         is_recorded = False
         await replay.fail_again(session)
 
-    with TemporaryFolder("tiller-replay-") as folder:
-        replay.link(Path(folder))
-        try:
-            run_session(replay.session_config, None, work, folder=Path(folder))
-        except Exception as error:  # any kind of error may be the recorded one
-            if is_recorded or isinstance(error, Interrupted):
-                raise
-            return MadeAgain(call=call, recorded=failure, error=facts_of(error))
+    try:
+        _run(replay, work)
+    except Exception as error:  # any kind of error may be the recorded one
+        if is_recorded or isinstance(error, Interrupted):
+            raise
+        return MadeAgain(call=call, recorded=failure, error=facts_of(error))
     return MadeAgain(call=call, recorded=failure)
 
 

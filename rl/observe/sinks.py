@@ -7,6 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,8 @@ class Sinks:
         config: dict[str, Any],
         warn: Callable[[str], None],
     ):
-        self._threads = [_SinkThread(each, folder, config, warn) for each in sinks]
+        facts = partial(RunFacts, folder=folder, config=config)
+        self._threads = [_SinkThread(each, facts, warn) for each in sinks]
 
     def write(self, event: Event) -> None:
         """Hand ``event`` to every sink."""
@@ -125,17 +127,13 @@ class Sinks:
 class _SinkThread:
     """Thread of one sink, and the events that wait for it."""
 
-    def __init__(
-        self, sink: Sink, folder: Path, config: dict[str, Any], warn: Callable[[str], None]
-    ):
+    def __init__(self, sink: Sink, facts: Callable[..., RunFacts], warn: Callable[[str], None]):
         self._sink = sink
         self._name = type(sink).__name__
-        self._folder = folder
-        self._config = config
+        self._facts = facts
         self._warn = warn
-        self._events: queue.Queue[Event | None] = queue.Queue(WAITING)
+        self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._is_open = False
-        self._is_ending = threading.Event()
         self._has_failed = False
         self._has_lost = False
         self._is_left = False
@@ -145,17 +143,14 @@ class _SinkThread:
     def write(self, event: Event) -> None:
         if self._has_failed:
             return
-        try:
-            self._events.put_nowait(event)
-        except queue.Full:
-            if not self._has_lost:
-                self._has_lost = True
-                self._warn(f"sink {self._name} is too slow and loses events; the run goes on")
+        if self._events.qsize() < WAITING:
+            self._events.put(event)
+        elif not self._has_lost:
+            self._has_lost = True
+            self._warn(f"sink {self._name} is too slow and loses events; the run goes on")
 
     def end(self) -> None:
-        self._is_ending.set()
-        with contextlib.suppress(queue.Full):  # then the thread sees `_is_ending` by itself
-            self._events.put_nowait(None)  # wakes a thread that waits for an event
+        self._events.put(None)
 
     def wait(self, until: float) -> None:
         self._thread.join(max(0.0, until - time.monotonic()))
@@ -165,7 +160,7 @@ class _SinkThread:
 
     def _run(self) -> None:
         try:
-            while (event := self._next()) is not None:
+            while (event := self._events.get()) is not None:
                 self._write(event)
             self._close()
         except Exception as error:  # the user's code, or another library
@@ -181,17 +176,10 @@ class _SinkThread:
             self._is_open = False
             self._sink.close()
 
-    def _next(self) -> Event | None:
-        """Return the next event; None if the run has ended and no event waits."""
-        if self._is_ending.is_set() and self._events.empty():
-            return None
-        return self._events.get()
-
     def _write(self, event: Event) -> None:
         if event["kind"] == "started":
             self._close()
-            facts = RunFacts(folder=self._folder, config=self._config, step=event["step"])
-            self._sink.open(facts)
+            self._sink.open(self._facts(step=event["step"]))
             self._is_open = True
         if self._is_open:
             self._sink.write(event)

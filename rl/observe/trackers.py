@@ -2,13 +2,11 @@
 
 import importlib.util
 import math
-import netrc
 import os
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 from rl.errors import require
 from rl.observe.events import WARNINGS, Event
@@ -26,13 +24,10 @@ def require_package(field: str, package: str) -> None:
 
 def has_wandb_key() -> bool:
     """Whether wandb finds a key without asking for one."""
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    server = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai"))
-    try:
-        return netrc.netrc().authenticators(server.hostname or "") is not None
-    except (OSError, netrc.NetrcParseError):
-        return False
+    from requests.utils import get_netrc_auth
+
+    server = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
+    return bool(os.environ.get("WANDB_API_KEY") or get_netrc_auth(server))
 
 
 def numbers(metrics: dict[str, Any]) -> Iterator[tuple[str, float]]:

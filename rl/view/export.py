@@ -84,8 +84,6 @@ def _add_run(found: dict[str, Any], runs: Sequence[Run], number: int, left: int)
     for name in ("evaluations", "failure", "config"):
         found[f"{name} {number}"] = get(name)
     examples = _examples(get, number, state["evaluation_steps"], left // 4)
-    left -= len(to_json(examples))
-    found |= examples
     steps, kept = _steps(get, number, state, left - len(to_json(examples)))
     found |= examples | steps
     state["rollout_steps"] = [each for each in state["rollout_steps"] if each in kept]

@@ -8,7 +8,7 @@ from typing import Any
 
 from rl.view.lines import Lines, row_of, rows_between
 
-WARNINGS = ("warning", "lost", "joined", "left", "restarted", "failed")
+WARNINGS = ("warning", "lost", "joined", "left", "failed")
 KEPT_EVENTS = 300
 """Newest events that pages list."""
 SPANS = 4_000
@@ -86,11 +86,9 @@ class EventLog:
         self.recent: deque[dict[str, Any]] = deque(maxlen=KEPT_EVENTS)
         self.warnings: deque[dict[str, Any]] = deque(maxlen=KEPT_EVENTS)
         self.checkpoints: list[int] = []
-        self.counts: dict[str, int] = {}
         self.time = 0.0
         self.begin = 0.0
         self._ends: dict[int, int] = {}
-        self._begin = 0
 
     def update(self) -> None:
         """Read the new events."""
@@ -111,32 +109,24 @@ class EventLog:
             if b'"kind": "span"' in line[:80]:
                 continue
             if b'"kind": "metrics"' in line[:80]:
-                self._end_step(line[:160], offset)
+                text = line[:160].partition(b'"step": ')[2].partition(b",")[0]
+                if text.isdigit():
+                    self._ends[int(text)] = offset
             elif (row := row_of(line)) is not None:
                 self._add(row, offset)
 
-    def _end_step(self, line: bytes, offset: int) -> None:
-        text = line.partition(b'"step": ')[2].partition(b",")[0]
-        if text.isdigit():
-            self._ends[int(text)] = offset
-
     def _add(self, row: dict[str, Any], offset: int) -> None:
         kind = str(row.get("kind"))
-        if kind == "span":
-            return
-        self.counts[kind] = self.counts.get(kind, 0) + 1
         if isinstance(row.get("time"), int | float):
             self.time = row["time"]
             self.begin = self.begin or self.time
-        if kind == "metrics" and isinstance(row.get("step"), int):
-            self._ends[row["step"]] = offset
-        elif kind == "started":
+        if kind == "started":
             self._restart(row, offset)
         elif kind == "checkpoint" and isinstance(row.get("step"), int):
             self.checkpoints.append(row["step"])
         if kind in WARNINGS:
             self.warnings.append(row)
-        if kind not in ("metrics", "evaluation", "arrived", "pushed"):
+        if kind not in ("evaluation", "arrived", "pushed"):
             self.recent.append(row)
 
     def _restart(self, row: dict[str, Any], offset: int) -> None:

@@ -65,28 +65,25 @@ def answer(runs: Sequence[Run], name: str, query: dict[str, str]) -> dict[str, A
     if not 0 <= number < len(runs):
         raise LookupError(f"there is no run {number}; there are {len(runs)}")
     run = runs[number]
-    step = int(query.get("step", "0"))
-    if name == "state":
-        return run.state()
-    if name == "curves":
-        return run.curves(query.get("names", "").split(","), int(query.get("points", POINTS)))
-    if name == "timeline":
-        return run.timeline(step, int(query.get("count", "1")))
-    if name == "table":
-        return run.rollouts.table(step)
-    if name == "rollout":
-        return run.rollouts.rollout(step, int(query.get("index", "0")))
-    if name == "evaluations":
-        return run.evaluations()
-    if name == "changes":
-        return run.changes(int(query.get("before", "0")), int(query.get("after", "0")))
-    if name == "example":
-        return run.evaluated.rollout(step, int(query.get("index", "0")))
-    if name == "failure":
-        return run.failure()
-    if name == "config":
-        return run.config()
-    raise LookupError(f"there is no /api/{name}")
+
+    def given(field: str, default: int = 0) -> int:
+        return int(query.get(field, default))
+
+    answers: dict[str, Callable[[], dict[str, Any]]] = {
+        "state": run.state,
+        "curves": lambda: run.curves(query.get("names", "").split(","), given("points", POINTS)),
+        "timeline": lambda: run.timeline(given("step"), given("count", 1)),
+        "table": lambda: run.rollouts.table(given("step")),
+        "rollout": lambda: run.rollouts.rollout(given("step"), given("index")),
+        "evaluations": run.evaluations,
+        "changes": lambda: run.changes(given("before"), given("after")),
+        "example": lambda: run.evaluated.rollout(given("step"), given("index")),
+        "failure": run.failure,
+        "config": run.config,
+    }
+    if name not in answers:
+        raise LookupError(f"there is no /api/{name}")
+    return answers[name]()
 
 
 def make_app(runs: Sequence[Run], key: str | None = None) -> Starlette:

@@ -1,5 +1,6 @@
 """Events of a run: one stream for the run folder, the screen and sinks."""
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -71,3 +72,14 @@ def print_notes(event: Event) -> None:
     """Print the text of an event that is a note."""
     if event["kind"] == "note":
         print(event["text"], flush=True)
+
+
+def finite(value: Any) -> Any:
+    """Return ``value`` with None for every number that is not finite."""
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return value

@@ -16,7 +16,7 @@ from typing import Any
 
 from rl.disk import sync_file, sync_folder, write_whole
 from rl.errors import ConfigError, RunError, StorageFull, is_full, require
-from rl.observe.events import Event
+from rl.observe.events import Event, finite
 from rl.observe.rollouts import Chunk, RolloutFolder, make_room
 
 SYNCED = ("started", "checkpoint", "failed", "ended")
@@ -354,17 +354,6 @@ def _line(row: dict) -> str:
         return _ENCODER.encode(row) + "\n"
     except ValueError:  # a number is not finite, which is rare
         return _ENCODER.encode(finite(row)) + "\n"
-
-
-def finite(value: Any) -> Any:
-    """Return ``value`` with None for every number that is not finite."""
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {name: finite(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return value
 
 
 _ADVICE = {

@@ -61,40 +61,23 @@ class Sandbox(ABC):
     """
 
     name: ClassVar[str]
+    scratch: ClassVar[bool] = True
+    """Whether the program's folder is one of this host, instead of one of its namespace."""
 
-    def run(
-        self,
-        code: str,
-        *,
-        limits: Limits = Limits(),  # noqa: B008  # frozen
-        files: Mapping[str, str] | None = None,
-        stdin: str = "",
-    ) -> Result:
-        """Run ``code`` and return its result. May be called in any thread.
-
-        Args:
-            code: Program, run as ``__main__``.
-            limits: Limits of the program.
-            files: Text by file name, written into the program's folder.
-            stdin: Text of standard input.
+    def run(self, code: str, **options: Any) -> Result:
+        """Run ``code`` and return its result; ``options`` are those of :meth:`start`. May be called
+        in any thread.
 
         Raises SandboxError if the program could not be started.
         """
-        with self.start(code, limits=limits, files=files, stdin=stdin) as program:
+        with self.start(code, **options) as program:
             return program.wait()
 
-    async def run_async(
-        self,
-        code: str,
-        *,
-        limits: Limits = Limits(),  # noqa: B008  # frozen
-        files: Mapping[str, str] | None = None,
-        stdin: str = "",
-    ) -> Result:
+    async def run_async(self, code: str, **options: Any) -> Result:
         """Run ``code`` like :meth:`run`, without blocking the event loop. Cancelling the call ends
         the program.
         """
-        with self.start(code, limits=limits, files=files, stdin=stdin) as program:
+        with self.start(code, **options) as program:
             return await program.wait_async()
 
     def start(
@@ -106,8 +89,14 @@ class Sandbox(ABC):
         stdin: str = "",
         fds: Sequence[int] = (),
     ) -> Program:
-        """Start ``code`` with the file descriptors ``fds``. Leaving the program's ``with`` block
-        ends it.
+        """Start a program. Leaving its ``with`` block ends it.
+
+        Args:
+            code: Program, run as ``__main__``.
+            limits: Limits of the program.
+            files: Text by file name, written into the program's folder.
+            stdin: Text of standard input.
+            fds: File descriptors that the program inherits.
         """
         mib = 1 << 20
         most = {
@@ -130,11 +119,20 @@ class Sandbox(ABC):
             "needs_landlock": False,
             "filter": seccomp_filter(),
         }
-        return self._start(orders, limits, fds)
+        command = self._command(orders, limits)
+        return Program(
+            self.name,
+            command,
+            orders,
+            limits,
+            fds=fds,
+            environment=ENVIRONMENT if orders["filter"] else {**os.environ, **ENVIRONMENT},
+            scratch=self.scratch,
+        )
 
     @abstractmethod
-    def _start(self, orders: dict[str, Any], limits: Limits, fds: Sequence[int]) -> Program:
-        """Complete the orders and start the launcher."""
+    def _command(self, orders: dict[str, Any], limits: Limits) -> list[str]:
+        """Complete the orders; return the command of the launcher."""
 
     def complaint(self) -> str:
         """Return why this sandbox does not work on this host; empty if it works."""
@@ -153,22 +151,22 @@ class Bubblewrap(Sandbox):
     """
 
     name = "bubblewrap"
+    scratch = False
 
-    def _start(self, orders: dict[str, Any], limits: Limits, fds: Sequence[int]) -> Program:
+    def _command(self, orders: dict[str, Any], limits: Limits) -> list[str]:
         rights = ["--unshare-user", "--uid", str(NOBODY), "--gid", str(NOBODY), "--cap-drop", "ALL"]
         if os.getuid() == 0:
             orders["user"] = _other_user()
             keep = ("CAP_SETUID", "CAP_SETGID", "CAP_CHOWN")  # until it is that user
             rights = ["--cap-drop", "ALL", *(word for cap in keep for word in ("--cap-add", cap))]
         orders["limits"]["RLIMIT_NPROC"] = (limits.threads,) * 2
-        command = [
+        return [
             *(_bwrap(), "--die-with-parent", "--new-session", "--unshare-pid", "--unshare-net"),
             *("--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try", *rights, *_binds()),
             *("--ro-bind", str(LAUNCHER), "/launcher.py", "--dev", "/dev"),
             *("--size", str(limits.disk_mib << 20), "--tmpfs", "/scratch", "--chdir", "/scratch"),
             *("--", *_python("/launcher.py")),
         ]
-        return Program(self.name, command, orders, limits, fds=fds, environment=ENVIRONMENT)
 
     def complaint(self) -> str:
         return super().complaint() if _bwrap() else "bwrap is not installed"
@@ -182,16 +180,13 @@ class Landlock(Sandbox):
 
     name = "Landlock"
 
-    def _start(self, orders: dict[str, Any], limits: Limits, fds: Sequence[int]) -> Program:
+    def _command(self, orders: dict[str, Any], limits: Limits) -> list[str]:
         orders |= {"needs_landlock": True, "dies_with_parent": True}
         if os.getuid() == 0:
             orders["user"] = _other_user()
             orders["search"] = not _open_to_others(PREFIX)
             orders["limits"]["RLIMIT_NPROC"] = (limits.threads,) * 2
-        command = _python(str(LAUNCHER))
-        return Program(
-            self.name, command, orders, limits, fds=fds, environment=ENVIRONMENT, scratch=True
-        )
+        return _python(str(LAUNCHER))
 
 
 class Unsafe(Sandbox):
@@ -199,13 +194,9 @@ class Unsafe(Sandbox):
 
     name = "unsafe"
 
-    def _start(self, orders: dict[str, Any], limits: Limits, fds: Sequence[int]) -> Program:
+    def _command(self, orders: dict[str, Any], limits: Limits) -> list[str]:
         orders |= {"filter": None, "dies_with_parent": True}
-        environment = {**os.environ, **ENVIRONMENT}
-        command = _python(str(LAUNCHER))
-        return Program(
-            self.name, command, orders, limits, fds=fds, environment=environment, scratch=True
-        )
+        return _python(str(LAUNCHER))
 
     def complaint(self) -> str:
         return ""

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from rl.errors import said_by
-from rl.view.rollouts import plain, shortened
+from rl.observe.events import finite
+from rl.view.rollouts import shortened
 
 EXAMPLES = 10_000
 """Rollouts of an evaluation that are compared."""
@@ -125,7 +126,7 @@ def _read(path: Path, changed: int) -> tuple[dict[Key, Example], int]:
             key = (row["chunk"], row["task"], row["prompt_id"], row["sample"], hash(row["prompt"]))
             found[key] = Example(
                 index=read,
-                reward=plain(row["reward"]),
+                reward=finite(row["reward"]),
                 correct=_correct(row["metrics"]),
                 prompt=shortened(row["prompt"]),
                 answer=shortened(row["answer"]),

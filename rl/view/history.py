@@ -30,16 +30,10 @@ class Curves:
 
     def update(self) -> None:
         """Read the new rows."""
-        while True:
-            cut, lines = self._lines.new()
-            if cut:
-                self._forget()
-            if not lines:
-                return
-            for line in lines:
-                row = row_of(line)
-                if row is not None and isinstance(step := row.get("step"), int):
-                    self._add(step, row)
+        for line, _ in self._lines.new(self._forget):
+            row = row_of(line)
+            if row is not None and isinstance(step := row.get("step"), int):
+                self._add(step, row)
 
     def _add(self, step: int, row: dict[str, Any]) -> None:
         self.last = row
@@ -92,28 +86,15 @@ class EventLog:
 
     def update(self) -> None:
         """Read the new events."""
-        while True:
-            offset = self._lines.offset
-            cut, lines = self._lines.new()
-            if cut:
-                self._forget()
-                offset = 0
-            if not lines:
-                return
-            self._read(lines, offset)
-
-    def _read(self, lines: list[bytes], offset: int) -> None:
-        """Read lines, which begin at ``offset`` of the file."""
-        for line in lines:
-            offset += len(line)
+        for line, end in self._lines.new(self._forget):
             if b'"kind": "span"' in line[:80]:
                 continue
             if b'"kind": "metrics"' in line[:80]:
-                text = line[:160].partition(b'"step": ')[2].partition(b",")[0]
-                if text.isdigit():
-                    self._ends[int(text)] = offset
+                step = line[:160].partition(b'"step": ')[2].partition(b",")[0]
+                if step.isdigit():
+                    self._ends[int(step)] = end
             elif (row := row_of(line)) is not None:
-                self._add(row, offset)
+                self._add(row, end)
 
     def _add(self, row: dict[str, Any], offset: int) -> None:
         kind = str(row.get("kind"))

@@ -1,7 +1,7 @@
 """Files that grow line by line, read from where the last read ended."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,32 +20,47 @@ class Lines:
         """End of the lines that were read, in bytes."""
         self._before = b""
 
-    def new(self) -> tuple[bool, list[bytes]]:
-        """Return whether the file was cut or rewritten since, and the next lines, about BLOCK bytes
-        of them; none at the end of the file.
+    def new(self, forget: Callable[[], None]) -> Iterator[tuple[bytes, int]]:
+        """Yield the lines since the last call, each with the offset of its end in bytes.
 
-        After a cut, the lines begin at the start of the file, and those of earlier calls are void.
+        If the file was cut or rewritten since, ``forget`` is called, and the lines begin at the
+        start of the file.
         """
+        while True:
+            begin = self.offset
+            was_cut, data = self._read()
+            if was_cut:
+                forget()
+                begin = 0
+            if not data:
+                return
+            for line in data.splitlines(keepends=True):
+                begin += len(line)
+                yield line, begin
+
+    def _read(self) -> tuple[bool, bytes]:
+        """Return whether the file was cut or rewritten, and the next whole lines, about BLOCK bytes
+        of them.
+        """
+        was_cut = self.offset > 0
+        data = b""
         try:
             with open(self.path, "rb") as file:
-                cut = not self._continues(file)
-                if cut:
-                    self.offset = 0
-                    self._before = b""
-                file.seek(self.offset)
+                was_cut = not self._continues(file)
+                file.seek(0 if was_cut else self.offset)
                 data = part = file.read(BLOCK)
                 while len(part) == BLOCK and b"\n" not in part:
                     part = file.read(BLOCK)
                     data += part
         except OSError:
-            cut = self.offset > 0
+            data = b""
+        if was_cut:
             self.offset = 0
             self._before = b""
-            return cut, []
         data = data[: data.rfind(b"\n") + 1]
         self.offset += len(data)
         self._before = (self._before + data[-KEPT:])[-KEPT:]
-        return cut, data.splitlines(keepends=True)
+        return was_cut, data
 
     def _continues(self, file: Any) -> bool:
         file.seek(self.offset - len(self._before))

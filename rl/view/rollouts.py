@@ -1,7 +1,6 @@
 """Recorded rollouts of a step or an evaluation: a table of all, and all tokens of one."""
 
 import json
-import math
 import re
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from rl.errors import said_by
+from rl.observe.events import finite
 
 ROWS = 4_096
 """Rows of the table of a step."""
@@ -185,7 +185,7 @@ def _table(path: Path, changed: int, tokenizer: Any) -> dict[str, Any]:
     rows = [
         dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)
     ]
-    return {"version": version, "rows": plain(rows), "left_out": left_out}
+    return {"version": version, "rows": finite(rows), "left_out": left_out}
 
 
 def shortened(value: Any) -> Any:
@@ -276,7 +276,7 @@ def _one(path: Path, index: int) -> dict[str, Any]:
             found["cut"].append(f"tokens: {left:,} of {length:,} of a sequence")
         found["sequences"].append(_sequence(sequence, left))
         left = max(0, left - length)
-    return dict(plain(found))
+    return dict(finite(found))
 
 
 def _sequence(sequence: dict[str, Any], most: int) -> dict[str, Any]:
@@ -303,14 +303,3 @@ def _row(file: Any, index: int) -> dict[str, Any]:
             return dict(file.read_row_group(group).slice(place, 1).to_pylist()[0])
         place -= rows
     raise IndexError(f"the file has {file.metadata.num_rows} rollouts")
-
-
-def plain(value: Any) -> Any:
-    """Return ``value`` with None for every number that is not finite."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(name): plain(each) for name, each in value.items()}
-    if isinstance(value, list):
-        return [plain(each) for each in value]
-    return value

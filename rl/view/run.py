@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from rl.errors import require
+from rl.observe.events import finite
 from rl.view.changes import changes
 from rl.view.history import Curves, EventLog
 from rl.view.lines import read_json, rows_between, tail_of
-from rl.view.rollouts import Rollouts, plain
+from rl.view.rollouts import Rollouts
 
 POINTS = 2_000
 """Most points of a curve of one answer."""
@@ -92,7 +93,7 @@ class Run:
                 steps, values = found[name] = source.thinned(name, points)
                 if name in final and max(steps, default=0) < final["steps"]:
                     steps.append(final["steps"])
-                    values.append(plain(final[name]))
+                    values.append(finite(final[name]))
             return {"curves": found}
 
     def timeline(self, first: int, count: int) -> dict[str, Any]:

@@ -7,10 +7,11 @@ import io
 import os
 import signal
 import sys
+import threading
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable
 from pathlib import Path
-from typing import TextIO
+from typing import Any, Self, TextIO
 
 from rl.errors import (
     EXIT_CONFIG,
@@ -81,6 +82,49 @@ def exit_code(program: Callable[[], int | None], *, interrupted: str = "interrup
         return _report(interrupted, EXIT_INTERRUPTED)
     except Exception as error:
         return _report(trace_of(error), EXIT_FAILED)
+
+
+class Signals:
+    """Handlers of LEAVING inside a ``with`` block in a coroutine. ::
+
+        with Signals(first=task.cancel, again=lambda number: end_program(128 + number)) as signals:
+            ...
+        signals.name  # such as "SIGTERM"; empty before the first
+
+    ``first`` is called in the event loop, ``again`` at once and with the number of each later
+    signal. SIGHUP stays ignored under nohup(1). In a thread other than the main one the block does
+    nothing, since Python handles signals in the main thread alone.
+    """
+
+    def __init__(self, first: Callable[[], object], again: Callable[[int], object]):
+        self.name = ""
+        """Name of the first signal; empty before it."""
+        self._first = first
+        self._again = again
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        from asyncio import get_running_loop  # only here, since a start is quick
+
+        self._loop = get_running_loop()
+        if threading.current_thread() is threading.main_thread():
+            for number in LEAVING:
+                handler = signal.getsignal(number)
+                if number != signal.SIGHUP or handler != signal.SIG_IGN:
+                    # the loop's own handlers wait for a step that blocks the loop
+                    self._before[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: object) -> None:
+        if self.name or self._loop.is_closed():
+            self._again(number)
+        else:
+            self.name = signal.Signals(number).name
+            self._loop.call_soon_threadsafe(self._first)
 
 
 def reader_of_a_run(program: str, description: str, epilog: str) -> ArgumentParser:

@@ -4,8 +4,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import threading
-from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
 
 from rl.errors import (
@@ -21,7 +19,7 @@ from rl.errors import (
     trace_of,
 )
 from rl.frames import place_of
-from rl.program import LEAVING
+from rl.program import Signals
 from rl.trainers.advice import advice_after
 from rl.trainers.attempt import Again, lost_group
 from rl.trainers.run_folder import RunFolder
@@ -30,37 +28,21 @@ if TYPE_CHECKING:
     from rl.trainers.life_cycle import LifeCycle
 
 
-class Interrupts:
+class Interrupts(Signals):
     """Signal handlers of a run, inside a ``with`` block in a coroutine.
 
     - The first signal makes the run finish its step, save and leave.
     - Ctrl-C after it ends the program at once.
-
-    In a thread other than the main one the block does nothing, since Python handles signals in the
-    main thread alone.
     """
 
     def __init__(self, trainer: "LifeCycle[Any]", run: RunFolder):
-        self.name = ""
-        """Name of the first signal; empty before it."""
+        super().__init__(self._leave, self._end)
         self._trainer = trainer
         self._run = run
-        self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
-        self._loop = asyncio.get_running_loop()
         self._task = asyncio.current_task()
-        if threading.current_thread() is threading.main_thread():
-            for number in LEAVING:
-                handler = signal.getsignal(number)
-                if number != signal.SIGHUP or handler != signal.SIG_IGN:  # nohup(1)
-                    # the loop's own handlers wait for a step that blocks the loop
-                    self._before[number] = signal.signal(number, self._receive)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        return super().__enter__()
 
     def interrupted(self) -> Interrupted:
         """Return the error that ends the run after the signal."""
@@ -72,8 +54,8 @@ class Interrupts:
         error.exit_code = EXIT_INTERRUPTED if self.name == "SIGINT" else EXIT_AGAIN
         return error
 
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self.name and number == signal.SIGINT:
+    def _end(self, number: int) -> None:
+        if number == signal.SIGINT:
             text = (
                 f"\nleft at once: what came after step {self._run.saved} is lost; "
                 f"{self._run.how_to_resume()}\n"
@@ -81,10 +63,6 @@ class Interrupts:
             with contextlib.suppress(OSError):  # the terminal is gone
                 os.write(2, text.encode())  # print may be what was interrupted
             end_program(EXIT_INTERRUPTED)  # the processes of the run end with their parent
-        if self.name or self._loop.is_closed():
-            return
-        self.name = signal.Signals(number).name
-        self._loop.call_soon_threadsafe(self._leave)
 
     def _leave(self) -> None:
         trainer = self._trainer

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rl.model.activations import Activations
     from rl.session.session import Session
     from rl.trainers.compare import Compared, Example
-    from rl.trainers.replay_rollouts import RolloutReplay
+    from rl.trainers.replay import RolloutReplay
 
 PROGRAM = "python -m rl.compare"
 DESCRIPTION = """\
@@ -65,7 +65,7 @@ def _compare(arguments: Sequence[str] | None) -> int:
     from rl.config import RLConfig
     from rl.saved_run import require_one_host, require_run
     from rl.trainers.compare import examples_of
-    from rl.trainers.replay_rollouts import RolloutReplay
+    from rl.trainers.replay import RolloutReplay
 
     path = require_run(own.run)
     _, config = parse_config(["--config", str(path), *overrides], program=PROGRAM)

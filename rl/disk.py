@@ -1,14 +1,17 @@
 """Durable writes: when a call returns, its file or folder is on disk."""
 
 import atexit
+import errno
 import os
+import re
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
-from rl.errors import at_end
+from rl.errors import RunError, StorageFull, at_end, is_full
 
 
 class TemporaryFolder:
@@ -33,6 +36,13 @@ class TemporaryFolder:
         """Delete the folder. Errors are ignored."""
         if os.getpid() == self._owner:
             shutil.rmtree(self.name, ignore_errors=True)
+
+
+def steps_in(folder: Path, suffix: str = "") -> list[int]:
+    """Return N of each entry step-N``suffix`` of ``folder``, in order."""
+    names = os.listdir(folder) if folder.is_dir() else []
+    found = (re.fullmatch(rf"step-(\d+){re.escape(suffix)}", name) for name in names)
+    return sorted(int(each[1]) for each in found if each)
 
 
 def sync_file(file: IO[Any]) -> None:
@@ -66,3 +76,23 @@ def replace_folder(folder: Path, whole: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     whole.rename(folder)
     sync_folder(folder.parent)
+
+
+_ADVICE = {
+    **dict.fromkeys(("ENOSPC", "EDQUOT"), "make room or "),
+    **dict.fromkeys(("EACCES", "EPERM", "EROFS"), "make it writable for this user or "),
+    **dict.fromkeys(("EIO", "ESTALE", "ETIMEDOUT", "ENODEV"), "check the storage or "),
+}
+"""First part of the advice, by the name of the error."""
+
+
+@contextmanager
+def failing_loudly(path: Path) -> Iterator[None]:
+    """Raise RunError, naming ``path``, the error and a remedy, for an OSError of the block."""
+    try:
+        yield
+    except OSError as error:
+        advice = _ADVICE.get(errno.errorcode.get(error.errno or 0, ""), "")
+        advice += "choose another --output-dir"
+        kind = StorageFull if is_full(error) else RunError
+        raise kind(f"{path}: cannot be written: {error.strerror}; {advice}") from error

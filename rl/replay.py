@@ -158,8 +158,8 @@ def _with_loss(config: "RunConfig", name: str) -> "RLConfig":
 def _replay_of(config: "RunConfig", run: Path, **options: Any) -> "Replay[Any]":
     """Return the replay of the run's kind; ``options`` are those of its constructor."""
     from rl.config import DatasetRunConfig, RLConfig
+    from rl.trainers.replay import RolloutReplay
     from rl.trainers.replay_examples import ExampleReplay
-    from rl.trainers.replay_rollouts import RolloutReplay
 
     if isinstance(config, RLConfig):
         return RolloutReplay(config, run.resolve(), **options)

@@ -1,10 +1,9 @@
 """Checkpoints on disk: which are complete, and how they are deleted."""
 
-import re
 import shutil
 from pathlib import Path
 
-from rl.disk import sync_folder
+from rl.disk import steps_in, sync_folder
 from rl.errors import RunError
 
 ROLLOUTS = "rollouts.parquet"
@@ -89,5 +88,4 @@ class StepFolders:
 
     def steps(self) -> list[int]:
         """Return the steps of all checkpoints, complete or not, oldest first."""
-        names = (re.fullmatch(r"step-(\d+)", path.name) for path in self.folder.glob("*/"))
-        return sorted(int(name[1]) for name in names if name)
+        return steps_in(self.folder)

@@ -9,7 +9,7 @@ from rl.doctor.findings import Finding, error, warning
 from rl.doctor.host import COMPILERS, Host
 from rl.errors import ConfigError
 from rl.model.shape import shape_of
-from rl.observe.record import run_folder
+from rl.observe.owner import run_folder
 from rl.plan.memory import GIB
 from rl.plan.plan import Plan
 from rl.plan.speed import sizes_of

@@ -9,11 +9,12 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, Self
 
-from rl.errors import EXIT_INTERRUPTED, ConfigError, FolderInUse, at_end, end_program
-from rl.observe.record import failing_loudly, run_folder
+from rl.disk import failing_loudly
+from rl.errors import EXIT_INTERRUPTED, ConfigError, FolderInUse, at_end, end_program, require
 
 RENEW_S = 5.0
 FENCE_S = 30.0
@@ -164,6 +165,38 @@ class FolderOwner:
         os.fsync(descriptor)
 
 
+def run_folder(name: str, output_dir: str, *, resume: bool) -> Path:
+    """Return the folder of a run of config ``name``.
+
+    Raises ConfigError if the folder holds another run, or holds no run to resume.
+    """
+    folder = Path(output_dir or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    if not output_dir:
+        names = chain([folder.name], (f"{folder.name}-{number}" for number in count(2)))
+        folder = next(path for path in map(folder.with_name, names) if not path.exists())
+    found = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    if found.is_symlink() and not found.exists():
+        raise ConfigError(
+            f"output_dir: {found} is a link to {os.readlink(found)}, which is missing; make that "
+            "folder, or choose another --output-dir"
+        )
+    try:
+        holds_run = (folder / "config.json").exists()
+    except OSError as error:
+        raise ConfigError(
+            f"output_dir: {folder} cannot be read: {error.strerror}; choose another --output-dir"
+        ) from None
+    require(
+        resume or not holds_run,
+        f"output_dir: {folder} already holds a run; add --resume, or name another folder",
+    )
+    require(
+        holds_run or not resume,
+        f"--resume: output_dir {str(folder)!r} holds no run; name the folder of a run",
+    )
+    return folder
+
+
 def claim(name: str, output_dir: str, *, resume: bool, wait_s: float = 0.0) -> FolderOwner:
     """Own the folder of a run of config ``name``, created if it does not exist.
 
@@ -199,7 +232,7 @@ def read_owner(folder: Path) -> tuple[str, bool, bool]:
         return "", False, False
     elsewhere = owner.get("boot") != _boot()
     renewed = time.time() - path.stat().st_mtime < LEASE_S
-    alive = renewed and (elsewhere or Path(f"/proc/{owner['pid']}").exists())
+    alive = renewed and (elsewhere or Path(f"/proc/{owner.get('pid')}").exists())
     return _name(owner), elsewhere, alive
 
 
@@ -237,15 +270,15 @@ def _read(path: Path) -> dict[str, Any]:
 def _parse(text: str) -> dict[str, Any]:
     try:
         return dict(json.loads(text))
-    except ValueError:
+    except (ValueError, TypeError):
         return {}  # another process is writing it
 
 
 def _name(owner: dict[str, Any]) -> str:
     if not owner:
         return "another process"
-    attempt = f", attempt {owner['attempt']}" if owner["attempt"] else ""
-    return f"process {owner['pid']} on {owner['host']}{attempt}"
+    attempt = f", attempt {owner['attempt']}" if owner.get("attempt") else ""
+    return f"process {owner.get('pid')} on {owner.get('host')}{attempt}"
 
 
 def _boot() -> str:

@@ -1,21 +1,17 @@
 """Run folder: all records of a run."""
 
 import asyncio
-import errno
 import json
 import math
 import os
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
-from rl.disk import sync_file, sync_folder, write_whole
-from rl.errors import ConfigError, RunError, StorageFull, is_full, require
+from rl.disk import failing_loudly, sync_file, sync_folder, write_whole
+from rl.errors import RunError
 from rl.observe.events import Event, finite
 from rl.observe.rollouts import Chunk, RolloutFolder, make_room
 
@@ -29,38 +25,6 @@ _ENCODER = json.JSONEncoder(allow_nan=False)
 
 BLOCK = 1 << 16
 """Bytes that are read at once from the end of a file."""
-
-
-def run_folder(name: str, output_dir: str, *, resume: bool) -> Path:
-    """Return the folder of a run of config ``name``.
-
-    Raises ConfigError if the folder holds another run, or holds no run to resume.
-    """
-    folder = Path(output_dir or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
-    if not output_dir:
-        names = chain([folder.name], (f"{folder.name}-{number}" for number in count(2)))
-        folder = next(path for path in map(folder.with_name, names) if not path.exists())
-    found = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
-    if found.is_symlink() and not found.exists():
-        raise ConfigError(
-            f"output_dir: {found} is a link to {os.readlink(found)}, which is missing; make that "
-            "folder, or choose another --output-dir"
-        )
-    try:
-        holds_run = (folder / "config.json").exists()
-    except OSError as error:
-        raise ConfigError(
-            f"output_dir: {folder} cannot be read: {error.strerror}; choose another --output-dir"
-        ) from None
-    require(
-        resume or not holds_run,
-        f"output_dir: {folder} already holds a run; add --resume, or name another folder",
-    )
-    require(
-        holds_run or not resume,
-        f"--resume: output_dir {str(folder)!r} holds no run; name the folder of a run",
-    )
-    return folder
 
 
 class RunRecord:
@@ -354,23 +318,3 @@ def _line(row: dict) -> str:
         return _ENCODER.encode(row) + "\n"
     except ValueError:  # a number is not finite, which is rare
         return _ENCODER.encode(finite(row)) + "\n"
-
-
-_ADVICE = {
-    **dict.fromkeys(("ENOSPC", "EDQUOT"), "make room or "),
-    **dict.fromkeys(("EACCES", "EPERM", "EROFS"), "make it writable for this user or "),
-    **dict.fromkeys(("EIO", "ESTALE", "ETIMEDOUT", "ENODEV"), "check the storage or "),
-}
-"""First part of the advice, by the name of the error."""
-
-
-@contextmanager
-def failing_loudly(path: Path) -> Iterator[None]:
-    """Raise RunError, naming ``path``, the error and a remedy, for an OSError of the block."""
-    try:
-        yield
-    except OSError as error:
-        advice = _ADVICE.get(errno.errorcode.get(error.errno or 0, ""), "")
-        advice += "choose another --output-dir"
-        kind = StorageFull if is_full(error) else RunError
-        raise kind(f"{path}: cannot be written: {error.strerror}; {advice}") from error

@@ -1,7 +1,6 @@
 """Files of rollouts: every token that a step trained on, in columns."""
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rl.disk import write_whole
+from rl.disk import steps_in, write_whole
 from rl.errors import RunError, said_by
 from rl.metrics import Entry, Value
 from rl.sampling_mask import SamplingMask
@@ -257,8 +256,7 @@ class RolloutFolder:
 
     def steps(self) -> list[int]:
         """Return the steps that have a file, in order."""
-        names = (re.fullmatch(r"step-(\d+)\.parquet", path.name) for path in _files(self.folder))
-        return sorted(int(name[1]) for name in names if name)
+        return steps_in(self.folder, ".parquet")
 
     @property
     def bytes(self) -> int:

@@ -22,8 +22,7 @@ from rl.trainers.differences import (
     module_differences,
     temperature_of,
 )
-from rl.trainers.replay import Replayed
-from rl.trainers.replay_rollouts import RolloutReplay
+from rl.trainers.replay import Replayed, RolloutReplay
 from rl.types import Batch, GivenSequence, Rollout, Sequence
 
 WORST = 16

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from rl.disk import steps_in
 from rl.errors import said_by
 from rl.observe.events import finite
 
@@ -35,10 +36,7 @@ class Rollouts:
 
     def steps(self) -> list[int]:
         """Return the steps whose rollouts are recorded, in order."""
-        folder = self._folder
-        names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-        found = (re.fullmatch(r"step-(\d+)\.parquet", name) for name in names)
-        return sorted(int(each[1]) for each in found if each)
+        return steps_in(self._folder, ".parquet")
 
     def table(self, step: int) -> dict[str, Any]:
         """Return a row for each rollout of ``step``, without its tokens."""

@@ -1,5 +1,6 @@
 """A run folder as the pages see it. Everything is read when a page asks for it."""
 
+import contextlib
 import threading
 import time
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 from rl.errors import require
 from rl.observe.events import finite
+from rl.observe.owner import read_owner
 from rl.view.changes import changes
 from rl.view.history import Curves, EventLog
 from rl.view.lines import read_json, rows_between, tail_of
@@ -20,9 +22,6 @@ TAIL = 8_000
 """Bytes from the end of each log."""
 LOGS = 40
 """Logs on the failure page, newest first."""
-ALIVE_S = 60.0
-"""Time without a sign of the owner after which a run on another host has stopped."""
-BOOT = Path("/proc/sys/kernel/random/boot_id")
 FILES = ("config.json", "metrics.jsonl", "events.jsonl")
 
 
@@ -181,20 +180,12 @@ class Run:
             return "failed", _text(failure, "error") or "failure.json has no cause"
         if (self.folder / "summary.json").exists():
             return "done", ""
-        owner = read_json(self.folder / "owner.json")
-        if isinstance(owner, dict) and self._is_alive(owner):
-            return "running", ""
+        with contextlib.suppress(OSError):  # the owner may remove its file
+            if read_owner(self.folder)[2]:
+                return "running", ""
         if not last and not self._metrics.count:
             return "starting", "no step is recorded yet"
         return "stopped", "no process writes here, and there is no summary"
-
-    def _is_alive(self, owner: dict[str, Any]) -> bool:
-        try:
-            renewed = time.time() - (self.folder / "owner.json").stat().st_mtime < ALIVE_S
-            here = BOOT.read_text().strip() == str(owner.get("boot")).strip()
-        except OSError:
-            return False
-        return renewed and (not here or Path(f"/proc/{owner.get('pid')}").exists())
 
 
 def _text(content: Any, name: str) -> str:

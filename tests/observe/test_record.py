@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from rl.disk import failing_loudly
 from rl.errors import ConfigError, RunError
-from rl.observe.record import RunRecord, failing_loudly, run_folder
+from rl.observe.owner import run_folder
+from rl.observe.record import RunRecord
 
 
 def lines(path):

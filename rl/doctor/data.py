@@ -136,12 +136,12 @@ def _check_lengths(config: RLConfig, task: Task, prompts: list[Prompt]) -> Itera
         what = "a prompt begins with bos_token twice, of the chat template and of the tokenizer"
         fix = "encode prompts with add_special_tokens=False"
         yield warning("data", "training prompts", what, fix)
-    room = config.rollout.max_tokens
+    most = config.rollout.max_tokens
     answers = [prompt.answer for prompt in prompts]
     rows = task.tokenizer(answers, add_special_tokens=False)["input_ids"]
-    long = [len(row) + 1 for row in rows if len(row) + 1 > room]
+    long = [len(row) + 1 for row in rows if len(row) + 1 > most]
     if long:
-        what = f"is {room}; {len(long)} of {len(prompts)} answers are longer, up to {max(long)}"
+        what = f"is {most}; {len(long)} of {len(prompts)} answers are longer, up to {max(long)}"
         yield warning("data", "rollout.max_tokens", what, f"set it to {max(long)} or more")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from rl.disk import failing_loudly, sync_file, sync_folder, write_whole
 from rl.errors import RunError
 from rl.observe.events import Event, finite
-from rl.observe.rollouts import Chunk, RolloutFolder, make_room
+from rl.observe.rollouts import Chunk, RolloutFolder, delete_oldest
 
 SYNCED = ("started", "checkpoint", "failed", "ended")
 """Kinds of events after which the file of events is synced to the disk."""
@@ -184,7 +184,7 @@ class RunRecord:
         with failing_loudly(path):
             self.check()
             folder.write(step, chunks, **options)
-            make_room([self.rollouts, self.evaluated], max_bytes, keep=path)
+            delete_oldest([self.rollouts, self.evaluated], max_bytes, keep=path)
 
     def read_metrics(self) -> list[dict]:
         """Return all rows of ``metrics.jsonl``, in order."""

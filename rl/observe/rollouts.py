@@ -293,7 +293,7 @@ class RolloutFolder:
                 self.path(later).unlink()
 
 
-def make_room(folders: Sequence[RolloutFolder], max_bytes: float, *, keep: Path) -> None:
+def delete_oldest(folders: Sequence[RolloutFolder], max_bytes: float, *, keep: Path) -> None:
     """Delete the files of the oldest steps until all ``folders`` together have at most
     ``max_bytes``. The file ``keep`` stays.
     """

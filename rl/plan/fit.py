@@ -107,7 +107,7 @@ def _remedy(run: PlannedRun, memory: Memory, item: Item, rank: RankMemory) -> st
     if item.name == "process":
         needed = math.ceil(memory.used / GIB * 10) / 10
         return f"set hardware.memory_gib to {needed}, if a rank has that much"
-    if item.name == "room to move to":
+    if item.name == "offload buffers":
         colocate = f"{run.section}colocate"
         return f"set {colocate} to 'none', or hardware.host_memory_gib to what a node has"
     if item.name == "checkpoint staging":
@@ -169,18 +169,18 @@ def _kv_complaint(run: PlannedRun) -> list[str]:
     """
     generator = run.rl.generator
     field = f"{run.section}generator"
-    room = kv_bytes(run)
+    left = kv_bytes(run)
     share = generator.gpu_memory_utilization
     needed = kv_bytes_at_least(generator, run.shape, cuda=run.cuda)
-    if needed <= room:
+    if needed <= left:
         return []
-    enough = share + (needed - room) / (run.device.memory_gib * GIB)
+    enough = share + (needed - left) / (run.device.memory_gib * GIB)
     remedy = f"set {field}.tensor_parallel_degree to {2 * generator.tensor_parallel_degree}"
-    if room and enough <= MAX_SHARE:
+    if left and enough <= MAX_SHARE:
         share_needed = int(enough * 100 + 1) / 100
         remedy = f"set {field}.gpu_memory_utilization to {share_needed}, or lower model.max_seq_len"
     return [
-        f"{field}.gpu_memory_utilization is {share}, which leaves {room / GIB:.2f} GiB of each "
+        f"{field}.gpu_memory_utilization is {share}, which leaves {left / GIB:.2f} GiB of each "
         f"GPU for its KV cache; one sequence of model.max_seq_len={run.shape.max_seq_len} "
         f"needs {needed / GIB:.2f} GiB: {remedy}"
     ]

@@ -143,8 +143,8 @@ def _model_items(run: PlannedRun, name: str, layout: Layout) -> list[Item]:
     if len(run.shared) > 1:
         gradients = in_parameter_groups(trained, role).values()
         kept = [*weights.values(), *adapters.values(), *merged, *gradients]
-        room = _buffers(run, [*(size * count for count in kept), *states])
-        items.append(Item("room to move to", room, on_host=True))
+        buffers = _buffers(run, [*(size * count for count in kept), *states])
+        items.append(Item("offload buffers", buffers, on_host=True))
     if name in LEARNING and trainer.checkpoint.async_mode != "disabled":
         items.append(Item("checkpoint staging", parameters + sum(states), True, estimate=True))
     return items
@@ -226,8 +226,8 @@ def _generator_items(run: PlannedRun, staging: int) -> list[Item]:
         items.append(Item("packed weights", packed_weights(run)))
     if "generator" in run.shared:
         shapes = local_shapes(run.wanted[0]).values()
-        room = _buffers(run, (math.prod(shape) * run.transfer_bytes for shape in shapes))
-        items.append(Item("room to move to", room, on_host=True))
+        buffers = _buffers(run, (math.prod(shape) * run.transfer_bytes for shape in shapes))
+        items.append(Item("offload buffers", buffers, on_host=True))
     items.append(Item("engine step", engine_step(run), estimate=True))
     return [*items, Item("KV cache", kv_bytes(run), estimate=run.cuda)]
 

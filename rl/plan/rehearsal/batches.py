@@ -43,16 +43,16 @@ class Work:
 
 def lengths_of(run: PlannedRun, trainer: TrainerConfig, longest: int) -> list[int]:
     """Return the lengths of the sequences of a rank's step: the longest ones that fill two
-    micro-batches, or all of the step if it has fewer, and shorter ones in the room that is left.
+    micro-batches, or all of the step if it has fewer, and shorter ones in the rest.
     """
     share = -(-run.sequences // trainer.dp_degree)
     cells = longest - 1  # the last token predicts nothing
     limit = trainer.micro_batch_tokens
     per_micro = trainer.micro_batch_size if limit is None else max(1, limit // cells)
     lengths = [longest] * min(share, MICRO_BATCHES * per_micro)
-    room = limit - per_micro * cells if limit is not None and trainer.packing else 0
-    if room > 1 and share >= len(lengths) + MICRO_BATCHES:
-        lengths += [min(room + 1, longest)] * MICRO_BATCHES
+    left = limit - per_micro * cells if limit is not None and trainer.packing else 0
+    if left > 1 and share >= len(lengths) + MICRO_BATCHES:
+        lengths += [min(left + 1, longest)] * MICRO_BATCHES
     return lengths
 
 

@@ -18,9 +18,9 @@ def _folder(package: str) -> str:
     return str(Path(next(iter(spec.submodule_search_locations))))
 
 
-ROOMS = tuple(map(_folder, ("rl", "torchtitan", "torch.distributed.fsdp", "torch.optim")))
+PACKAGES = tuple(map(_folder, ("rl", "torchtitan", "torch.distributed.fsdp", "torch.optim")))
 """Folders whose code is named as the origin of an operator; the rest is torch's machinery."""
-OWN = (f"{ROOMS[0]}/plan/rehearsal/", f"{ROOMS[0]}/compat/fake_cuda.py")
+OWN = (f"{PACKAGES[0]}/plan/rehearsal/", f"{PACKAGES[0]}/compat/fake_cuda.py")
 NAMED_FROM = 1 << 20  # bytes of an allocation from which its line is looked up
 STEP = 1.002  # growth of the peak from which the allocations are listed again
 
@@ -133,8 +133,8 @@ def line_of_error(error: BaseException) -> str:
 def _named(frame: FrameType, number: int) -> str:
     """Return the line of a frame, or an empty text if it is torch's machinery."""
     path = frame.f_code.co_filename
-    if not path.startswith(ROOMS) or path.startswith(OWN):
+    if not path.startswith(PACKAGES) or path.startswith(OWN):
         return ""
-    room = next(room for room in ROOMS if path.startswith(room))
-    shown = path[len(room) - len(Path(room).name) :]
+    package = next(package for package in PACKAGES if path.startswith(package))
+    shown = path[len(package) - len(Path(package).name) :]
     return f"{shown}:{number} {frame.f_code.co_name}"

@@ -62,5 +62,5 @@ def test_models_that_share_devices_leave_them_for_the_planned_room_on_the_host(r
     assert found["error"] is None
     phases = {each["phase"]: each for each in found["phases"]}
     assert phases["offload"]["after"] < 0.05 * phases["onload"]["after"]
-    assert phases["offload"]["pinned"] == found["planned_on_host"]["room to move to"]
+    assert phases["offload"]["pinned"] == found["planned_on_host"]["offload buffers"]
     assert phases["onload"]["pinned"] == 0

@@ -30,7 +30,7 @@ ENDINGS: dict[str, Limit] = {
 }
 """Limits by the exception that ended the program."""
 
-Steps = Generator[tuple[int, float], bool, Result]
+Steps = Generator[tuple[int, float] | Result, Any, None]
 
 
 class SandboxError(RunError):
@@ -103,29 +103,23 @@ class Program:
         ``beside`` it too. Raises SandboxError if the program did not start.
         """
         steps = self._steps(beside)
-        ready = False
-        with contextlib.closing(steps):
-            fd, seconds = next(steps)
-            while True:
-                ready = _wait_readable(fd, seconds)
-                try:
-                    fd, seconds = steps.send(ready)
-                except StopIteration as end:
-                    return end.value
+        ready = None
+        while not isinstance(found := steps.send(ready), Result):
+            ready = _wait_readable(*found)
+        return found
 
     async def wait_async(self) -> Result:
         """Wait like :meth:`wait`, without blocking the event loop."""
         steps = self._steps(())
-        fd, seconds = next(steps)
-        while True:
-            ready = await _wait_readable_async(fd, seconds)
-            try:
-                fd, seconds = steps.send(ready)
-            except StopIteration as end:
-                return end.value
+        ready = None
+        while not isinstance(found := steps.send(ready), Result):
+            ready = await _wait_readable_async(*found)
+        return found
 
     def _steps(self, beside: Sequence["Program"]) -> Steps:
-        """Yield what to wait for, a file descriptor and seconds; receive whether it is readable."""
+        """Yield what to wait for, a file descriptor and seconds, and receive whether it is
+        readable. Yield the result last.
+        """
         if not self._is_running:
             self._check_start((yield self._started, START_S))
         began = time.monotonic()
@@ -134,7 +128,7 @@ class Program:
             ended = yield self._ending, pause
         seconds = time.monotonic() - began
         self._end()
-        return self._result(seconds)
+        yield self._result(seconds)
 
     def _check_start(self, ready: bool) -> None:
         self._is_running = ready and os.read(self._started, 1) == b"+"

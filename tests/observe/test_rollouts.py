@@ -10,7 +10,7 @@ from rl.errors import RunError
 from rl.observe.rollouts import (
     Chunk,
     RolloutFolder,
-    make_room,
+    delete_oldest,
     read_rollouts,
     write_rollouts,
 )
@@ -116,12 +116,12 @@ def test_the_files_of_the_oldest_steps_of_all_folders_make_room(tmp_path):
     for step in (3, 9, 10):
         evaluated.write(step, two_chunks())
     size = trained.path(1).stat().st_size
-    make_room([trained, evaluated], 14 * size, keep=trained.path(11))
+    delete_oldest([trained, evaluated], 14 * size, keep=trained.path(11))
     assert len(trained.steps()) == 11
-    make_room([trained, evaluated], 5.5 * size, keep=trained.path(11))
+    delete_oldest([trained, evaluated], 5.5 * size, keep=trained.path(11))
     assert (trained.steps(), evaluated.steps()) == ([9, 10, 11], [9, 10])
     again = RolloutFolder(trained.folder)  # counts what it finds
-    make_room([again, RolloutFolder(evaluated.folder)], 1.0, keep=again.path(10))
+    delete_oldest([again, RolloutFolder(evaluated.folder)], 1.0, keep=again.path(10))
     assert (again.steps(), evaluated.steps()) == ([10], [])
 
 

@@ -5,7 +5,7 @@ import os
 import resource
 import tempfile
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -193,13 +193,14 @@ def _entries(ledger: Ledger, kept: Kept) -> dict[str, Any]:
             for (what, operator, line), (bytes, count) in rows[:20]
         ],
         "collectives": [
-            {"phase": phase, "kind": kind, "line": line, "count": count, "bytes": bytes}
-            for (phase, kind, line), bytes in ledger.moved.most_common()
-            for count in [ledger.calls[phase, kind, line]]
+            row | {"count": ledger.calls[row["phase"], row["kind"], row["line"]]}
+            for row in _rows(ledger.moved, "phase", "kind", "line", "bytes")
         ],
-        "syncs": [
-            {"phase": phase, "reason": reason, "line": line, "count": count}
-            for (phase, reason, line), count in ledger.syncs.most_common()
-        ],
+        "syncs": _rows(ledger.syncs, "phase", "reason", "line", "count"),
         "assumed": [*ASSUMED, *ledger.assumed],
     }
+
+
+def _rows(counts: Counter[tuple[str, str, str]], *names: str) -> list[dict[str, Any]]:
+    """Return keys and numbers under ``names``, the largest number first."""
+    return [dict(zip(names, (*key, number), strict=True)) for key, number in counts.most_common()]

@@ -7,6 +7,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +102,7 @@ class RunRecord:
 
     def write_failed_rollouts(self, chunks: Sequence[Chunk], *, version: int) -> None:
         """Write the rollouts with which a call failed to ``rollouts/failed.parquet``."""
-        with failing_loudly(self.rollouts.failed):
-            self.check()
+        with self._writing(self.rollouts.failed):
             self.rollouts.write_failed(chunks, version=version)
 
     def write_event(self, event: Event) -> None:
@@ -113,12 +113,11 @@ class RunRecord:
             return
         lines = "".join(self._spans)
         self._spans.clear()
-        with failing_loudly(self.events_path):
-            self.check()
-            with open(self.events_path, "a", encoding="utf-8") as file:
-                file.write(lines)
-                if kind in SYNCED:
-                    sync_file(file)
+        path = self.events_path
+        with self._writing(path), open(path, "a", encoding="utf-8") as file:
+            file.write(lines)
+            if kind in SYNCED:
+                sync_file(file)
         if kind == "metrics":
             self.append_metrics(event["metrics"])
         if kind == "evaluation":
@@ -126,19 +125,19 @@ class RunRecord:
 
     def append_metrics(self, row: dict) -> None:
         """Append one line for the step ``row["step"]``."""
-        self._append(self.metrics_path, [row])
+        self._append(self.metrics_path, row)
 
     def append_ledger(self, row: dict) -> None:
         """Append one line for the states of prompt_ids in the step ``row["step"]``."""
-        self._append(self.ledger_path, [row])
+        self._append(self.ledger_path, row)
 
     def append_evaluation(self, row: dict) -> None:
         """Append one line for an evaluation of the weights after the step ``row["step"]``."""
-        self._append(self.evaluations_path, [row])
+        self._append(self.evaluations_path, row)
 
     def append_digests(self, row: dict) -> None:
         """Append one line for the optimizer steps of the step ``row["step"]``, by role."""
-        self._append(self.digests_path, [row])
+        self._append(self.digests_path, row)
 
     async def begin_rollouts(self, step: int, chunks: Sequence[Chunk], **options: Any) -> None:
         """Begin to write the rollouts of ``step``, in a thread: see :meth:`RolloutFolder.write`.
@@ -157,10 +156,7 @@ class RunRecord:
         Raises RunError if the rollouts of a step could not be written.
         """
         while self._unwritten and (len(self._unwritten) > but or self._unwritten[0].done()):
-            oldest = self._unwritten[0]
-            if not oldest.done():
-                await asyncio.wrap_future(oldest)
-            oldest.result()
+            await asyncio.wrap_future(self._unwritten[0])
             self._unwritten.popleft()
 
     async def write_evaluated(self, step: int, chunks: Sequence[Chunk], **options: Any) -> None:
@@ -181,8 +177,7 @@ class RunRecord:
         **options: Any,
     ) -> None:
         path = folder.path(step)
-        with failing_loudly(path):
-            self.check()
+        with self._writing(path):
             folder.write(step, chunks, **options)
             delete_oldest([self.rollouts, self.evaluated], max_bytes, keep=path)
 
@@ -211,7 +206,9 @@ class RunRecord:
             self.check()
         self._unwritten.clear()
         self._writer.submit(int).result()  # what is being written is taken back below
-        self._end_last_event()
+        if self.events_path.exists():  # new events would be appended to an incomplete last line
+            with failing_loudly(self.events_path):
+                os.truncate(self.events_path, end_of_lines(self.events_path))
         self.rollouts.drop_after(step)
         self.evaluated.drop_after(step)
         rows = [self.metrics_path, self.digests_path, self.ledger_path, self.evaluations_path]
@@ -228,21 +225,19 @@ class RunRecord:
         for name in ("summary.json", "failure.json"):
             (self.folder / name).unlink(missing_ok=True)
 
-    def _end_last_event(self) -> None:
-        """Remove an incomplete last line of the events, to which new ones would be appended."""
-        path = self.events_path
-        if path.exists():
-            with failing_loudly(path):
-                os.truncate(path, end_of_lines(path))
-
-    def _append(self, path: Path, rows: list[dict]) -> None:
-        rows = [{"step": row["step"], **row} for row in rows]
-        lines = "".join(map(_line, rows))
+    @contextmanager
+    def _writing(self, path: Path) -> Iterator[None]:
+        """Check that this process may write, and name ``path`` if the block cannot write."""
         with failing_loudly(path):
             self.check()
+            yield
+
+    def _append(self, path: Path, row: dict) -> None:
+        line = _line({"step": row["step"], **row})
+        with self._writing(path):
             is_new = not path.exists()
             with open(path, "a", encoding="utf-8") as file:
-                file.write(lines)
+                file.write(line)
                 sync_file(file)
             if is_new:
                 sync_folder(self.folder)
@@ -250,8 +245,7 @@ class RunRecord:
     def _write_json(self, name: str, content: dict) -> None:
         path = self.folder / name
         text = json.dumps(finite(content), indent=2, allow_nan=False) + "\n"
-        with failing_loudly(path):
-            self.check()
+        with self._writing(path):
             write_whole(path, lambda file: file.write(text.encode()))
 
 

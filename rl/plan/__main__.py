@@ -77,7 +77,8 @@ def _plan(arguments: list[str]) -> int:
     except ConfigError as error:
         if not own.json:
             raise
-        return _refuse(str(error))
+        print(json.dumps({"feasible": False, "errors": [str(error)]}))
+        return EXIT_CONFIG
     print(json.dumps({"config": name} | plan.as_json()) if own.json else describe(name, plan))
     return 0 if plan.feasible else EXIT_CONFIG
 
@@ -93,11 +94,6 @@ def _rehearse(config: "RunConfig", arguments: list[str], *, rank: int | None, as
     found = {"feasible": not errors, "errors": errors, **result}
     print(json.dumps(found) if as_json else describe(result, run, errors))
     return EXIT_CONFIG if errors else 0
-
-
-def _refuse(error: str) -> int:
-    print(json.dumps({"feasible": False, "errors": [error]}))
-    return EXIT_CONFIG
 
 
 if __name__ == "__main__":

@@ -19,7 +19,8 @@ from rl.compat.torch_internals import onednn_linear
 Kernel = Literal["mkl", "onednn"]
 
 SLOWER = 1.3
-"""Ratio of MKL's time to oneDNN's above which oneDNN is chosen: about 0.9 on Intel and 2 on AMD."""
+"""Ratio of MKL's time to oneDNN's above which oneDNN is chosen: about 0.9 on Intel, 2 on AMD, and
+1.1 on AMD with AVX-512."""
 ROUNDS = 10
 ROWS, INNER, COLUMNS = 1024, 256, 768
 

@@ -5,6 +5,7 @@ import re
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -118,12 +119,10 @@ class Rollouts:
 
 def _turns(sequence: dict[str, Any]) -> list[tuple[bool, list[int]]]:
     """Return the runs of tokens that were fed, and of those that were sampled."""
-    found: list[tuple[bool, list[int]]] = []
-    for token, sampled in zip(sequence["tokens"], sequence["sampled"], strict=False):
-        if not found or found[-1][0] != sampled:
-            found.append((sampled, []))
-        found[-1][1].append(token)
-    return found
+    tokens = zip(sequence["sampled"], sequence["tokens"], strict=False)
+    return [
+        (sampled, [token for _, token in run]) for sampled, run in groupby(tokens, itemgetter(0))
+    ]
 
 
 def _schemas(text: str) -> list[list[str]]:
@@ -254,7 +253,10 @@ def _one(path: Path, index: int) -> dict[str, Any]:
 
     file = parquet.ParquetFile(path)
     found: dict[str, Any] = {"version": _version(file.schema_arrow.metadata), "cut": []}
-    row = _row(file, index)
+    table = file.read()
+    if not 0 <= index < table.num_rows:
+        raise IndexError(f"the file has {table.num_rows} rollouts")
+    row = table.slice(index, 1).to_pylist()[0]
     for name, value in row.items():
         if name != "sequences":
             found[name] = value
@@ -290,14 +292,3 @@ def _sequence(sequence: dict[str, Any], most: int) -> dict[str, Any]:
 def _exact(value: Any) -> Any:
     """Return a float32 with the nine digits that determine it."""
     return float(f"{value:.9g}") if isinstance(value, float) else value
-
-
-def _row(file: Any, index: int) -> dict[str, Any]:
-    """Return a row of a file; read only the group of rows that has it."""
-    place = index
-    for group in range(file.num_row_groups):
-        rows = file.metadata.row_group(group).num_rows
-        if 0 <= place < rows:
-            return dict(file.read_row_group(group).slice(place, 1).to_pylist()[0])
-        place -= rows
-    raise IndexError(f"the file has {file.metadata.num_rows} rollouts")

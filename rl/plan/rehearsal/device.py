@@ -66,7 +66,7 @@ class FakeCuda(TorchDispatchMode):
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._numbers: dict[int, int] = {}
         self._last = 0
-        self._host_calls = HostCalls(self._pin)
+        self._host_calls = HostCalls(lambda bytes: self.ledger.pin(bytes))
 
     def __enter__(self) -> "FakeCuda":
         self._host_calls.__enter__()
@@ -89,9 +89,6 @@ class FakeCuda(TorchDispatchMode):
         """Record a call of the driver; ``synchronize`` makes the host wait."""
         if name == "synchronize":
             self.ledger.wait("torch.cuda.synchronize")
-
-    def _pin(self, bytes: int) -> None:
-        self.ledger.pin(bytes)
 
     @property
     def used(self) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 from rl.disk import failing_loudly, sync_file, sync_folder, write_whole
 from rl.errors import RunError
 from rl.observe.events import Event, finite
-from rl.observe.rollouts import Chunk, RolloutFolder, delete_oldest
+from rl.observe.rollouts import Chunk, RolloutFolder, delete_oldest, write_rollouts
 
 SYNCED = ("started", "checkpoint", "failed", "ended")
 """Kinds of events after which the file of events is synced to the disk."""
@@ -103,7 +103,8 @@ class RunRecord:
     def write_failed_rollouts(self, chunks: Sequence[Chunk], *, version: int) -> None:
         """Write the rollouts with which a call failed to ``rollouts/failed.parquet``."""
         with self._writing(self.rollouts.failed):
-            self.rollouts.write_failed(chunks, version=version)
+            self.rollouts.folder.mkdir(exist_ok=True)
+            write_rollouts(self.rollouts.failed, chunks, version=version)
 
     def write_event(self, event: Event) -> None:
         """Append ``event``; write the row of metrics or of an evaluation to the file of its own."""

@@ -249,11 +249,6 @@ class RolloutFolder:
         """File of the rollouts with which a call failed."""
         return self.folder / "failed.parquet"
 
-    def write_failed(self, chunks: Sequence[Chunk], *, version: int) -> None:
-        """Write the rollouts with which a call failed."""
-        self.folder.mkdir(exist_ok=True)
-        write_rollouts(self.failed, chunks, version=version)
-
     def steps(self) -> list[int]:
         """Return the steps that have a file, in order."""
         return steps_in(self.folder, ".parquet")

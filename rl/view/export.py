@@ -3,7 +3,7 @@
 import base64
 import hashlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +83,9 @@ def _add_run(found: dict[str, Any], runs: Sequence[Run], number: int, left: int)
     found[f"curves {number}"] = {"curves": curves}
     for name in ("evaluations", "failure", "config"):
         found[f"{name} {number}"] = get(name)
-    examples = _examples(get, number, state["evaluation_steps"], left // 4)
-    steps, kept = _steps(get, number, state, left - len(to_json(examples)))
+    examples = _within(left // 4, _examples(get, number, state["evaluation_steps"]))
+    steps = _within(left - len(to_json(examples)), _steps(get, number, state))
+    kept = sorted(int(name.split()[2]) for name in steps if name.startswith("timeline"))
     found |= examples | steps
     state["rollout_steps"] = [each for each in state["rollout_steps"] if each in kept]
     state["timeline_steps"] = kept
@@ -98,12 +99,19 @@ def _add_run(found: dict[str, Any], runs: Sequence[Run], number: int, left: int)
     return note + (f"; examples of the evaluations {pair[0]} and {pair[1]}" if pair else "")
 
 
-def _steps(
-    get: Callable[..., Any], number: int, state: dict[str, Any], left: int
-) -> tuple[dict[str, Any], list[int]]:
-    """Return the answers on the newest steps, of at most ``left`` bytes, and these steps."""
+def _within(left: int, parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Return the first ``parts`` that together have at most ``left`` bytes."""
     found: dict[str, Any] = {}
-    kept: list[int] = []
+    for part in parts:
+        left -= len(to_json(part))
+        if left < 0:
+            break
+        found |= part
+    return found
+
+
+def _steps(get: Callable[..., Any], number: int, state: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the answers on each of the newest steps, the last step first."""
     recorded = state["rollout_steps"]
     step = state["step"] or 1
     for each in sorted({*recorded[-STEPS:], *range(max(1, step - STEPS + 1), step + 1)})[::-1]:
@@ -115,37 +123,24 @@ def _steps(
             for index in range(len(table["rows"])):
                 rollout = get("rollout", step=each, index=index)
                 parts[f"rollout {number} {each} {index}"] = rollout
-        left -= len(to_json(parts))
-        if left < 0:
-            break
-        found |= parts
-        kept.insert(0, each)
-    return found, kept
+        yield parts
 
 
 def _examples(
-    get: Callable[..., Any], number: int, steps: Sequence[int], left: int
-) -> dict[str, Any]:
-    """Return the answers on the examples that changed between the last two evaluations, of at most
-    ``left`` bytes; empty if no two evaluations are recorded.
+    get: Callable[..., Any], number: int, steps: Sequence[int]
+) -> Iterator[dict[str, Any]]:
+    """Yield the examples that changed between the last two evaluations, then the answers on both
+    sides of each; nothing if no two evaluations are recorded.
     """
     if len(steps) < 2:
-        return {}
+        return
     before, after = steps[-2:]
     changes = get("changes", before=before, after=after)
     changes["left_out"] = changes.get("left_out", 0) + len(changes["rows"][EXAMPLES:])
     changes["rows"] = changes["rows"][:EXAMPLES]
-    found = {f"changes {number} {before} {after}": changes}
-    left -= len(to_json(found))
-    if left < 0:
-        return {}
+    yield {f"changes {number} {before} {after}": changes}
     for row in changes["rows"][:ROLLOUTS]:
-        sides = {
+        yield {
             f"example {number} {step} {row[index]}": get("example", step=step, index=row[index])
             for step, index in ((before, "index_before"), (after, "index_after"))
         }
-        left -= len(to_json(sides))
-        if left < 0:
-            break
-        found |= sides
-    return found

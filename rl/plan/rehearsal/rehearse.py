@@ -6,7 +6,7 @@ import resource
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -128,9 +128,13 @@ def _two_steps(
         if learns:
             ledger.begin(f"forward_backward {step}")
             engine.forward_backward(work.batch, work.loss, temperature=work.temperature)
-            kept.note(device, "gradients", _gradients(engine))
+            gradients = (each.grad for each in engine.model.parameters())
+            kept.note(device, "gradients", [each for each in gradients if each is not None])
         if turns and step == STEPS:
-            _take_turns(ledger, engine)
+            ledger.begin("offload")
+            engine.offload()
+            ledger.begin("onload")
+            engine.onload()
         if learns:
             ledger.begin(f"optim_step {step}")
             engine.optim_step(denominator=work.denominator)
@@ -139,10 +143,6 @@ def _two_steps(
     kept.note(device, "parameters", engine.model.parameters())
     kept.note(device, "optimizer states", moments)
     kept.note(device, "buffers", engine.model.buffers())
-
-
-def _gradients(engine: TrainingEngine) -> Iterator[torch.Tensor]:
-    return (each.grad for each in engine.model.parameters() if each.grad is not None)
 
 
 class Kept:
@@ -160,13 +160,6 @@ class Kept:
         live = device.ledger.live
         self.sizes[purpose] = sum(live[key].bytes for key in keys if key in live)
         self.purposes |= dict.fromkeys(keys, purpose)
-
-
-def _take_turns(ledger: Ledger, engine: TrainingEngine) -> None:
-    ledger.begin("offload")
-    engine.offload()
-    ledger.begin("onload")
-    engine.onload()
 
 
 def _entries(ledger: Ledger, kept: Kept) -> dict[str, Any]:

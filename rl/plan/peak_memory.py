@@ -72,6 +72,11 @@ class MemoryOfPasses(PassSizes):
         self.learns = name in LEARNING
         self.trains_weights = self.learns and self.trainer.lora is None
         self.width = self.shape.dim // (self.tp if self.degrees.enable_sequence_parallel else 1)
+        self.q = self.shape.n_heads * self.shape.head_dim // self.tp
+        self.k = self.shape.n_kv_heads * self.shape.head_dim // self.tp
+        self.f = feed_forward_width(self.shape) // self.tp
+        """Widths of queries, of keys, and of the feed-forward layers on a rank."""
+        self.routed = self.shape.experts_per_token if self.shape.num_experts else 0
         groups = parameter_groups(self.layouts, self.role)
         self.embedding, self.head = groups.pop("embedding"), groups.pop("head")
         self.tied = not self.embedding
@@ -109,7 +114,7 @@ class MemoryOfPasses(PassSizes):
         if self.trainer.activation_checkpoint is not None:
             layers += self.tokens * self._layer()
         gathered = 2 * self.p * self.layer + self._head_during_layers()
-        if self.trains_weights and not self._routed():
+        if self.trains_weights and not self.routed:
             gathered += self.p * self.shape.hidden_dim * self.shape.dim // self.tp
         return PeakMemory(layers, 0, gathered)
 
@@ -161,64 +166,49 @@ class MemoryOfPasses(PassSizes):
             layer = self._kept()
         return self.tokens * (self.shape.n_layers * layer + entry) + BATCH * self.cells
 
-    def _attention(self) -> tuple[int, int]:
-        """Return the width of queries and of keys on a rank."""
-        width = self.shape.head_dim
-        return self.shape.n_heads * width // self.tp, self.shape.n_kv_heads * width // self.tp
-
-    def _routed(self) -> int:
-        return self.shape.experts_per_token if self.shape.num_experts else 0
-
     def _layer(self) -> int:
         """Return the bytes per token that autograd saves in a layer."""
-        q, k = self._attention()
         p, d, whole = self.p, self.width, self.shape.dim
-        f = feed_forward_width(self.shape) // self.tp
-        norms = 16 * d + 2 * p * whole + 8 * (q + k)
+        norms = 16 * d + 2 * p * whole + 8 * (self.q + self.k)
         heads = 4 * (2 * self.shape.n_heads + self.shape.n_kv_heads) // self.tp
         # CPU has a dense mask, which each layer casts, and no flex attention
-        attention = p * (2 * q + 2 * k)
-        attention += p * q + heads + 8 * self.shape.head_dim if self.cuda else p * self.longest
-        experts = self._routed() * whole * (p + (4 if self.cuda else 8)) // self.tp
-        return norms + attention + 4 * p * f + experts
+        attention = p * (2 * self.q + 2 * self.k)
+        attention += p * self.q + heads + 8 * self.shape.head_dim if self.cuda else p * self.longest
+        experts = self.routed * whole * (p + (4 if self.cuda else 8)) // self.tp
+        return norms + attention + 4 * p * self.f + experts
 
     def _forward(self) -> int:
         """Return the bytes per token of a layer that saves nothing: while queries are rotated, the
         feed-forward layer multiplies, or the results of experts are combined.
         """
-        q, k = self._attention()
         p, d = self.p, self.width
         cast = 4 if p < 4 else 0
         gathered = p * self.shape.dim if self.tp > 1 else 0
-        rotated = (12 + cast + p) * q + (cast + 2 * p) * k + 8 * self.shape.head_dim
-        if routed := self._routed():
-            combined = routed * self.shape.dim * (4 + cast + 3 * p) // self.tp
+        rotated = (12 + cast + p) * self.q + (cast + 2 * p) * self.k + 8 * self.shape.head_dim
+        if self.routed:
+            combined = self.routed * self.shape.dim * (4 + cast + 3 * p) // self.tp
             other = 2 * p * d + 8 * self.shape.num_experts + combined
         else:
-            other = 3 * p * feed_forward_width(self.shape) // self.tp
+            other = 3 * p * self.f
         return 2 * p * d + gathered + max(rotated, other)
 
     def _kept(self) -> int:
         """Return the bytes per token of a layer that selective checkpointing keeps."""
-        q, k = self._attention()
-        f = feed_forward_width(self.shape) // self.tp
-        return self.p * (2 * self.shape.dim + 2 * q + 2 * k + f)
+        return self.p * (2 * self.shape.dim + 2 * self.q + 2 * self.k + self.f)
 
     def _temporary(self) -> int:
         """Return the bytes per token of gradients within a layer: those of experts while their
         results are combined, or those of the feed-forward layer.
         """
-        f = feed_forward_width(self.shape) // self.tp
         residual = self.p * self.shape.dim
         if self.tp > 1:
             residual *= 2  # also gathered
-        if self._routed():
-            return residual + 12 * self._routed() * self.shape.dim // self.tp
+        if self.routed:
+            return residual + 12 * self.routed * self.shape.dim // self.tp
         if self.trainer.float8 is not None:
-            return residual + 12 * f  # float32 before the cast to float8
-        if self.tp > 1 and not self.trainer.parallelism.enable_sequence_parallel:
-            f *= 3
-        return residual + 2 * self.p * f
+            return residual + 12 * self.f  # float32 before the cast to float8
+        whole = self.tp > 1 and not self.degrees.enable_sequence_parallel
+        return residual + (6 if whole else 2) * self.p * self.f
 
 
 def micro_batch_cells(run: PlannedRun, trainer: TrainerConfig) -> int:

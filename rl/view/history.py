@@ -79,7 +79,6 @@ class EventLog:
         self.starts: list[dict[str, Any]] = []
         self.recent: deque[dict[str, Any]] = deque(maxlen=KEPT_EVENTS)
         self.warnings: deque[dict[str, Any]] = deque(maxlen=KEPT_EVENTS)
-        self.checkpoints: list[int] = []
         self.time = 0.0
         self.begin = 0.0
         self._ends: dict[int, int] = {}
@@ -102,21 +101,15 @@ class EventLog:
             self.time = row["time"]
             self.begin = self.begin or self.time
         if kind == "started":
-            self._restart(row, offset)
-        elif kind == "checkpoint" and isinstance(row.get("step"), int):
-            self.checkpoints.append(row["step"])
+            given = row.get("step")
+            step = given if isinstance(given, int) else 0
+            self.starts.append(row)
+            self._ends = {each: end for each, end in self._ends.items() if each <= step}
+            self._ends[step] = offset
         if kind in WARNINGS:
             self.warnings.append(row)
         if kind not in ("evaluation", "arrived", "pushed"):
             self.recent.append(row)
-
-    def _restart(self, row: dict[str, Any], offset: int) -> None:
-        given = row.get("step")
-        step = given if isinstance(given, int) else 0
-        self.starts.append(row)
-        self._ends = {each: end for each, end in self._ends.items() if each <= step}
-        self._ends[step] = offset
-        self.checkpoints = [each for each in self.checkpoints if each <= step]
 
     def timeline(self, first: int, last: int) -> dict[str, Any]:
         """Return the spans of the steps ``first`` to ``last``, and the events among them."""

@@ -258,7 +258,7 @@ def _one(path: Path, index: int) -> dict[str, Any]:
         raise IndexError(f"the file has {table.num_rows} rollouts")
     row = table.slice(index, 1).to_pylist()[0]
     for name, value in row.items():
-        if name != "sequences":
+        if name not in ("sequences", "prompt_tokens"):
             found[name] = value
         if isinstance(value, str) and len(value) > CHARS:
             found[name] = value[:CHARS]
@@ -267,7 +267,6 @@ def _one(path: Path, index: int) -> dict[str, Any]:
         found["metrics"] = json.loads(found.get("metrics") or "{}")
     except ValueError:
         found["metrics"] = {}
-    found["prompt_tokens"] = (found.get("prompt_tokens") or [])[:TOKENS]
     found["sequences"] = []
     left = TOKENS
     for sequence in row.get("sequences") or []:

@@ -2,7 +2,6 @@
 
 import contextlib
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +56,6 @@ class Run:
             return {
                 "name": self.name,
                 "folder": str(self.folder.absolute()),
-                "config": _text(config, "name"),
-                "command": _text(config, "command"),
                 "status": status,
                 "status_text": text,
                 "step": metrics.last.get("step", 0),
@@ -70,13 +67,10 @@ class Run:
                 "warnings": [*events.warnings][-100:],
                 "events": [*events.recent][-100:],
                 "starts": events.starts,
-                "checkpoints": events.checkpoints[-20:],
                 "rollout_steps": self.rollouts.steps(),
                 "evaluation_steps": self.evaluated.steps(),
                 "begin": events.begin,
                 "time": events.time,
-                "now": time.time(),
-                "summary": read_json(self.folder / "summary.json"),
             }
 
     def curves(self, names: list[str], points: int = POINTS) -> dict[str, Any]:

@@ -18,6 +18,27 @@ from rl.types import Sequence as Tokens
 if TYPE_CHECKING:
     import pyarrow as pa
 
+OF_PROMPT = {
+    "prompt_id": ("prompt_id", "int64"),
+    "task": ("task", "string"),
+    "prompt": ("text", "string"),
+    "prompt_tokens": ("tokens", "int32[]"),
+    "answer": ("answer", "string"),
+}
+"""Columns of a prompt: its attributes and their types."""
+
+OF_ROLLOUT = {
+    "sample": "int32",
+    "reward": "float64",
+    "turn_rewards": "float64[]",
+    "turn_lengths": "int32[]",
+    "turn_order": "int32[]",
+    "cut_turns": "int32",
+    "text": "string",
+    "stop_reason": "string",
+}
+"""Columns of a rollout, and their types."""
+
 OF_SEQUENCE = {
     "tokens": np.int32,
     "sampled": np.bool_,
@@ -92,39 +113,23 @@ def _table(chunks: Sequence[Chunk]) -> "pa.Table":
 
     rollouts = [rollout for chunk in chunks for rollout in chunk.rollouts]
     numbers = [number for number, chunk in enumerate(chunks) for _ in chunk.rollouts]
-    return pa.table(
-        {
-            "chunk": pa.array(numbers, pa.int32()),
-            "prompt_id": pa.array([each.prompt.prompt_id for each in rollouts], pa.int64()),
-            "sample": pa.array([each.sample for each in rollouts], pa.int32()),
-            "task": _texts([each.prompt.task for each in rollouts]),
-            "reward": pa.array([each.reward for each in rollouts], pa.float64()),
-            "turn_rewards": pa.array(
-                [each.turn_rewards for each in rollouts], pa.list_(pa.float64())
-            ),
-            "turn_lengths": pa.array(
-                [each.turn_lengths for each in rollouts], pa.list_(pa.int32())
-            ),
-            "turn_order": pa.array([each.turn_order for each in rollouts], pa.list_(pa.int32())),
-            "cut_turns": pa.array([each.cut_turns for each in rollouts], pa.int32()),
-            "metrics": _texts([json.dumps(each.metrics) for each in rollouts]),
-            "prompt": _texts([each.prompt.text for each in rollouts]),
-            "prompt_tokens": pa.array(
-                [each.prompt.tokens for each in rollouts], pa.list_(pa.int32())
-            ),
-            "answer": _texts([each.prompt.answer for each in rollouts]),
-            "text": _texts([each.text for each in rollouts]),
-            "stop_reason": _texts([each.stop_reason for each in rollouts]),
-            "sequences": _sequence_lists(chunks, rollouts),
-        }
-    )
+    columns = {"chunk": pa.array(numbers, pa.int32())}
+    for name, (attribute, kind) in OF_PROMPT.items():
+        columns[name] = _column([getattr(each.prompt, attribute) for each in rollouts], kind)
+    for name, kind in OF_ROLLOUT.items():
+        columns[name] = _column([getattr(each, name) for each in rollouts], kind)
+    columns["metrics"] = _column([json.dumps(each.metrics) for each in rollouts], "string")
+    return pa.table(columns | {"sequences": _sequence_lists(chunks, rollouts)})
 
 
-def _texts(texts: Sequence[str]) -> "pa.Array":
-    """Return a column of texts. A lone surrogate, which UTF-8 lacks, becomes a question mark."""
+def _column(values: Sequence[Any], kind: str) -> "pa.Array":
+    """Return a column of values. A lone surrogate, which UTF-8 lacks, becomes a question mark."""
     import pyarrow as pa
 
-    return pa.array([text.encode(errors="replace").decode() for text in texts], pa.string())
+    if kind == "string":
+        values = [text.encode(errors="replace").decode() for text in values]
+    item = pa.type_for_alias(kind.removesuffix("[]"))
+    return pa.array(values, pa.list_(item) if kind.endswith("[]") else item)
 
 
 def _sequence_lists(chunks: Sequence[Chunk], rollouts: Sequence[Rollout]) -> "pa.Array":
@@ -201,26 +206,15 @@ def _tokens(columns: Mapping[str, Sequence[np.ndarray]], row: int) -> Tokens:
 
 
 def _rollout(row: dict[str, Any], sequences: tuple[Tokens, ...]) -> Rollout:
-    prompt = Prompt(
-        prompt_id=row["prompt_id"],
-        tokens=row["prompt_tokens"],
-        text=row["prompt"],
-        answer=row["answer"],
-        task=row["task"],
-    )
+    values: dict[str, Any] = {
+        name: tuple(row[name]) if kind.endswith("[]") else row[name]
+        for name, kind in OF_ROLLOUT.items()
+    }
     return Rollout(
-        prompt=prompt,
-        sample=row["sample"],
+        prompt=Prompt(**{attribute: row[name] for name, (attribute, _) in OF_PROMPT.items()}),
         sequences=sequences,
-        text=row["text"],
-        stop_reason=row["stop_reason"],
-        reward=row["reward"],
         metrics=_metrics(json.loads(row["metrics"])),
-        turn_rewards=tuple(row["turn_rewards"]),
-        turn_lengths=tuple(row["turn_lengths"]),
-        # files of older versions lack these columns
-        turn_order=tuple(row.get("turn_order", ())),
-        cut_turns=row.get("cut_turns", 0),
+        **values,
     )
 
 

@@ -5,6 +5,7 @@ import inspect
 import math
 from collections import abc
 from concurrent.futures import Executor
+from functools import partial
 from numbers import Real
 from typing import cast, get_args
 
@@ -16,6 +17,9 @@ from rl.metrics import Entry, Reduction, Value
 from rl.tasks.base import RESERVED_METRICS, Score, Task
 from rl.types import Completion, Prompt, Rollout
 
+Scored = list[tuple[str, Score]]
+"""Text and score of each completion of a group."""
+
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
@@ -23,9 +27,7 @@ class InvalidScore(Exception):
     """A part of a score cannot be used; the message shows it."""
 
 
-def score_group(
-    task: Task, prompt: Prompt, completions: abc.Sequence[Completion]
-) -> list[tuple[str, Score]]:
+def score_group(task: Task, prompt: Prompt, completions: abc.Sequence[Completion]) -> Scored:
     """Return text and score of each completion; all numbers are plain floats, finite in float32.
 
     Raises GroupLost, naming the completion, if the task's ``decode`` or ``score`` raises anything,
@@ -33,7 +35,7 @@ def score_group(
     coroutine function ``score`` runs on an event loop of its own.
     """
     if is_async(task):
-        return asyncio.run(score_at_once(task, prompt, completions, limit=None))
+        return asyncio.run(score_awaited(task, prompt, completions, limit=None))
     return [
         _scored(task, prompt, sample, completion) for sample, completion in enumerate(completions)
     ]
@@ -44,29 +46,14 @@ def is_async(task: Task) -> bool:
     return inspect.iscoroutinefunction(task.score)
 
 
-async def score_here(
-    task: Task,
-    prompt: Prompt,
-    completions: abc.Sequence[Completion],
-    *,
-    limit: float,
-    thread: Executor,
-) -> list[tuple[str, Score]]:
-    """Score in this process, as :func:`score_group` does. A coroutine function ``score`` runs on
-    this event loop, in at most ``limit`` seconds. Any other function runs in ``thread``.
-    """
-    if is_async(task):
-        return await score_at_once(task, prompt, completions, limit=limit)
-    loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(thread, score_group, task, prompt, completions)
-
-
-async def score_at_once(
+async def score_awaited(
     task: Task, prompt: Prompt, completions: abc.Sequence[Completion], *, limit: float | None
-) -> list[tuple[str, Score]]:
-    """Return what :func:`score_group` returns, from a ``score`` that is a coroutine function. All
-    completions are scored at once, in at most ``limit`` seconds. Raises GroupLost.
+) -> Scored:
+    """Return what :func:`score_group` returns. A coroutine function ``score`` scores all
+    completions at once, in at most ``limit`` seconds. Any other function blocks the event loop.
     """
+    if not is_async(task):
+        return score_group(task, prompt, completions)
     work = [
         asyncio.ensure_future(_scored_later(task, prompt, sample, completion))
         for sample, completion in enumerate(completions)
@@ -83,8 +70,29 @@ async def score_at_once(
             each.cancel()
 
 
+class LocalReward:
+    """Reward of a task in this process."""
+
+    def __init__(self, task: Task, limit: float, thread: Executor):
+        """A coroutine function ``score`` runs on the event loop, in at most ``limit`` seconds for a
+        group. Any other function runs in ``thread``.
+        """
+        self._task = task
+        self._limit = limit
+        self._thread = thread
+
+    async def score(self, prompt: Prompt, completions: abc.Sequence[Completion]) -> list[Rollout]:
+        """Return the group's rollouts. Raises GroupLost as :func:`score_group` does."""
+        if is_async(self._task):
+            scored = await score_awaited(self._task, prompt, completions, limit=self._limit)
+        else:
+            work = partial(score_group, self._task, prompt, completions)
+            scored = await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        return rollouts_of(prompt, completions, scored)
+
+
 def rollouts_of(
-    prompt: Prompt, completions: abc.Sequence[Completion], scored: abc.Sequence[tuple[str, Score]]
+    prompt: Prompt, completions: abc.Sequence[Completion], scored: Scored
 ) -> list[Rollout]:
     """Return the group's rollouts, in the order of their samples."""
     return [

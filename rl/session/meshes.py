@@ -2,20 +2,17 @@
 
 from pathlib import Path
 
-from rl.actors.environment import EnvironmentWorkers
 from rl.actors.generator import GeneratorMesh
 from rl.actors.hosts import Hosts
 from rl.actors.mesh import Mesh
 from rl.actors.reward import RewardWorkers
 from rl.actors.supervisor import Supervisor
-from rl.actors.task_workers import TaskWorkers
 from rl.actors.trainer import TrainerMesh
 from rl.actors.worker import WorkerGroup
 from rl.observe.events import Events
 from rl.session.config import SessionConfig
 from rl.session.placement import Placement
 from rl.tasks.base import Task
-from rl.tasks.environment import EnvironmentTask
 
 
 class Meshes:
@@ -59,11 +56,9 @@ class Meshes:
             seed=self._config.seed,
         )
 
-    def rewards(self, task: Task.Config, events: Events) -> TaskWorkers:
+    def rewards(self, task: Task.Config, events: Events) -> RewardWorkers:
         """Return the workers that score completions of ``task``, or hold its environments."""
-        is_episodic = isinstance(task, EnvironmentTask.Config)
-        kind = EnvironmentWorkers if is_episodic else RewardWorkers
-        return kind(
+        return RewardWorkers(
             config=task,
             model=self._config.model,
             supervisor=self._supervisor,
@@ -74,7 +69,7 @@ class Meshes:
         )
 
 
-async def ensure_running(mesh: Mesh | TaskWorkers) -> None:
+async def ensure_running(mesh: Mesh | RewardWorkers) -> None:
     """Start ``mesh`` unless it is running. If it was lost, its remaining processes end first."""
     if not mesh.is_running:
         await mesh.stop()

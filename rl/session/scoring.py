@@ -20,7 +20,7 @@ from rl.observe.events import Events, print_warnings
 from rl.rollout.environments import Environments
 from rl.rollout.episodes import EpisodeCollector
 from rl.rollout.rollouter import Collector, Generate, Rollouter
-from rl.rollout.scoring import rollouts_of, score_here
+from rl.rollout.scoring import LocalReward
 from rl.session.config import DeadlineConfig
 from rl.tasks.base import Task
 from rl.tasks.environment import EnvironmentTask
@@ -152,13 +152,8 @@ class TaskCollectors:
             most = task.config.max_open_episodes
             options = {"longest": self._longest, "max_open": most, **self._options}
             return EpisodeCollector(Environments(task), **options)
-
-        async def score(prompt: Prompt, completions: Sequence[Completion]) -> list[Rollout]:
-            limit, thread = self._limit, self._thread
-            scored = await score_here(task, prompt, completions, limit=limit, thread=thread)
-            return rollouts_of(prompt, completions, scored)
-
-        return Rollouter(score, **self._options)
+        reward = LocalReward(task, self._limit, self._thread)
+        return Rollouter(reward.score, **self._options)
 
 
 def _code_of(task: type[Task]) -> list[object]:

@@ -7,7 +7,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Self
 
-from rl.actors.environment import EnvironmentWorkers
 from rl.actors.hosts import Hosts, gather_hosts
 from rl.actors.processes import ensure_runtime
 from rl.actors.worker import WorkerGroup
@@ -31,6 +30,7 @@ from rl.session.push_checks import generator_digests, trainer_digests
 from rl.session.router import Router
 from rl.session.scoring import TaskCollectors
 from rl.tasks.base import Task
+from rl.tasks.environment import EnvironmentTask
 from rl.types import Completion, GenerationRequest, GivenSequence, Prompt, Rollout, Sampling
 
 
@@ -105,8 +105,9 @@ class Session(Models):
         }
         longest = config.longest_sequence
         self.rollouter: Collector = Rollouter(self._score, **options)
-        if isinstance(self._rewards, EnvironmentWorkers):
-            most = self._rewards.config.max_open_episodes
+        if isinstance(task, EnvironmentTask.Config):
+            assert self._rewards is not None, "made for the task"
+            most = task.max_open_episodes
             self.rollouter = EpisodeCollector(
                 self._rewards, longest=longest, max_open=most, **options
             )
@@ -274,7 +275,7 @@ class Session(Models):
         )
 
     async def _score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Rollout]:
-        if self._rewards is None or isinstance(self._rewards, EnvironmentWorkers):
+        if self._rewards is None:
             raise ConfigError("this session scores nothing; give Session a task")
         with self.watch.span("score", "reward"):
             return await self._rewards.score(prompt, completions)

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import pytest
 
-from rl.actors.environment import EnvironmentWorkers
 from rl.actors.hosts import Hosts
 from rl.errors import GroupLost, RunError, WorkerLost
 from rl.model.shape import ModelConfig
@@ -48,7 +47,6 @@ def in_workers(tmp_path, model, work, count, task=MOODY):
     """Run ``work(workers, task)``; assert that all processes have ended after it."""
     config = SessionConfig(model=model, reward_workers=count, deadlines=DEADLINES)
     workers = Meshes(config, Hosts(tmp_path), tmp_path).rewards(task, Events(print_warnings))
-    assert isinstance(workers, EnvironmentWorkers)
 
     async def started():
         try:
@@ -75,7 +73,7 @@ def test_workers_hold_many_episodes_at_once(tmp_path, model):
     async def work(workers, task):
         rewards = await asyncio.gather(*(play(workers, task, key) for key in range(50)))
         assert rewards == [1.0] * 50
-        assert sum(workers._open.values()) == 0
+        assert sum(workers._load.values()) == 0
         assert workers.restarts == 0
 
     in_workers(tmp_path, model, work, 2)

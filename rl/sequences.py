@@ -10,7 +10,7 @@ from rl.types import Completion, Sequence
 
 
 @dataclass(eq=False)
-class Strand:
+class OpenSequence:
     """A sequence that later answers may continue: lists of equal length, as in
     :class:`rl.types.Sequence`. Tokens are only appended.
     """
@@ -38,7 +38,7 @@ class Strand:
         self.logprobs += completion.logprobs
         self.versions += completion.versions
 
-    def sequence(self) -> Sequence:
+    def snapshot(self) -> Sequence:
         """Return the tokens so far as arrays."""
         return Sequence(
             tokens=np.array(self.tokens, dtype=np.int32),
@@ -65,18 +65,18 @@ class SequenceLog:
     """
 
     def __init__(self) -> None:
-        self.strands: list[Strand] = []
+        self.sequences: list[OpenSequence] = []
         """The sequences, in the order in which they began."""
 
-    def add(self, prompt: Items[int], completion: Completion) -> Strand:
+    def add(self, prompt: Items[int], completion: Completion) -> OpenSequence:
         """Append a turn; return its sequence, which ends with the answer."""
         prompt = [*prompt]
-        found = [each for each in self.strands if prompt[: len(each.tokens)] == each.tokens]
+        found = [each for each in self.sequences if prompt[: len(each.tokens)] == each.tokens]
         if found:
-            strand = max(found, key=lambda each: len(each.tokens))
+            sequence = max(found, key=lambda each: len(each.tokens))
         else:
-            strand = Strand()
-            self.strands.append(strand)
-        strand.feed(prompt[len(strand.tokens) :])
-        strand.answer(completion)
-        return strand
+            sequence = OpenSequence()
+            self.sequences.append(sequence)
+        sequence.feed(prompt[len(sequence.tokens) :])
+        sequence.answer(completion)
+        return sequence

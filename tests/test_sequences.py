@@ -17,7 +17,7 @@ def completion(*tokens, version=0):
 
 
 def columns(log):
-    return [(each.tokens, [int(s) for s in each.sampled]) for each in log.strands]
+    return [(each.tokens, [int(s) for s in each.sampled]) for each in log.sequences]
 
 
 def test_a_prompt_continues_the_longest_sequence_that_it_begins_with():
@@ -25,7 +25,7 @@ def test_a_prompt_continues_the_longest_sequence_that_it_begins_with():
     log.add([1, 2], completion(3, 4))
     log.add([1, 2, 3, 4, 5], completion(6, version=2))
     assert columns(log) == [([1, 2, 3, 4, 5, 6], [0, 0, 1, 1, 0, 1])]
-    sequence = log.strands[0].sequence()
+    sequence = log.sequences[0].snapshot()
     assert sequence.versions.tolist() == [-1, -1, 0, 0, -1, 2]
     assert sequence.logprobs.tolist() == [0, 0, -1.5, -2, 0, -3]
 
@@ -36,7 +36,7 @@ def test_answers_keep_their_sampling_masks():
     log.add([1, 2], completion(3, 4))
     log.add([1, 2, 3, 4, 5], dataclasses.replace(completion(6), sampling_mask=mask))
     log.add([9], completion(8))
-    masked, free = (strand.sequence().sampling_mask for strand in log.strands)
+    masked, free = (sequence.snapshot().sampling_mask for sequence in log.sequences)
     assert masked.sizes.tolist() == [0, 0, 0, 0, 0, 2]
     assert masked.ids(5).tolist() == [5, 6]
     assert free is None
@@ -66,10 +66,10 @@ def test_conversations_by_turns_are_one_sequence_each():
     log = SequenceLog()
     for turn in range(4):
         for each in (1, 2):
-            before = next((s.tokens for s in log.strands if s.tokens[0] == each), [])
+            before = next((s.tokens for s in log.sequences if s.tokens[0] == each), [])
             log.add([*before, each, turn], completion(10 * each + turn))
-    assert [strand.tokens[0] for strand in log.strands] == [1, 2]
-    assert [sum(strand.sampled) for strand in log.strands] == [4, 4]
+    assert [sequence.tokens[0] for sequence in log.sequences] == [1, 2]
+    assert [sum(sequence.sampled) for sequence in log.sequences] == [4, 4]
 
 
 def test_every_answer_of_a_random_tree_of_prompts_is_sampled_in_one_sequence():
@@ -84,8 +84,8 @@ def test_every_answer_of_a_random_tree_of_prompts_is_sampled_in_one_sequence():
             log.add(prompt, completion(*answer))
             histories.append(prompt + answer)
             answers.append((prompt, answer))
-        assert sum(sum(s.sampled) for s in log.strands) == sum(len(each) for _, each in answers)
+        assert sum(sum(s.sampled) for s in log.sequences) == sum(len(each) for _, each in answers)
         for prompt, answer in answers:
             end = len(prompt) + len(answer)
-            own = [s for s in log.strands if s.tokens[:end] == prompt + answer]
+            own = [s for s in log.sequences if s.tokens[:end] == prompt + answer]
             assert any(all(s.sampled[len(prompt) : end]) for s in own)

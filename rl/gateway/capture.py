@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rl.dialects.base import AssistantTurn, ConversationError, Dialect, joined_text
-from rl.sequences import SequenceLog, Strand
+from rl.sequences import OpenSequence, SequenceLog
 from rl.types import Completion
 
 TEXT = b"text"
@@ -28,9 +28,9 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """An answer in its sequence: tokens ``begin`` to ``end`` of ``strand``."""
+    """An answer in its sequence: tokens ``begin`` to ``end`` of ``sequence``."""
 
-    strand: Strand
+    sequence: OpenSequence
     begin: int
     end: int
 
@@ -98,8 +98,8 @@ class Capture:
         known = self._known(own, keys)
         if known:
             turn = self._turns[keys[known]]
-            prompt = turn.strand.tokens[: turn.begin]
-            answer = turn.strand.tokens[turn.begin : turn.end]
+            prompt = turn.sequence.tokens[: turn.begin]
+            answer = turn.sequence.tokens[turn.begin : turn.end]
             with suppress(ConversationError):  # then the whole conversation is rendered
                 more = self._dialect.continuation(
                     prompt, answer, own[known:], enable_thinking=enable_thinking
@@ -155,7 +155,7 @@ class Capture:
         turn = self._turns[key]
         rest = text[len(self._texts[key]) :]
         more = encode(rest, add_special_tokens=False) if rest else []
-        return Opened([*turn.strand.tokens[: turn.end], *more], _hash(TEXT, text))
+        return Opened([*turn.sequence.tokens[: turn.end], *more], _hash(TEXT, text))
 
     def answer_text(
         self, text: str, opened: Opened, completion: Completion, stops: Sequence[str] = ()
@@ -178,17 +178,17 @@ class Capture:
 
     def add(self, prompt: Sequence[int], completion: Completion) -> _Turn:
         """Note an answer in tokens."""
-        strand = self.log.add(prompt, completion)
+        sequence = self.log.add(prompt, completion)
         self.turns += 1
         self.tokens += len(prompt) + len(completion.tokens)
-        end = len(strand.tokens)
-        return _Turn(strand, end - len(completion.tokens), end)
+        end = len(sequence.tokens)
+        return _Turn(sequence, end - len(completion.tokens), end)
 
     @property
     def counts(self) -> dict[str, float]:
         """Numbers of sequences, rewritten histories and malformed calls."""
         return {
-            "sequences": float(len(self.log.strands)),
+            "sequences": float(len(self.log.sequences)),
             "rewritten": float(self.rewritten),
             "malformed_calls": float(self.malformed),
         }

@@ -93,7 +93,7 @@ class Gateway:
         gateway.open_session("a")
         reply = gateway.chat("a", body)
         choices = await reply.choices
-        sequences = gateway.capture("a").log.strands
+        sequences = gateway.capture("a").log.sequences
 
     ``sampling`` has the defaults of requests. Prompt and answer have at most ``longest`` tokens.
     ``model`` is the only model; None takes every name. Answers of a session are captured even if

@@ -21,7 +21,7 @@ from rl.gateway.gateway import Gateway, Reply
 from rl.gateway.protocol import ApiError
 from rl.http_server import server_config
 from rl.listening import is_loopback, listen, require_key, url_of
-from rl.sequences import Strand
+from rl.sequences import OpenSequence
 
 BODY_S = 60.0
 """Time for the body of a request to arrive."""
@@ -138,13 +138,13 @@ class _Routes:
         capture = self._gateway.capture(name)
         sequences = [
             {
-                "tokens": strand.tokens,
-                "sampled": strand.sampled,
-                "logprobs": strand.logprobs,
-                "versions": strand.versions,
-                **_mask_of(strand),
+                "tokens": sequence.tokens,
+                "sampled": sequence.sampled,
+                "logprobs": sequence.logprobs,
+                "versions": sequence.versions,
+                **_mask_of(sequence),
             }
-            for strand in capture.log.strands
+            for sequence in capture.log.sequences
         ]
         counts = {"turns": capture.turns, "rewritten": capture.rewritten}
         counts["malformed_calls"] = capture.malformed
@@ -256,11 +256,11 @@ async def _gone(request: Request) -> None:
         pass
 
 
-def _mask_of(strand: Strand) -> dict[str, Any]:
+def _mask_of(sequence: OpenSequence) -> dict[str, Any]:
     """Return the ids that each token was sampled from, null for all, if top-k, top-p or min-p cut
     an answer of the sequence.
     """
-    mask = strand.sequence().sampling_mask
+    mask = sequence.snapshot().sampling_mask
     if mask is None:
         return {}
     sets = [mask.ids(token) for token in range(len(mask))]

@@ -84,8 +84,8 @@ class Episode:
 
     def answer(self, completion: Completion) -> None:
         """Append an answer of the policy."""
-        strand = self.log.add(self.tokens, completion)
-        self.ends.append((self.log.strands.index(strand), len(strand.tokens)))
+        sequence = self.log.add(self.tokens, completion)
+        self.ends.append((self.log.sequences.index(sequence), len(sequence.tokens)))
         self.tokens += completion.tokens
         self.answers.append(completion)
 
@@ -97,7 +97,7 @@ class Episode:
         return Rollout(
             prompt=self.prompt,
             sample=self.sample,
-            sequences=tuple(strand.sequence() for strand in self.log.strands),
+            sequences=tuple(sequence.snapshot() for sequence in self.log.sequences),
             text=self.end.text,
             stop_reason=self.end.stop_reason,
             reward=self.end.reward,

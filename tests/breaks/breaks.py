@@ -212,8 +212,8 @@ BREAKS = (
     ),
     Break(
         "rl/sequences.py",
-        "strand = max(found, key=lambda each: len(each.tokens))",
-        "strand = min(found, key=lambda each: len(each.tokens))",
+        "sequence = max(found, key=lambda each: len(each.tokens))",
+        "sequence = min(found, key=lambda each: len(each.tokens))",
         "test_sequences.py",
     ),
     Break(

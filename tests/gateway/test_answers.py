@@ -55,10 +55,10 @@ def test_an_answer_without_parallel_calls_ends_with_its_first_call():
                 assert said.choices[0].finish_reason == "tool_calls"
                 messages.append(message.model_dump(exclude_none=True))
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": "3"})
-            (strand,) = gateway.capture(name).log.strands
-            said = list(itertools.compress(strand.tokens, strand.sampled))
+            (sequence,) = gateway.capture(name).log.sequences
+            said = list(itertools.compress(sequence.tokens, sequence.sampled))
             assert qwen3().decode(said).count("</tool_call>") == 3
-            assert qwen3().decode(strand.tokens).count("<tool_response>") == 2
+            assert qwen3().decode(sequence.tokens).count("<tool_response>") == 2
             assert len(said) < sum(len(completion.tokens) for _, completion in policy.turns)
 
     asyncio.run(work())
@@ -98,9 +98,9 @@ def test_a_tool_call_can_be_forced_and_continued(name, thinks):
                 assert json.loads(call.function.arguments) == {"a": 1}
                 messages.append(message.model_dump(exclude_none=True))
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": "3"})
-            (strand,) = gateway.capture(session).log.strands
+            (sequence,) = gateway.capture(session).log.sequences
             sampled = [token for _, completion in policy.turns for token in completion.tokens]
-            assert list(itertools.compress(strand.tokens, strand.sampled)) == sampled
+            assert list(itertools.compress(sequence.tokens, sequence.sampled)) == sampled
 
     asyncio.run(work())
 
@@ -122,8 +122,8 @@ def test_an_answer_ends_before_a_stop_text(stop, said, stream):
                 assert reason == "stop"
                 assert count <= len(policy.turns[-1][1].tokens)
                 assert (count == len(policy.turns[-1][1].tokens)) == (stop == "never")
-            strands = gateway.capture(name).log.strands
-            assert [sum(strand.sampled) for strand in strands][-1] == count
+            sequences = gateway.capture(name).log.sequences
+            assert [sum(sequence.sampled) for sequence in sequences][-1] == count
 
     async def ask(client, chat):
         options = {"model": "policy", "stop": stop, "stream": stream}

@@ -28,20 +28,20 @@ def played(kind, *, seed=0, habits=("plain", "odd tokens", "spacing", "several c
 def check(capture, turns):
     """Check that each answer is sampled in one sequence, after the tokens it was sampled after."""
     found = []
-    for strand in capture.log.strands:
+    for sequence in capture.log.sequences:
         begin = 0
-        while begin < len(strand.tokens):
-            if not strand.sampled[begin]:
+        while begin < len(sequence.tokens):
+            if not sequence.sampled[begin]:
                 begin += 1
                 continue
-            version = strand.versions[begin]
+            version = sequence.versions[begin]
             ask, completion = turns[version]
             end = begin + len(completion.tokens)
-            assert strand.tokens[:begin] == ask.tokens
-            assert strand.tokens[begin:end] == completion.tokens
-            assert strand.logprobs[begin:end] == completion.logprobs
-            assert strand.versions[begin:end] == completion.versions
-            assert all(strand.sampled[begin:end])
+            assert sequence.tokens[:begin] == ask.tokens
+            assert sequence.tokens[begin:end] == completion.tokens
+            assert sequence.logprobs[begin:end] == completion.logprobs
+            assert sequence.versions[begin:end] == completion.versions
+            assert all(sequence.sampled[begin:end])
             found.append(version)
             begin = end
     assert sorted(found) == [*range(len(turns))]
@@ -51,11 +51,11 @@ def check(capture, turns):
 def test_each_answer_is_captured_once_in_the_tokens_that_the_engine_saw(kind):
     capture, turns = played(kind)
     check(capture, turns)
-    count = len(capture.log.strands)
+    count = len(capture.log.sequences)
     assert capture.turns == TURNS
     assert count == capture.rewritten + 1
     assert count == SEQUENCES[kind] if kind in SEQUENCES else count > 1
-    firsts = [qwen3().decode(strand.tokens)[:10] for strand in capture.log.strands]
+    firsts = [qwen3().decode(sequence.tokens)[:10] for sequence in capture.log.sequences]
     assert set(firsts) == {"<|im_start|"[:10]}
 
 
@@ -74,7 +74,7 @@ def test_a_streamed_conversation_is_the_same(stream):
 
     capture, turns = asyncio.run(streamed())
     check(capture, turns)
-    assert len(capture.log.strands) == 1
+    assert len(capture.log.sequences) == 1
 
 
 async def said(client, messages, stream):
@@ -116,11 +116,11 @@ def test_choices_of_one_prompt_share_its_tokens():
 
     capture, turns = asyncio.run(chosen())
     check(capture, turns)
-    assert len(capture.log.strands) == 3
+    assert len(capture.log.sequences) == 3
     assert capture.rewritten == 0
     assert [
         sum(a != b for a, b in zip(s.sampled, s.sampled[1:], strict=False))
-        for s in capture.log.strands
+        for s in capture.log.sequences
     ] == [3] * 3
 
 
@@ -134,10 +134,10 @@ def test_texts_and_tokens_are_continued_too():
             for _ in range(3):
                 answer = await own.completions.create(model="policy", prompt=text, max_tokens=5)
                 text += answer.choices[0].text + " so"
-            tokens = [*turns[-1].tokens] if (turns := gateway.capture(name).log.strands) else []
+            tokens = [*turns[-1].tokens] if (turns := gateway.capture(name).log.sequences) else []
             await own.completions.create(model="policy", prompt=[*tokens, 7])
             return gateway.capture(name), policy.turns
 
     capture, turns = asyncio.run(completed())
     check(capture, turns)
-    assert len(capture.log.strands) == 1
+    assert len(capture.log.sequences) == 1

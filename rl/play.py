@@ -79,7 +79,7 @@ def _play_run(folder: Path, step: int | None, prompt_id: int, overrides: list[st
 
     fork_server.start()
     from rl.config import RLConfig
-    from rl.rollout.seeds import derive_seed
+    from rl.rollout.rollouter import derive_seed
     from rl.saved_run import open_run, run_session
     from rl.session.session import Session
     from rl.trainers.scheduler import sampling_of

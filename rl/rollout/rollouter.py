@@ -1,35 +1,174 @@
-"""Sampling of completions for prompts, and their scoring."""
+"""Sampling of rollouts: of completions that a reward scores, or of episodes of environments."""
 
 import asyncio
-from abc import ABC, abstractmethod
+import hashlib
+import itertools
+import sys
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
-from rl.errors import GroupLost, RunError
+from rl.errors import GroupLost, RunError, WorkerLost
 from rl.observe.spans import Stopwatch
 from rl.rollout.scoring import unscored
-from rl.rollout.seeds import derive_seed
-from rl.types import Completion, GenerationRequest, Prompt, Rollout, Sampling
+from rl.sequences import SequenceLog
+from rl.types import (
+    Completion,
+    EpisodeEnd,
+    EpisodeTurn,
+    GenerationRequest,
+    Prompt,
+    Rollout,
+    Sampling,
+)
+
+MAX_DEATHS = 2
+"""Number of workers that may be lost during calls of one episode, which is then tried again."""
 
 Generate = Callable[[list[GenerationRequest]], Awaitable[list[Completion]]]
 Score = Callable[[Prompt, Sequence[Completion]], Awaitable[list[Rollout]]]
-"""Scores the completions of one prompt. Raises GroupLost on failure."""
+"""Function that scores the completions of one prompt. Raises GroupLost on failure."""
+
+_keys = itertools.count()
 
 
-class Collector(ABC):
+class EpisodeService(Protocol):
+    """Service that holds open episodes: see :class:`rl.rollout.environments.Environments`."""
+
+    async def open(self, key: int, prompt: Prompt, sample: int) -> EpisodeTurn: ...
+
+    async def step(self, key: int, answer: Completion) -> EpisodeTurn: ...
+
+    async def close(self, keys: Iterable[int]) -> None: ...
+
+
+def derive_seed(
+    run_seed: int, prompt_id: int, sample: int, turn: int = 0, *, stream: str = "train"
+) -> int:
+    """Return the seed in [0, 2^63) of a turn of a sample of a prompt; streams share no seeds."""
+    key = f"{stream}/{run_seed}/{prompt_id}/{sample}/{turn}".encode()
+    return int.from_bytes(hashlib.sha256(key).digest()[:8], "little") >> 1
+
+
+@dataclass(eq=False)
+class Episode:
+    """Tokens of an episode in the making. What was sampled is only ever appended to."""
+
+    key: int
+    """Number that no other episode of this process has."""
+    prompt: Prompt
+    sample: int
+    tokens: list[int] = field(default_factory=list)
+    """All tokens before the next answer."""
+    log: SequenceLog = field(default_factory=SequenceLog)
+    answers: list[Completion] = field(default_factory=list)
+    turns: list[EpisodeTurn] = field(default_factory=list)
+    """Additions of the environment before each answer, and after the last one."""
+    places: list[tuple[int, int]] = field(default_factory=list)
+    """Number of the sequence and place there at which each answer ends."""
+    lost: GroupLost | None = None
+    """Failure that ended the episode."""
+    is_open: bool = False
+    """Whether it has a place among the open episodes."""
+    deaths: int = 0
+    """Number of workers that were lost during a call of this episode."""
+
+    @property
+    def end(self) -> EpisodeEnd | None:
+        """Result of the episode; None before its end."""
+        return self.turns[-1].end if self.turns else None
+
+    def begin_again(self) -> None:
+        """Forget all turns."""
+        self.tokens = []
+        self.log = SequenceLog()
+        self.answers = []
+        self.turns = []
+        self.places = []
+
+    def feed(self, turn: EpisodeTurn) -> None:
+        """Append what the environment adds, or begin again if it rewrote the history."""
+        if turn.is_whole:
+            self.tokens = []
+        self.turns.append(turn)
+        self.tokens += turn.tokens
+
+    def answer(self, completion: Completion) -> None:
+        """Append an answer of the policy."""
+        sequence = self.log.add(self.tokens, completion)
+        self.places.append((self.log.sequences.index(sequence), len(sequence.tokens)))
+        self.tokens += completion.tokens
+        self.answers.append(completion)
+
+    def rollout(self) -> Rollout:
+        """Return the rollout of the ended episode."""
+        assert self.end is not None, "the episode has not ended"
+        order = sorted(range(len(self.places)), key=self.places.__getitem__)
+        rewards = self.end.turn_rewards
+        return Rollout(
+            prompt=self.prompt,
+            sample=self.sample,
+            sequences=tuple(each.snapshot() for each in self.log.sequences),
+            text=self.end.text,
+            stop_reason=self.end.stop_reason,
+            reward=self.end.reward,
+            metrics={"correct": float(self.end.correct), **self.end.metrics},
+            turn_rewards=tuple(rewards[number] for number in order) if rewards else (),
+            turn_lengths=tuple(len(self.answers[number].tokens) for number in order),
+            turn_order=tuple(order),
+            cut_turns=sum(answer.finish_reason == "length" for answer in self.answers),
+        )
+
+
+class Rollouter:
     """Sampler of groups of rollouts; the samples depend on prompt_ids alone.
+
+    A completion is an episode of one turn, which ``score`` ends for a whole group at once. With
+    ``environments``, episodes have several turns, and are sampled in rounds. ::
+
+        while some have not ended:
+            open as many of them as may be open
+            sample one answer of each           # one call of ``generate``
+            step the environment of each        # all are awaited
+
+    The config alone decides which requests a generator answers together. A group that lost an
+    episode is lost, unless ``fewest`` of its episodes are left. ``longest`` is the maximum length
+    of an episode, in tokens. All calls of ``collect`` together have at most ``max_open`` episodes
+    open; 0 for no limit.
+
+    If the worker of an episode is lost, the episode is opened in another one.
+
+    - If its environment can be replayed, it gets the recorded answers. The tokens that it adds must
+      be the recorded ones.
+    - Otherwise the episode begins again from its first turn.
+    - After ``MAX_DEATHS`` workers were lost during calls of an episode, its calls and those of
+      other such episodes are made one at a time. If one more worker is lost, so is the episode.
 
     The first lost group of each kind is reported to ``warn``, with the user's traceback if one
     exists.
     """
 
     def __init__(
-        self, *, seed: int, watch: Stopwatch, warn: Callable[[str], None] = lambda text: None
+        self,
+        score: Score | None = None,
+        *,
+        environments: EpisodeService | None = None,
+        longest: int = 0,
+        max_open: int = 0,
+        seed: int,
+        watch: Stopwatch,
+        warn: Callable[[str], None] = lambda text: None,
     ):
         self.seed = seed
         self.watch = watch
+        self._score: Any = score
+        self._environments: Any = environments
+        self._longest = longest
         self._warn = warn
+        self._alone = asyncio.Lock()
+        self._places = asyncio.Semaphore(max_open or sys.maxsize)
         self.lost: Counter[str] = Counter()
         """Number of lost groups, including those of evaluations, by reason and exception type."""
         self.lost_episodes: Counter[str] = Counter()
@@ -38,7 +177,6 @@ class Collector(ABC):
         """Number of times that an episode went on after the loss of its worker: ``replayed`` or
         ``begun again``."""
 
-    @abstractmethod
     async def collect(
         self,
         prompts: Sequence[Prompt],
@@ -51,51 +189,48 @@ class Collector(ABC):
     ) -> list[list[Rollout] | GroupLost]:
         """Return ``samples`` rollouts of each prompt, in order, or the GroupLost of its group.
 
-        A group of episodes that loses some of them goes on with at least ``fewest``; 0 for all.
+        ``generate`` is called once a round; completions have one round. A group of episodes that
+        loses some of them goes on with at least ``fewest``; 0 for all.
         """
 
-    def count(self, lost: GroupLost) -> GroupLost:
-        """Count a lost group, and return it."""
-        self._count(lost, self.lost, "group")
-        return lost
+        if self._environments is None:
+            return await self._complete(prompts, sampling, samples, generate, stream)
+        needed = fewest or samples
+        groups = [[Episode(next(_keys), prompt, n) for n in range(samples)] for prompt in prompts]
+        everything = [episode for group in groups for episode in group]
+        lost: dict[int, GroupLost] = {}
+        try:
+            while alive := self._alive(groups, needed, lost):
+                await self._each(await self._admitted(alive), self._open)
+                alive = [each for each in self._alive(groups, needed, lost) if each.is_open]
+                if alive:
+                    requests = [self._request(episode, sampling, stream) for episode in alive]
+                    completions = await self._sample(requests, generate)
+                    for episode, completion in zip(alive, completions, strict=True):
+                        episode.answer(completion)
+                    with self.watch.span("score"), self.watch.span("step", "environments"):
+                        await self._each(alive, self._step)
+                await self._close(everything, self._alive(groups, needed, lost))
+        finally:
+            await self._close(everything, [])
+        for number, group in enumerate(groups):
+            for episode in group if number not in lost else ():
+                if episode.lost is not None:
+                    self._count(episode.lost, self.lost_episodes, "episode")
+        return [
+            lost.get(number) or [episode.rollout() for episode in group if episode.lost is None]
+            for number, group in enumerate(groups)
+        ]
 
-    def count_episode(self, lost: GroupLost) -> None:
-        """Count a lost episode of a group that went on without it."""
-        self._count(lost, self.lost_episodes, "episode")
-
-    def count_recovered(self, how: str) -> None:
-        """Count an episode that went on after the loss of its worker."""
-        self.recovered_episodes[how] += 1
-        if self.recovered_episodes[how] == 1:
-            self._warn(f"an episode was {how} after its worker was lost; more are only counted")
-
-    def _count(self, lost: GroupLost, counter: Counter[str], noun: str) -> None:
-        kind = f"{lost.reason} ({lost.kind})" if lost.kind else lost.reason
-        counter[kind] += 1
-        if counter[kind] == 1:
-            self._warn(f"{lost}\nthe {noun} is lost; more {noun}s of this kind are only counted")
-
-
-class Rollouter(Collector):
-    """Sampler of single completions, which ``score`` turns into rollouts."""
-
-    def __init__(self, score: Score, **options: Any):
-        super().__init__(**options)
-        self._score = score
-
-    async def collect(
+    async def _complete(
         self,
         prompts: Sequence[Prompt],
         sampling: Sampling,
-        *,
         samples: int,
         generate: Generate,
-        stream: str = "train",
-        fewest: int = 0,
+        stream: str,
     ) -> list[list[Rollout] | GroupLost]:
-        """Return ``samples`` rollouts of each prompt, in order, or the GroupLost of its group.
-        ``generate`` is called once. ``fewest`` has no effect: it concerns episodes.
-        """
+        """Return scored completions of each prompt, or the GroupLost of its group."""
         requests = [
             GenerationRequest(
                 request_id=f"{stream}/{prompt.prompt_id}/{sample}",
@@ -106,10 +241,7 @@ class Rollouter(Collector):
             for prompt in prompts
             for sample in range(samples)
         ]
-        with self.watch.span("generate"):
-            completions = await generate(requests)
-        if len(completions) != len(requests):
-            raise RunError(f"{len(requests)} requests got {len(completions)} completions")
+        completions = await self._sample(requests, generate)
         groups = [completions[i : i + samples] for i in range(0, len(completions), samples)]
         with self.watch.span("score"):
             return await asyncio.gather(*map(self._scored, prompts, groups))
@@ -118,7 +250,133 @@ class Rollouter(Collector):
         self, prompt: Prompt, completions: list[Completion]
     ) -> list[Rollout] | GroupLost:
         try:
-            return await self._score(prompt, completions)
+            with self.watch.span("score", "reward"):
+                return await self._score(prompt, completions)
         except GroupLost as lost:
             lost.rollouts = unscored(prompt, completions)
-            return self.count(lost)
+            self._count(lost, self.lost, "group")
+            return lost
+
+    async def _sample(
+        self, requests: list[GenerationRequest], generate: Generate
+    ) -> list[Completion]:
+        with self.watch.span("generate"):
+            completions = await generate(requests)
+        if len(completions) != len(requests):
+            raise RunError(f"{len(requests)} requests got {len(completions)} completions")
+        return completions
+
+    async def _admitted(self, alive: list[Episode]) -> list[Episode]:
+        """Return the episodes that may be opened, in order. Waits if no other one is open."""
+        waiting = [each for each in alive if not each.is_open]
+        has_open = len(waiting) < len(alive)
+        admitted: list[Episode] = []
+        for episode in waiting:
+            if has_open and self._places.locked():
+                break
+            await self._places.acquire()
+            episode.is_open = has_open = True
+            admitted.append(episode)
+        return admitted
+
+    async def _close(self, episodes: list[Episode], alive: list[Episode]) -> None:
+        """Close the open ``episodes`` except for those that are ``alive``."""
+        kept = {each.key for each in alive}
+        over = [each for each in episodes if each.is_open and each.key not in kept]
+        await self._environments.close([each.key for each in over if each.end is None])
+        for each in over:
+            each.is_open = False
+            self._places.release()
+
+    def _alive(
+        self, groups: list[list[Episode]], needed: int, lost: dict[int, GroupLost]
+    ) -> list[Episode]:
+        """Return the episodes that go on, and note in ``lost`` by index each group that has fewer
+        than ``needed`` left. Its reason is that of its first lost episode, in the order of samples.
+        """
+        alive = []
+        for number, group in enumerate(groups):
+            errors = [episode.lost for episode in group if episode.lost is not None]
+            if len(group) - len(errors) >= needed:
+                alive += [each for each in group if each.end is None and each.lost is None]
+            elif number not in lost:
+                lost[number] = errors[0]
+                self._count(errors[0], self.lost, "group")
+        return alive
+
+    async def _each(
+        self, episodes: list[Episode], act: Callable[[Episode], Awaitable[EpisodeTurn]]
+    ) -> None:
+        """Advance all ``episodes`` at once, and note the failures of those that fail."""
+
+        async def advance(episode: Episode) -> None:
+            try:
+                episode.feed(await self._advance(episode, act))
+            except GroupLost as error:
+                episode.lost = error
+
+        await asyncio.gather(*map(advance, episodes))
+
+    async def _advance(
+        self, episode: Episode, act: Callable[[Episode], Awaitable[EpisodeTurn]]
+    ) -> EpisodeTurn:
+        """Return the next turn of ``episode``, in another worker if its own is lost."""
+        while True:
+            is_suspect = episode.deaths == MAX_DEATHS
+            try:
+                async with self._alone if is_suspect else nullcontext():
+                    return await act(episode)
+            except WorkerLost as lost:
+                if is_suspect and lost.in_call:
+                    raise
+                episode.deaths += lost.in_call
+                act = self._recover
+
+    async def _recover(self, episode: Episode) -> EpisodeTurn:
+        """Open ``episode`` once more; return the turn that was asked for when its worker was lost,
+        or the first one if its environment cannot be replayed.
+        """
+        turn = await self._open(episode)
+        if episode.answers and not turn.is_replayable:
+            episode.begin_again()
+            self._count_recovered("begun again")
+        for answer, recorded in zip(episode.answers, episode.turns, strict=True):
+            if turn != recorded:
+                reason = "environment was not replayable"
+                where = f"prompt {episode.prompt.prompt_id}, sample {episode.sample}"
+                message = f"an environment that was replayed added other tokens; {where}"
+                raise GroupLost(reason, message)
+            turn = await self._environments.step(episode.key, answer)
+        if episode.answers:
+            self._count_recovered("replayed")
+        return turn
+
+    async def _open(self, episode: Episode) -> EpisodeTurn:
+        return await self._environments.open(episode.key, episode.prompt, episode.sample)
+
+    async def _step(self, episode: Episode) -> EpisodeTurn:
+        return await self._environments.step(episode.key, episode.answers[-1])
+
+    def _request(self, episode: Episode, sampling: Sampling, stream: str) -> GenerationRequest:
+        room = self._longest - len(episode.tokens)
+        most = min(sampling.max_tokens, room, episode.turns[-1].max_tokens or room)
+        turn = len(episode.answers)
+        prompt = episode.prompt
+        return GenerationRequest(
+            request_id=f"{stream}/{prompt.prompt_id}/{episode.sample}/{turn}",
+            prompt_tokens=[*episode.tokens],
+            seed=derive_seed(self.seed, prompt.prompt_id, episode.sample, turn, stream=stream),
+            sampling=replace(sampling, max_tokens=most),
+        )
+
+    def _count(self, lost: GroupLost, counter: Counter[str], noun: str) -> None:
+        kind = f"{lost.reason} ({lost.kind})" if lost.kind else lost.reason
+        counter[kind] += 1
+        if counter[kind] == 1:
+            self._warn(f"{lost}\nthe {noun} is lost; more {noun}s of this kind are only counted")
+
+    def _count_recovered(self, how: str) -> None:
+        """Count an episode that went on after the loss of its worker."""
+        self.recovered_episodes[how] += 1
+        if self.recovered_episodes[how] == 1:
+            self._warn(f"an episode was {how} after its worker was lost; more are only counted")

@@ -18,8 +18,7 @@ from rl.errors import GroupLost
 from rl.model.shape import ModelConfig
 from rl.observe.events import Events, print_warnings
 from rl.rollout.environments import Environments
-from rl.rollout.episodes import EpisodeCollector
-from rl.rollout.rollouter import Collector, Generate, Rollouter
+from rl.rollout.rollouter import Generate, Rollouter
 from rl.rollout.scoring import LocalReward
 from rl.session.config import DeadlineConfig
 from rl.tasks.base import Task
@@ -60,8 +59,18 @@ async def score_alone(
         await hosts.shut_down()
 
 
-class TaskCollectors:
-    """Collectors of rollouts by task. Each call of ``collect`` draws new samples.
+def rollouter_of(task: Task.Config | None, rewards: Any, **options: Any) -> Rollouter:
+    """Return the sampler of the rollouts of ``task``, which ``rewards`` score, or of its episodes,
+    whose environments they hold. ``options`` are those of :class:`Rollouter`.
+    """
+    if isinstance(task, EnvironmentTask.Config):
+        most = task.max_open_episodes
+        return Rollouter(environments=rewards, max_open=most, **options)
+    return Rollouter(None if rewards is None else rewards.score, **options)
+
+
+class TaskRollouters:
+    """Samplers of rollouts by task. Each call of ``collect`` draws new samples.
 
     The reward workers score if they have the config and the code that the task has now. Otherwise
     the task scores in this process, one group at a time.
@@ -70,23 +79,20 @@ class TaskCollectors:
     def __init__(
         self,
         started: Task.Config | None,
-        workers: Collector,
+        workers: Rollouter,
         *,
-        longest: int,
         limit: float,
         **options: Any,
     ):
-        """``started`` is the task of the reward workers; ``workers`` is their collector. ``limit``
-        is the deadline of a coroutine that scores. ``options`` are those of
-        :class:`rl.rollout.rollouter.Collector`.
+        """``started`` is the task of the reward workers; ``workers`` is their sampler. ``limit`` is
+        the deadline of a coroutine that scores. ``options`` are those of :class:`Rollouter`.
         """
         self._started = copy.deepcopy(started)  # as the workers got it, whatever is set later
         self._code = _code_of(started._owner) if started is not None else []
         self._workers = workers
-        self._longest = longest
         self._limit = limit
         self._options = options
-        self._here: tuple[Task, Collector] | None = None  # of the newest task that scores here
+        self._here: tuple[Task, Rollouter] | None = None  # of the newest task that scores here
         self._warned: set[str] = set()
         # one, since a reward need not be thread-safe
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward")
@@ -102,7 +108,7 @@ class TaskCollectors:
         generate: Generate,
     ) -> list[Rollout]:
         """Return ``samples`` rollouts of each prompt, in order, without lost groups."""
-        collector = self._workers if self._is_started(task) else self._collector_here(task)
+        rollouter = self._workers if self._is_started(task) else self._rollouter_here(task)
         self._calls += 1
         rounds: dict[int, list[int]] = {}  # a prompt_id that occurs twice is asked in two rounds
         occurred = Counter[int]()
@@ -110,7 +116,7 @@ class TaskCollectors:
             rounds.setdefault(occurred[prompt.prompt_id], []).append(place)
             occurred[prompt.prompt_id] += 1
         answers = [
-            collector.collect(
+            rollouter.collect(
                 [prompts[place] for place in places],
                 sampling,
                 samples=samples,
@@ -135,7 +141,7 @@ class TaskCollectors:
             and not any(inspect.isroutine(each) for each in vars(task).values())
         )
 
-    def _collector_here(self, task: Task) -> Collector:
+    def _rollouter_here(self, task: Task) -> Rollouter:
         name = type(task).__name__
         if self._started is not None and name not in self._warned:
             self._options["warn"](
@@ -144,16 +150,13 @@ class TaskCollectors:
             )
         self._warned.add(name)
         if self._here is None or self._here[0] is not task:
-            self._here = task, self._made_here(task)
+            rewards = (
+                Environments(task)
+                if isinstance(task, EnvironmentTask)
+                else LocalReward(task, self._limit, self._thread)
+            )
+            self._here = task, rollouter_of(task.config, rewards, **self._options)
         return self._here[1]
-
-    def _made_here(self, task: Task) -> Collector:
-        if isinstance(task, EnvironmentTask):
-            most = task.config.max_open_episodes
-            options = {"longest": self._longest, "max_open": most, **self._options}
-            return EpisodeCollector(Environments(task), **options)
-        reward = LocalReward(task, self._limit, self._thread)
-        return Rollouter(reward.score, **self._options)
 
 
 def _code_of(task: type[Task]) -> list[object]:

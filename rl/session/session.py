@@ -11,14 +11,12 @@ from rl.actors.hosts import Hosts, gather_hosts
 from rl.actors.processes import ensure_runtime
 from rl.actors.worker import WorkerGroup
 from rl.disk import TemporaryFolder
-from rl.errors import ActorFailure, ConfigError, RankLost, RunError, counted, require, shown
+from rl.errors import ActorFailure, RankLost, RunError, counted, require, shown
 from rl.metrics import Metrics
 from rl.model.activations import Activations
 from rl.model.digest import differing
 from rl.observe.events import Events, print_notes, print_warnings
 from rl.observe.spans import Stopwatch
-from rl.rollout.episodes import EpisodeCollector
-from rl.rollout.rollouter import Collector, Rollouter
 from rl.session.blocking import BlockingSession
 from rl.session.concurrency import background
 from rl.session.config import SessionConfig
@@ -28,9 +26,8 @@ from rl.session.pool import GeneratorPool
 from rl.session.push import WeightPush
 from rl.session.push_checks import generator_digests, trainer_digests
 from rl.session.router import Router
-from rl.session.scoring import TaskCollectors
+from rl.session.scoring import TaskRollouters, rollouter_of
 from rl.tasks.base import Task
-from rl.tasks.environment import EnvironmentTask
 from rl.types import Completion, GenerationRequest, GivenSequence, Prompt, Rollout, Sampling
 
 
@@ -102,19 +99,11 @@ class Session(Models):
             "seed": config.seed,
             "watch": self.watch,
             "warn": events.warn,
+            "longest": config.longest_sequence,
         }
-        longest = config.longest_sequence
-        self.rollouter: Collector = Rollouter(self._score, **options)
-        if isinstance(task, EnvironmentTask.Config):
-            assert self._rewards is not None, "made for the task"
-            most = task.max_open_episodes
-            self.rollouter = EpisodeCollector(
-                self._rewards, longest=longest, max_open=most, **options
-            )
+        self.rollouter = rollouter_of(task, self._rewards, **options)
         limit = config.deadlines.reward
-        self._collectors = TaskCollectors(
-            task, self.rollouter, longest=longest, limit=limit, **options
-        )
+        self._rollouters = TaskRollouters(task, self.rollouter, limit=limit, **options)
         self._restarts = 0
         self._lost_in_a_row = 0
 
@@ -270,15 +259,9 @@ class Session(Models):
             min_p=min_p,
             stop_token_ids=task.stop_token_ids,
         )
-        return await self._collectors.collect(
+        return await self._rollouters.collect(
             task, prompts, sampling, samples=samples, generate=self.sample
         )
-
-    async def _score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Rollout]:
-        if self._rewards is None:
-            raise ConfigError("this session scores nothing; give Session a task")
-        with self.watch.span("score", "reward"):
-            return await self._rewards.score(prompt, completions)
 
     async def abort(self, *request_ids: str) -> None:
         """Abort these requests, or without ids all in flight, also those of cancelled callers."""

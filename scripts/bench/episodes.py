@@ -3,7 +3,7 @@ with thousands of episodes.
 
 Usage: python scripts/bench/episodes.py [--rounds N] [--repeats N] [--tiny] [--json]
 
-"ours_over_engine": episodes are driven by the episode collector over the session's generator; their
+"ours_over_engine": episodes are driven by the rollouter over the session's generator; their
 environments answer at once. Each round of requests is then given to a bare engine in another
 process, with the same weights and options. Both sides take turns. The ratio is of tokens per second
 on the wall, the median over the rounds.
@@ -43,7 +43,7 @@ from rl.generation.config import GeneratorConfig
 from rl.model.shape import ModelConfig
 from rl.observe.spans import Stopwatch
 from rl.rollout.environments import Environments
-from rl.rollout.episodes import EpisodeCollector
+from rl.rollout.rollouter import Rollouter
 from rl.session.config import SessionConfig
 from rl.session.session import Session
 from rl.tasks.environment import EnvironmentTask, MessageEnvironment, Opening, Reply
@@ -141,15 +141,15 @@ class Ours:
             rounds.append(requests)
             return await self._session.sample(requests)
 
-        collector = EpisodeCollector(
-            Script(case, seed), longest=case.longest, seed=seed, watch=Stopwatch()
+        rollouter = Rollouter(
+            environments=Script(case, seed), longest=case.longest, seed=seed, watch=Stopwatch()
         )
         prompts = [Prompt(prompt_id=n, tokens=[], text="", answer="") for n in range(case.prompts)]
         sampling = Sampling(max_tokens=case.sampled)
 
         async def timed() -> float:  # the runner takes time to write out what a task returns
             begun = time.perf_counter()
-            await collector.collect(prompts, sampling, samples=SAMPLES, generate=generate)
+            await rollouter.collect(prompts, sampling, samples=SAMPLES, generate=generate)
             return time.perf_counter() - begun
 
         return rounds, self._runner.run(timed())
@@ -220,11 +220,11 @@ async def _instant(requests: list[GenerationRequest]) -> list[Completion]:
 
 def turn_cost(task: EnvironmentTask, episodes: int) -> float:
     """Return the CPU seconds per turn with ``episodes`` concurrent episodes."""
-    collector = EpisodeCollector(Environments(task), longest=2048, seed=0, watch=Stopwatch())
+    rollouter = Rollouter(environments=Environments(task), longest=2048, seed=0, watch=Stopwatch())
     prompts = [task.prompt(number) for number in range(-(-episodes // SAMPLES))]
     begun = time.process_time()
     groups = asyncio.run(
-        collector.collect(prompts, Sampling(max_tokens=16), samples=SAMPLES, generate=_instant)
+        rollouter.collect(prompts, Sampling(max_tokens=16), samples=SAMPLES, generate=_instant)
     )
     seconds = time.process_time() - begun
     played = [group for group in groups if isinstance(group, list)]

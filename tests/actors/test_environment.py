@@ -15,7 +15,7 @@ from rl.model.shape import ModelConfig
 from rl.observe.events import Events, print_warnings
 from rl.observe.spans import Stopwatch
 from rl.rollout.environments import Environments
-from rl.rollout.episodes import EpisodeCollector
+from rl.rollout.rollouter import Rollouter
 from rl.session.config import DeadlineConfig, SessionConfig
 from rl.session.meshes import Meshes
 from rl.tasks.guessing_game import GuessingGame
@@ -147,10 +147,10 @@ def test_stopped_workers_open_no_episode_until_they_start_again(tmp_path, model)
 
 def test_a_worker_that_is_killed_or_stopped_costs_no_episode(tmp_path, model):
     def collect(service, task, engine):
-        collector = EpisodeCollector(service, longest=900, seed=3, watch=Stopwatch())
+        rollouter = Rollouter(environments=service, longest=900, seed=3, watch=Stopwatch())
         prompts = [task.prompt(prompt_id) for prompt_id in range(3)]
         sampling = Sampling(max_tokens=60)
-        return collector, collector.collect(prompts, sampling, samples=2, generate=engine)
+        return rollouter, rollouter.collect(prompts, sampling, samples=2, generate=engine)
 
     async def work(workers, task):
         engine = Engine(habits=["plain"])
@@ -164,14 +164,14 @@ def test_a_worker_that_is_killed_or_stopped_costs_no_episode(tmp_path, model):
                 os.kill(pids_of(workers)[0], blow)
             return await other(requests)
 
-        collector, disturbed = collect(workers, task, generate)
+        rollouter, disturbed = collect(workers, task, generate)
         assert numbers(await disturbed) == numbers(await undisturbed)
         assert asked(other) == asked(engine)
         assert len(engine.rounds) == 5
         assert workers.restarts >= 2
-        assert collector.recovered_episodes.keys() == {"replayed"}
-        assert collector.recovered_episodes["replayed"] >= 12
-        assert not collector.lost
+        assert rollouter.recovered_episodes.keys() == {"replayed"}
+        assert rollouter.recovered_episodes["replayed"] >= 12
+        assert not rollouter.lost
 
     task = GuessingGame.Config(max_turns=5, max_episode_tokens=900)
     in_workers(tmp_path, model, work, 1, task)

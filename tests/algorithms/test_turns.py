@@ -11,7 +11,7 @@ from rl.algorithms.advantages import GAE, GroupAdvantage, LeaveOneOut, Reinforce
 from rl.algorithms.batch import counts_of, make_batch, turn_ends, turn_rewards
 from rl.cli import find_config
 from rl.errors import RunError
-from rl.rollout.episodes import Episode
+from rl.rollout.rollouter import Episode
 from rl.types import Completion, EpisodeEnd, EpisodeTurn, Prompt, Rollout, Sequence
 
 

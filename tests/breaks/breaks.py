@@ -199,13 +199,13 @@ BREAKS = (
     ),
     # rollouts, tasks, dialects, gateway
     Break(
-        "rl/rollout/seeds.py",
+        "rl/rollout/rollouter.py",
         'f"{stream}/{run_seed}/{prompt_id}/{sample}/{turn}"',
         'f"{stream}/{run_seed}/{prompt_id}/{turn}"',
         "rollout",
     ),
     Break(
-        "rl/rollout/episodes.py",
+        "rl/rollout/rollouter.py",
         "if len(group) - len(errors) >= needed:",
         "if len(group) - len(errors) > needed:",
         "rollout",

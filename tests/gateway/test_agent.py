@@ -11,7 +11,7 @@ from rl.model.shape import ModelConfig
 from rl.observe.spans import Stopwatch
 from rl.rollout import environments
 from rl.rollout.environments import Environments
-from rl.rollout.episodes import EpisodeCollector
+from rl.rollout.rollouter import Rollouter
 from rl.tasks.agent import MAX_OUTPUT
 from rl.types import Sampling
 from tests.gateway import agent_tasks as agents
@@ -43,19 +43,19 @@ class SlowEngine(Engine):
 def collect(
     model, prompt_ids, *, task=agents.Agents, samples=2, habits=PLAIN, engine_s=0.0, **fields
 ):
-    """Return the outcome of each prompt, the engine and the collector."""
+    """Return the outcome of each prompt, the engine and the rollouter."""
     fields = {"max_episode_tokens": 2500, "step_s": 120.0, "max_turns": 8} | fields
     built = task.Config(**fields).build(seed=0, model=model)
     environments = Environments(built)
     engine = SlowEngine(habits, engine_s)
-    collector = EpisodeCollector(
-        environments,
+    rollouter = Rollouter(
+        environments=environments,
         longest=min(model.max_seq_len, fields["max_episode_tokens"]),
         seed=3,
         watch=Stopwatch(),
     )
     prompts = [built.prompt(prompt_id) for prompt_id in prompt_ids]
-    work = collector.collect(prompts, SAMPLING, samples=samples, generate=engine)
+    work = rollouter.collect(prompts, SAMPLING, samples=samples, generate=engine)
     outcomes = asyncio.run(work)
     assert len(environments) == 0
     return outcomes, engine
@@ -232,7 +232,7 @@ def test_agents_end_when_sampling_is_cancelled(model):
     async def cancelled():
         task = agents.Agents.Config(max_episode_tokens=2500).build(seed=0, model=model)
         environments = Environments(task)
-        collector = EpisodeCollector(environments, longest=2500, seed=3, watch=Stopwatch())
+        rollouter = Rollouter(environments=environments, longest=2500, seed=3, watch=Stopwatch())
         opened = asyncio.Event()
 
         async def generate(requests):
@@ -240,7 +240,7 @@ def test_agents_end_when_sampling_is_cancelled(model):
             await asyncio.Event().wait()
 
         before = asyncio.all_tasks()
-        work = collector.collect([task.prompt(3)], SAMPLING, samples=3, generate=generate)
+        work = rollouter.collect([task.prompt(3)], SAMPLING, samples=3, generate=generate)
         run = asyncio.create_task(work)
         await opened.wait()
         run.cancel()

@@ -12,9 +12,8 @@ from rl.errors import GroupLost
 from rl.model.shape import ModelConfig
 from rl.observe.spans import Stopwatch
 from rl.rollout.environments import Environments
-from rl.rollout.episodes import EpisodeCollector
 from rl.rollout.metrics import rollout_metrics
-from rl.rollout.seeds import derive_seed
+from rl.rollout.rollouter import Rollouter, derive_seed
 from rl.tasks.environment import TokenEnvironment, TokenReply
 from rl.types import Completion, Sampling
 from tests.dialects.adversary import HABITS, Adversary
@@ -69,26 +68,26 @@ def collect(
     fewest=0,
     **fields,
 ):
-    """Return the outcome of each prompt, the collector and the environments."""
+    """Return the outcome of each prompt, the rollouter and the environments."""
     fields = {"max_episode_tokens": LONGEST, "step_s": 5.0} | fields
     task = task.Config(**fields).build(seed=0, model=model)
     environments = Environments(task)
     warnings = []
-    collector = EpisodeCollector(
-        environments,
+    rollouter = Rollouter(
+        environments=environments,
         longest=min(model.max_seq_len, fields["max_episode_tokens"]),
         seed=3,
         watch=Stopwatch(),
         warn=warnings.append,
     )
     prompts = [task.prompt(prompt_id) for prompt_id in prompt_ids]
-    work = collector.collect(
+    work = rollouter.collect(
         prompts, sampling, samples=samples, generate=engine or Engine(), fewest=fewest
     )
     outcomes = asyncio.run(work)
     assert len(environments) == 0
-    collector.warnings = warnings
-    return outcomes, collector
+    rollouter.warnings = warnings
+    return outcomes, rollouter
 
 
 def test_an_episode_is_the_tokens_that_the_engine_was_fed_and_drew(model):
@@ -208,32 +207,32 @@ def test_answers_that_the_maximum_length_cut_are_counted(model, max_tokens, shar
 )
 def test_an_environment_that_fails_costs_its_group_alone(model, mood, reason, words):
     engine = Engine(habits=["plain"])
-    (lost, healthy), collector = collect(model, [mood, 4], engine=engine, step_s=0.3)
+    (lost, healthy), rollouter = collect(model, [mood, 4], engine=engine, step_s=0.3)
     assert isinstance(lost, GroupLost)
     assert lost.reason == reason
     assert words in str(lost)
     assert [rollout.stop_reason for rollout in healthy] == ["done"] * 2
-    assert collector.lost.total() == 1
-    assert len(collector.warnings) == 1
+    assert rollouter.lost.total() == 1
+    assert len(rollouter.warnings) == 1
 
 
 @pytest.mark.parametrize("fewest", [0, 2, 3])
 def test_a_group_goes_on_with_as_many_episodes_as_the_config_asks_for(model, fewest):
     engine = Engine(habits=["plain"])
-    (group, healthy), collector = collect(
+    (group, healthy), rollouter = collect(
         model, [moody.FIRST_RAISES, 4], engine=engine, samples=3, fewest=fewest
     )
     assert len(healthy) == 3
     if fewest == 2:
         assert [rollout.sample for rollout in group] == [1, 2]
         assert [rollout.reward for rollout in group] == [1.0, 1.0]
-        assert collector.lost_episodes == {"environment raised (ZeroDivisionError)": 1}
-        assert not collector.lost
+        assert rollouter.lost_episodes == {"environment raised (ZeroDivisionError)": 1}
+        assert not rollouter.lost
     else:
         assert "no step today; prompt 120, sample 0" in str(group)
-        assert collector.lost == {"environment raised (ZeroDivisionError)": 1}
-        assert not collector.lost_episodes
-    assert len(collector.warnings) == 1
+        assert rollouter.lost == {"environment raised (ZeroDivisionError)": 1}
+        assert not rollouter.lost_episodes
+    assert len(rollouter.warnings) == 1
     asked = [len(requests) for requests in engine.rounds]
     assert asked == [6, *[5 if fewest == 2 else 3] * (moody.TURNS - 1)]
 
@@ -256,8 +255,8 @@ def test_no_more_episodes_are_open_than_the_limit_allows(model, most, largest):
     environments = Counted(task)
 
     async def work():
-        collector = EpisodeCollector(
-            environments,
+        rollouter = Rollouter(
+            environments=environments,
             longest=LONGEST,
             seed=3,
             watch=Stopwatch(),
@@ -266,7 +265,7 @@ def test_no_more_episodes_are_open_than_the_limit_allows(model, most, largest):
         engine = Engine(habits=["plain"])
         moods = ([4, moody.RAISES], [moody.FIRST_RAISES, 6, moody.RAISES_AT_RESET])
         runs = [
-            collector.collect(
+            rollouter.collect(
                 [*map(task.prompt, own)], SAMPLING, samples=3, generate=engine, fewest=2
             )
             for own in moods
@@ -283,9 +282,9 @@ def test_no_more_episodes_are_open_than_the_limit_allows(model, most, largest):
 
 
 def test_all_episodes_of_a_group_may_be_lost(model):
-    (group,), collector = collect(model, [moody.RAISES], engine=Engine(habits=["plain"]), fewest=1)
+    (group,), rollouter = collect(model, [moody.RAISES], engine=Engine(habits=["plain"]), fewest=1)
     assert isinstance(group, GroupLost)
-    assert not collector.lost_episodes
+    assert not rollouter.lost_episodes
 
 
 def test_an_opening_is_as_long_as_the_config_allows(model):
@@ -304,15 +303,15 @@ def test_an_answer_without_thinking_follows_an_empty_thought(model, enable_think
 
 
 def test_an_exception_at_the_end_costs_nothing(model):
-    (group,), collector = collect(model, [moody.CLOSE_RAISES], engine=Engine(habits=["plain"]))
+    (group,), rollouter = collect(model, [moody.CLOSE_RAISES], engine=Engine(habits=["plain"]))
     assert [rollout.reward for rollout in group] == [1.0, 1.0]
-    assert collector.lost.total() == 0
+    assert rollouter.lost.total() == 0
 
 
 def test_episodes_are_closed_when_sampling_is_cancelled(model):
     task = moody.Moody.Config(max_episode_tokens=LONGEST).build(seed=0, model=model)
     environments = Environments(task)
-    collector = EpisodeCollector(environments, longest=LONGEST, seed=3, watch=Stopwatch())
+    rollouter = Rollouter(environments=environments, longest=LONGEST, seed=3, watch=Stopwatch())
 
     async def cancelled():
         async def generate(requests):
@@ -320,7 +319,7 @@ def test_episodes_are_closed_when_sampling_is_cancelled(model):
             await asyncio.Event().wait()
 
         opened = asyncio.Event()
-        work = collector.collect([task.prompt(4)], SAMPLING, samples=3, generate=generate)
+        work = rollouter.collect([task.prompt(4)], SAMPLING, samples=3, generate=generate)
         run = asyncio.create_task(work)
         await opened.wait()
         assert len(environments) == 3

@@ -9,7 +9,7 @@ from rl.errors import GroupLost, WorkerLost
 from rl.model.shape import ModelConfig
 from rl.observe.spans import Stopwatch
 from rl.rollout.environments import Environments
-from rl.rollout.episodes import MAX_DEATHS, EpisodeCollector
+from rl.rollout.rollouter import MAX_DEATHS, Rollouter
 from rl.tasks.environment import Opening
 from rl.types import Sampling
 from tests.dialects.conversations import user
@@ -97,22 +97,22 @@ class Worker:
 
 
 def collect(model, kind, prompt_ids, *, deaths=(), samples=2):
-    """Return the outcome of each prompt, the collector, the worker and the engine."""
+    """Return the outcome of each prompt, the rollouter, the worker and the engine."""
     task = Tasks(moody.Moody.Config(max_episode_tokens=LONGEST), seed=0, model=model)
     task.kind = kind
     worker = Worker(task, deaths)
     warnings = []
-    collector = EpisodeCollector(
-        worker, longest=LONGEST, seed=3, watch=Stopwatch(), warn=warnings.append
+    rollouter = Rollouter(
+        environments=worker, longest=LONGEST, seed=3, watch=Stopwatch(), warn=warnings.append
     )
-    collector.warnings = warnings
+    rollouter.warnings = warnings
     prompts = [task.prompt(prompt_id) for prompt_id in prompt_ids]
     engine = Engine(habits=["plain", "cut in text", "invalid JSON"])
     sampling = Sampling(max_tokens=60)
-    work = collector.collect(prompts, sampling, samples=samples, generate=engine)
+    work = rollouter.collect(prompts, sampling, samples=samples, generate=engine)
     outcomes = asyncio.run(asyncio.wait_for(work, 60))
     assert len(worker.here) == 0
-    return outcomes, collector, worker, engine
+    return outcomes, rollouter, worker, engine
 
 
 def asked(engine):
@@ -135,21 +135,21 @@ def numbers(groups):
 @pytest.mark.parametrize("deaths", [{3}, {0, 9}, {7, 20}])
 def test_a_replayed_episode_goes_on_with_the_same_tokens(model, deaths):
     groups, _, _, engine = collect(model, Replayable, range(4))
-    again, collector, worker, other = collect(model, Replayable, range(4), deaths=deaths)
+    again, rollouter, worker, other = collect(model, Replayable, range(4), deaths=deaths)
     assert worker.lost == len(deaths)
     assert asked(other) == asked(engine)
     assert numbers(again) == numbers(groups)
-    assert collector.recovered_episodes["replayed"] >= 8
-    assert not collector.recovered_episodes["begun again"]
-    assert not collector.lost
-    assert len(collector.warnings) == 1
+    assert rollouter.recovered_episodes["replayed"] >= 8
+    assert not rollouter.recovered_episodes["begun again"]
+    assert not rollouter.lost
+    assert len(rollouter.warnings) == 1
 
 
 def test_an_episode_that_cannot_be_replayed_begins_again(model):
-    groups, collector, _, engine = collect(model, moody.Environment, range(4), deaths={9})
-    assert collector.recovered_episodes == {"begun again": 8}
-    assert not collector.lost
-    assert "begun again after its worker was lost" in collector.warnings[0]
+    groups, rollouter, _, engine = collect(model, moody.Environment, range(4), deaths={9})
+    assert rollouter.recovered_episodes == {"begun again": 8}
+    assert not rollouter.lost
+    assert "begun again after its worker was lost" in rollouter.warnings[0]
     made = {}
     for request, completion in itertools.chain.from_iterable(engine.rounds):
         _, prompt_id, sample, turn = request.request_id.split("/")
@@ -168,17 +168,17 @@ def test_an_episode_that_cannot_be_replayed_begins_again(model):
 
 
 def test_an_environment_that_changes_when_it_is_replayed_costs_its_group(model):
-    groups, collector, _, _ = collect(model, Forgetful, range(3), deaths={9})
+    groups, rollouter, _, _ = collect(model, Forgetful, range(3), deaths={9})
     assert {each.reason for each in groups} == {"environment was not replayable"}
-    assert collector.lost == {"environment was not replayable": 3}
-    assert not collector.recovered_episodes
+    assert rollouter.lost == {"environment was not replayable": 3}
+    assert not rollouter.recovered_episodes
 
 
 @pytest.mark.parametrize("kind", [Replayable, moody.Environment])
 def test_an_episode_that_ends_its_workers_is_lost_and_those_beside_it_are_not(model, kind):
-    (first, lost, last), collector, worker, _ = collect(model, kind, [0, KILLER, 2], samples=1)
+    (first, lost, last), rollouter, worker, _ = collect(model, kind, [0, KILLER, 2], samples=1)
     assert isinstance(lost, GroupLost)
-    assert collector.lost == {"environment worker died": 1}
+    assert rollouter.lost == {"environment worker died": 1}
     assert worker.lost == MAX_DEATHS + 1
     for (rollout,) in (first, last):
         assert rollout.stop_reason in ("done", "turns")

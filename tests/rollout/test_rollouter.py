@@ -3,14 +3,14 @@
 import asyncio
 import random
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
 from rl.errors import GroupLost, RunError
 from rl.observe.spans import Stopwatch
-from rl.rollout.rollouter import Rollouter
+from rl.rollout.rollouter import Rollouter, derive_seed
 from rl.rollout.scoring import rollouts_of, score_group
-from rl.rollout.seeds import derive_seed
 from rl.tasks.base import Score
 from rl.types import Completion, Prompt, Sampling
 
@@ -165,3 +165,20 @@ def test_a_lost_group_is_replaced_by_its_reason():
     assert isinstance(lost, GroupLost)
     assert (lost.reason, str(lost)) == ("reward raised", "nine has no reward")
     assert [rollout.reward for rollout in [*before, *after]] == [50, 51, 60, 61]
+
+
+def test_every_turn_of_every_sample_has_a_unique_seed():
+    streams = ["train", "eval/greedy", "eval/sampled"]
+    places = list(product(streams, range(3), range(12), range(12), range(3)))
+    seeds = {
+        derive_seed(run, prompt_id, sample, turn, stream=stream)
+        for stream, run, prompt_id, sample, turn in places
+    }
+    assert len(seeds) == len(places)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_seeds_never_change():
+    """Runs are a function of their seeds: with new values no old run would be repeatable."""
+    assert derive_seed(0, 0, 0) == 809641258927754436
+    assert derive_seed(1, 23, 4, 5, stream="eval/greedy") == 5802365615274067443

@@ -9,7 +9,7 @@ import rl
 from rl.observe.spans import Stopwatch
 from rl.rollout.rollouter import Rollouter
 from rl.rollout.scoring import rollouts_of
-from rl.session.scoring import TaskCollectors
+from rl.session.scoring import TaskRollouters
 from rl.tasks.copy_digits import CopyDigits
 from rl.types import Completion, Sampling
 
@@ -44,15 +44,15 @@ def task_of(config: rl.Task.Config) -> rl.Task:
 
 
 class Scene:
-    """Collectors whose reward workers give everything ``OF_WORKERS``."""
+    """Samplers whose reward workers give everything ``OF_WORKERS``."""
 
     def __init__(self, runner: asyncio.Runner, task: rl.Task.Config | None):
         self.runner = runner
         self.warnings: list[str] = []
         self.requests: list[rl.GenerationRequest] = []
-        options = {"seed": 0, "watch": Stopwatch(), "warn": self.warnings.append}
+        options = {"seed": 0, "watch": Stopwatch(), "warn": self.warnings.append, "longest": 32}
         workers = Rollouter(self.score, **options)
-        self.collectors = TaskCollectors(task, workers, longest=32, limit=60.0, **options)
+        self.rollouters = TaskRollouters(task, workers, limit=60.0, **options)
 
     async def score(self, prompt, completions):
         scored = [("", rl.Score(reward=OF_WORKERS, correct=False)) for _ in completions]
@@ -66,7 +66,7 @@ class Scene:
 
     def rewards(self, task: rl.Task, prompt_ids=(0, 1)) -> set[float]:
         prompts = [task.prompt(prompt_id) for prompt_id in prompt_ids]
-        collect = self.collectors.collect(
+        collect = self.rollouters.collect(
             task, prompts, Sampling(max_tokens=4), samples=2, generate=self.generate
         )
         rollouts = self.runner.run(collect)

@@ -6,7 +6,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Awaitable, Coroutine, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -106,6 +106,15 @@ async def _outcome(call: Awaitable[T]) -> T | GroupLost:
         return lost
 
 
+def rewards_here(task: Task, limit: float, thread: Executor) -> Any:
+    """Return what scores completions of ``task`` in this process, or holds its environments: see
+    :class:`rl.rollout.scoring.LocalReward`.
+    """
+    if isinstance(task, EnvironmentTask):
+        return Environments(task)
+    return LocalReward(task, limit, thread)
+
+
 @dataclass(eq=False, slots=True)
 class _Job:
     """Group of completions to score."""
@@ -176,7 +185,9 @@ class RewardWorkers:
     async def start(self) -> None:
         """Start the workers and build their tasks; can be called again after ``stop``."""
         if self.count == 0:
-            self._here = self._task_here()
+            task: Task = self.config.build_scorer(seed=self.seed, model=self.model)
+            thread = ThreadPoolExecutor(1, thread_name_prefix="reward")
+            self._here = rewards_here(task, self.deadlines.reward, thread)
         names = [f"reward-{number}" for number in range(self.count)]
         await asyncio.gather(*map(self._spawn, names))
         self._broken = None
@@ -250,12 +261,6 @@ class RewardWorkers:
                 homes.setdefault(group, []).append(key)
         for group, own in homes.items():
             self._create_task(self._close(group, own))
-
-    def _task_here(self) -> Any:
-        task: Task = self.config.build_scorer(seed=self.seed, model=self.model)
-        if isinstance(task, EnvironmentTask):
-            return Environments(task)
-        return LocalReward(task, self.deadlines.reward, ThreadPoolExecutor(1, "reward"))
 
     def _require(self) -> None:
         if self._broken is not None:

@@ -14,9 +14,9 @@ from rl.errors import GroupLost, said_by, shown, trace_of
 from rl.rollout.scoring import InvalidScore, plain_score
 from rl.tasks.base import Score
 from rl.tasks.environment import (
+    Environment,
     EnvironmentTask,
     Message,
-    MessageEnvironment,
     Opening,
     Reply,
     TokenEnvironment,
@@ -31,7 +31,7 @@ UNREAD = "error: no call of this answer was run, since one of them is malformed"
 class _Episode:
     prompt: Prompt
     sample: int
-    environment: MessageEnvironment | TokenEnvironment | None = None
+    environment: Environment | None = None
     tokens: list[int] = field(default_factory=list)
     """All tokens before the next answer."""
     turns: int = 0

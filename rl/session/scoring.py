@@ -12,14 +12,12 @@ from typing import Any
 
 from rl.actors.hosts import Hosts
 from rl.actors.processes import ensure_runtime
-from rl.actors.reward import RewardWorkers
+from rl.actors.reward import RewardWorkers, rewards_here
 from rl.actors.supervisor import Supervisor
 from rl.errors import GroupLost
 from rl.model.shape import ModelConfig
 from rl.observe.events import Events, print_warnings
-from rl.rollout.environments import Environments
 from rl.rollout.rollouter import Generate, Rollouter
-from rl.rollout.scoring import LocalReward
 from rl.session.config import DeadlineConfig
 from rl.tasks.base import Task
 from rl.tasks.environment import EnvironmentTask
@@ -150,11 +148,7 @@ class TaskRollouters:
             )
         self._warned.add(name)
         if self._here is None or self._here[0] is not task:
-            rewards = (
-                Environments(task)
-                if isinstance(task, EnvironmentTask)
-                else LocalReward(task, self._limit, self._thread)
-            )
+            rewards = rewards_here(task, self._limit, self._thread)
             self._here = task, rollouter_of(task.config, rewards, **self._options)
         return self._here[1]
 

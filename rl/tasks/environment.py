@@ -67,33 +67,8 @@ class TokenReply(Reply):
     """Reason for the end, if ``done``."""
 
 
-class TokenEnvironment(ABC):
-    """One episode of an environment that writes prompts in tokens, such as an agent that keeps its
-    own conversation.
-
-    Each method may be a coroutine function, as those of :class:`MessageEnvironment`.
-    """
-
-    replayable: ClassVar[bool] = False
-    """Whether a new environment of the same prompt and sample gives the same replies to the same
-    answers, without effects outside of it. If its worker is lost, the episode is replayed instead
-    of begun again."""
-
-    @abstractmethod
-    def reset(self) -> Any:
-        """Return the :class:`TokenReply` with the first prompt. Called once."""
-
-    @abstractmethod
-    def step(self, answer: Completion) -> Any:
-        """Return the :class:`TokenReply` that follows ``answer``, the policy's."""
-
-    def close(self) -> Any:
-        """Free what the episode holds. Called once, also after a failure."""
-        return None
-
-
-class MessageEnvironment(ABC):
-    """One episode of an environment, in the messages of a conversation.
+class Environment(ABC):
+    """One episode.
 
     Each method may be a coroutine function. Other methods run in a thread, one call of an episode
     at a time. An exception costs the group of the episode: a failure that is not the policy's, such
@@ -107,19 +82,33 @@ class MessageEnvironment(ABC):
 
     @abstractmethod
     def reset(self) -> Any:
-        """Return the :class:`Opening` of the episode. Called once."""
+        """Return the begin of the episode. Called once."""
 
     @abstractmethod
-    def step(self, message: Message) -> Any:
-        """Return the :class:`Reply` that follows ``message``, the policy's answer.
-
-        ``tool_calls`` holds only calls with a name and a JSON object of arguments. If an answer has
-        other calls, the policy gets an error, and the environment does not see the answer.
-        """
+    def step(self, answer: Any) -> Any:
+        """Return what follows ``answer``, the policy's."""
 
     def close(self) -> Any:
         """Free what the episode holds. Called once, also after a failure."""
         return None
+
+
+class TokenEnvironment(Environment):
+    """Environment that writes prompts in tokens, such as an agent that keeps its own conversation.
+
+    ``reset`` returns a :class:`TokenReply` with the first prompt. ``step`` gets a
+    :class:`rl.types.Completion`, and returns the :class:`TokenReply` that follows.
+    """
+
+
+class MessageEnvironment(Environment):
+    """Environment in the messages of a conversation.
+
+    ``reset`` returns an :class:`Opening`. ``step`` gets the policy's answer as a message, and
+    returns the :class:`Reply` that follows. ``tool_calls`` of the message holds only calls with a
+    name and a JSON object of arguments. If an answer has other calls, the policy gets an error, and
+    the environment does not see the answer.
+    """
 
 
 class ToolEnvironment(MessageEnvironment):
@@ -221,7 +210,7 @@ class EnvironmentTask(Task):
         write_stop_tokens(folder, self.stop_token_ids)
 
     @abstractmethod
-    def environment(self, prompt: Prompt, sample: int) -> MessageEnvironment | TokenEnvironment:
+    def environment(self, prompt: Prompt, sample: int) -> Environment:
         """Return a new environment for rollout ``sample`` of ``prompt``.
 
         Runs in an environment worker. All rollouts of a prompt should begin with the same messages.

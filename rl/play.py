@@ -18,7 +18,7 @@ from rl.program import exit_code
 if TYPE_CHECKING:
     from rl.config import RunConfig
     from rl.tasks.environment import EnvironmentTask
-    from rl.types import Completion, EpisodeEnd
+    from rl.types import Completion, EpisodeEnd, EpisodeTurn
 
 PROGRAM = "python -m rl.play"
 USAGE = f"""\
@@ -39,8 +39,8 @@ them.
 {CONFIGS}"""
 STRIP_CHARS = 2000
 
-Policy = Callable[[list[int]], Awaitable["Completion"]]
-"""Function from the tokens so far to an answer."""
+Policy = Callable[[list[int], "EpisodeTurn"], Awaitable["Completion"]]
+"""Function from the tokens so far, and the turn that added the last of them, to an answer."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -68,7 +68,7 @@ def _play(arguments: list[str]) -> None:
 
     task = _task_of(parse_config(rest, program=PROGRAM)[1])
 
-    async def answer(tokens: list[int]) -> "Completion":
+    async def answer(tokens: list[int], turn: "EpisodeTurn") -> "Completion":
         return _typed(task)
 
     asyncio.run(play(task, own.prompt, answer))
@@ -93,13 +93,15 @@ def _play_run(folder: Path, step: int | None, prompt_id: int, overrides: list[st
     longest = min(task.config.max_episode_tokens, task.shape.max_seq_len)
 
     async def work(session: Session) -> None:
-        async def answer(tokens: list[int]) -> "Completion":
-            turn = len(tokens)  # differs between turns
+        async def answer(tokens: list[int], turn: "EpisodeTurn") -> "Completion":
+            length = len(tokens)  # differs between turns
+            room = longest - length
+            most = min(sampling.max_tokens, room, turn.max_tokens or room)
             request = GenerationRequest(
-                request_id=f"play/{turn}",
+                request_id=f"play/{length}",
                 prompt_tokens=tokens,
-                seed=derive_seed(config.seed, prompt_id, 0, turn, stream="play"),
-                sampling=replace(sampling, max_tokens=min(sampling.max_tokens, longest - turn)),
+                seed=derive_seed(config.seed, prompt_id, 0, length, stream="play"),
+                sampling=replace(sampling, max_tokens=most, top_logprobs=turn.top_logprobs),
             )
             (completion,) = await session.sample([request])
             return completion
@@ -121,7 +123,7 @@ async def play(task: "EnvironmentTask", prompt_id: int, answer: Policy) -> "Epis
         while turn.end is None:
             print(strip(task, "fed", turn.tokens))
             tokens = turn.tokens if turn.is_whole else tokens + turn.tokens
-            sampled = await answer(tokens)
+            sampled = await answer(tokens, turn)
             print(strip(task, "sampled", sampled.tokens))
             tokens = tokens + sampled.tokens
             turn = await environments.step(0, sampled)

@@ -28,6 +28,8 @@ MIN_TEMPERATURE = 0.01
 """Lowest temperature above 0. vLLM silently raises lower ones, which would change the log-probs."""
 MAX_TEMPERATURE = 2.0
 """Highest temperature that vLLM samples at."""
+MAX_TOP_LOGPROBS = 20
+"""Maximum of ``Sampling.top_logprobs``, which is that of OpenAI's API."""
 
 StopReason = FinishReason | EpisodeStop
 """Reason for the end of a rollout. Only single completions have ``stop``."""
@@ -84,6 +86,8 @@ class Sampling:
     top_k: int = 0
     min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
+    top_logprobs: int = 0
+    """Number of most likely tokens whose log-probs are returned beside each sampled token."""
 
     @property
     def is_cut(self) -> bool:
@@ -111,6 +115,8 @@ class Completion:
     ``logprobs`` are log-probs under the distribution that was sampled: after the temperature and
     over what top-k, top-p and min-p kept. ``versions`` are the policy versions that sampled each
     token. ``sampling_mask`` has the kept ids of each token; None if nothing was cut.
+    ``top_logprobs`` has the log-probs of the most likely ids at each token, the highest first; None
+    if the request did not ask for them. Ids that cannot be sampled are left out.
     """
 
     tokens: list[int]
@@ -118,13 +124,18 @@ class Completion:
     versions: list[int]
     finish_reason: FinishReason
     sampling_mask: SamplingMask | None = None
+    top_logprobs: list[dict[int, float]] | None = None
 
     @classmethod
     def written(cls, tokens: list[int]) -> "Completion":
         """Return a completion that no policy sampled: its log-probs are 0, its versions -1."""
-        logprobs = [0.0] * len(tokens)
-        versions = [-1] * len(tokens)
-        return cls(tokens=tokens, logprobs=logprobs, versions=versions, finish_reason="stop")
+        return cls(
+            tokens=tokens,
+            logprobs=[0.0] * len(tokens),
+            versions=[-1] * len(tokens),
+            finish_reason="stop",
+            top_logprobs=[{token: 0.0} for token in tokens],
+        )
 
     def without_mask(self) -> "Completion":
         """Return the completion without its sampling mask, for a process that does not train."""
@@ -182,6 +193,8 @@ class EpisodeTurn:
     otherwise they are the tokens after the last answer."""
     max_tokens: int | None = None
     """Maximum length of the next answer, if the environment sets one."""
+    top_logprobs: int = 0
+    """Number of most likely tokens whose log-probs the environment gets with the next answer."""
     is_replayable: bool = False
     """Whether the environment is deterministic: the same answers lead to the same tokens. Set in
     the first turn of an episode."""

@@ -5,6 +5,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ from rl.dialects.base import Dialect
 from rl.types import Completion
 
 DONE = "data: [DONE]\n\n"
+REPLACEMENT = "\ufffd"
+"""Character that stands for bytes that are no text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,19 +122,31 @@ class Form:
         return {"finish_reason": choice.finish_reason, "logprobs": rows}
 
     def _logprob_rows(self, choice: Choice) -> list[dict[str, Any]]:
-        words = [self.dialect.tokenizer.decode([token]) for token in choice.completion.tokens]
+        completion = choice.completion
+        tops = completion.top_logprobs or [{}] * len(completion.tokens)
+        decode = cache(lambda token: self.dialect.tokenizer.decode([token]))
+
+        def row(token: int, logprob: float) -> dict[str, Any]:
+            word = decode(token)
+            is_part = REPLACEMENT in word  # a part of a character
+            own = None if is_part else [*word.encode()]
+            return {"token": word, "bytes": own, "logprob": logprob}
+
         return [
-            {"token": word, "bytes": [*word.encode()], "logprob": logprob, "top_logprobs": []}
-            for word, logprob in zip(words, choice.completion.logprobs, strict=True)
+            {**row(token, logprob), "top_logprobs": [row(*each) for each in top.items()]}
+            for token, logprob, top in zip(
+                completion.tokens, completion.logprobs, tops, strict=True
+            )
         ]
 
     def _text_row(self, index: int, choice: Choice) -> dict[str, Any]:
         ids = {"token_ids": choice.completion.tokens, "prompt_token_ids": choice.prompt}
         rows = self._logprob_rows(choice) if self.logprobs else []
+        has_top = choice.completion.top_logprobs is not None
         columns = {
             "tokens": [row["token"] for row in rows],
             "token_logprobs": [row["logprob"] for row in rows],
-            "top_logprobs": None,
+            "top_logprobs": [*map(_by_word, rows)] if has_top else None,
             "text_offset": [],
         }
         return {
@@ -168,13 +183,23 @@ def until(holds: Callable[[list[int]], bool], completion: Completion) -> Complet
     places = range(len(completion.tokens) + 1)
     count = bisect_left(places, True, lo=1, key=lambda place: holds(completion.tokens[:place]))
     mask = completion.sampling_mask
+    top = completion.top_logprobs
     return Completion(
         tokens=completion.tokens[:count],
         logprobs=completion.logprobs[:count],
         versions=completion.versions[:count],
         finish_reason="stop",
         sampling_mask=None if mask is None else mask.select(np.arange(count)),
+        top_logprobs=None if top is None else top[:count],
     )
+
+
+def _by_word(row: dict[str, Any]) -> dict[str, float]:
+    """Return the log-probs at a token by text: its own, and the highest of each other text."""
+    found: dict[str, float] = {}
+    for each in [row, *row["top_logprobs"]]:
+        found.setdefault(each["token"], each["logprob"])
+    return found
 
 
 def _generated(choice: Choice) -> list[dict[str, Any]]:

@@ -19,6 +19,7 @@ from rl.gateway.protocol import (
     CompletionRequest,
     GenerateRequest,
     Sampled,
+    SamplingParams,
     context_exceeded,
     read,
 )
@@ -163,6 +164,7 @@ class Gateway:
         request = read(ChatRequest, body)
         session = self._session(name)
         form = self._form(request, bool(request.logprobs))
+        top = request.top_count
         capture = session.capture
 
         def prepare() -> Work:
@@ -180,7 +182,7 @@ class Gateway:
                 message = capture.answer(opened, completion, request.stops)
                 return Choice(prompt=opened.tokens, completion=completion, message=message)
 
-            asks = self._asks(session, name, request, opened.tokens, most=most, n=request.n)
+            asks = self._asks(session, name, request, opened.tokens, most=most, top=top)
             return [(ask, choose) for ask in asks]
 
         events = form.chat_events if request.stream else None
@@ -198,7 +200,7 @@ class Gateway:
             work = []
             for prompt in request.prompts():
                 tokens, choose = self._completed(session.capture, prompt, request)
-                asks = self._asks(session, name, request, tokens, n=request.n)
+                asks = self._asks(session, name, request, tokens, top=request.logprobs or 0)
                 work += [(ask, choose) for ask in asks]
             return work
 
@@ -223,7 +225,7 @@ class Gateway:
 
         def prepare() -> Work:
             _, choose = self._completed(session.capture, tokens, params)
-            asks = self._asks(session, name, params, tokens, n=params.n)
+            asks = self._asks(session, name, params, tokens)
             return [(ask, choose) for ask in asks]
 
         return Reply(
@@ -320,11 +322,11 @@ class Gateway:
         self,
         session: _Session,
         name: str,
-        request: Sampled,
+        request: Asked | SamplingParams,
         tokens: list[int],
         *,
-        n: int | None,
         most: int | None = None,
+        top: int = 0,
     ) -> list[Ask]:
         room = self.longest - len(tokens)
         if not tokens or not all(0 <= token < self._vocab_size for token in tokens):
@@ -348,11 +350,12 @@ class Gateway:
             top_k=top_k,
             min_p=default.min_p if request.min_p is None else request.min_p,
             stop_token_ids=tuple(request.stop_token_ids or default.stop_token_ids),
+            top_logprobs=top,
         )
         seed = secrets.randbits(62) if request.seed is None else request.seed
         return [
             Ask(session=name, tokens=tokens, sampling=sampling, seed=(seed + number) % 2**63)
-            for number in range(n or 1)
+            for number in range(request.n or 1)
         ]
 
     def _answer(

@@ -4,7 +4,8 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from rl.types import MAX_TEMPERATURE
+from rl.errors import shown
+from rl.types import MAX_TEMPERATURE, MAX_TOP_LOGPROBS
 
 MAX_CHOICES = 64
 """Maximum of ``n``."""
@@ -20,7 +21,6 @@ NEUTRAL = {
     "presence_penalty": (0, 0.0),
     "repetition_penalty": (1, 1.0),
     "logit_bias": ({},),
-    "top_logprobs": (0,),
     "response_format": ({"type": "text"},),
     "echo": (False,),
     "best_of": (1,),
@@ -146,7 +146,18 @@ class ChatRequest(Asked):
     """If False, an answer ends with its first tool call."""
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     chat_template_kwargs: TemplateOptions | None = None
+
+    @property
+    def top_count(self) -> int:
+        """Number of most likely tokens to return at each token. Raises ApiError if there is one
+        without ``logprobs``.
+        """
+        if self.top_logprobs and not self.logprobs:
+            message = f"top_logprobs is {self.top_logprobs}; it needs logprobs to be true"
+            raise ApiError(400, message, code="invalid_value", param="top_logprobs")
+        return self.top_logprobs or 0
 
     def forced_tool(self) -> tuple[str | None] | None:
         """Return the name of the tool that an answer has to call, None in it for any of them; None
@@ -167,7 +178,8 @@ class CompletionRequest(Asked):
     """Body of ``/v1/completions``."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
-    logprobs: Literal[0, 1] | None = None
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    """Number of most likely tokens to return at each token, beside the sampled one."""
 
     def prompts(self) -> list[str | list[int]]:
         """Return the prompts. Raises ApiError if there are too few or too many."""
@@ -206,12 +218,13 @@ def read(kind: type[Request], body: bytes) -> Request:
     try:
         request = kind.model_validate_json(body)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
+        first = error.errors(include_url=False)[0]
         if first["type"] == "json_invalid":
             message = f"the body is not JSON: {first['msg']}"
             raise ApiError(400, message, code="invalid_json") from None
         param = ".".join(map(str, first["loc"])) or None
-        message = f"{param or 'the body'}: {first['msg']}"
+        value = "" if first["type"] == "missing" else f" is {shown(first['input'])}"
+        message = f"{param or 'the body'}{value}: {first['msg']}"
         raise ApiError(400, message, code="invalid_value", param=param) from None
     values = [getattr(request, name) for name in kind.model_fields]
     for part in [request, *values]:

@@ -19,6 +19,7 @@ from rl.model.tp_plan import check_generator, generator_layout
 from rl.platform import release_cached_memory
 from rl.types import (
     MAX_TEMPERATURE,
+    MAX_TOP_LOGPROBS,
     MIN_TEMPERATURE,
     Completion,
     GenerationRequest,
@@ -66,7 +67,7 @@ class GenerationEngine:
         self._engine = start_vllm(
             config, self.shape, fuse_qkv=model.fuse_qkv, seed=seed, timeout_s=timeout_s
         )
-        self._requests = Requests(self._engine)
+        self._requests = Requests(self._engine, self.shape.vocab_size)
         self._model = vllm_internals.model_of(self._engine)
         self._group = _tp_group()
         self._host = HostMemory()
@@ -168,6 +169,8 @@ class GenerationEngine:
         if heat and not MIN_TEMPERATURE <= heat <= MAX_TEMPERATURE:
             rule = f"from {MIN_TEMPERATURE} to {MAX_TEMPERATURE}"
             return f"temperature {heat} is not 0, which is greedy, nor {rule}"
+        if not 0 <= sampling.top_logprobs <= MAX_TOP_LOGPROBS:
+            return f"top_logprobs {sampling.top_logprobs} is not from 0 to {MAX_TOP_LOGPROBS}"
         return ""
 
     def add(self, request: GenerationRequest) -> None:

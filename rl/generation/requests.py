@@ -21,6 +21,9 @@ class _InFlight:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    top: list[dict[int, float]] = field(default_factory=list)
+    """Log-probs of the ``top_count`` most likely ids at each token."""
+    top_count: int = 0
     masks: list[np.ndarray] | None = None
     """Rows of the sampling mask; None if the whole vocabulary is sampled from."""
 
@@ -32,8 +35,9 @@ class Requests:
     does, takes as long as scheduling.
     """
 
-    def __init__(self, engine: Any):
+    def __init__(self, engine: Any, vocab_size: int):
         self._engine = engine
+        self._vocab_size = vocab_size
         self._numbers = itertools.count()
         self._in_flight = dict[str, _InFlight]()
         self._cut = set[str]()  # those of the requests that need masks
@@ -45,9 +49,10 @@ class Requests:
     def add(self, request: GenerationRequest) -> None:
         """Queue a request for the next step."""
         name = str(next(self._numbers))  # an id may be used again while vLLM still clears it
-        params = _sampling_params(request.sampling, request.seed)
+        top_count = min(request.sampling.top_logprobs, self._vocab_size)
+        params = _sampling_params(request.sampling, request.seed, top_count)
         vllm_internals.submit(self._engine, name, request.prompt_tokens, params)
-        self._in_flight[name] = _InFlight(request.request_id)
+        self._in_flight[name] = _InFlight(request.request_id, top_count=top_count)
         if request.sampling.is_cut:
             self._in_flight[name].masks = []
             self._cut.add(name)
@@ -65,6 +70,8 @@ class Requests:
                 each.tokens += new
                 each.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
                 each.versions += [int(outputs.weight_version)] * len(new)
+                if each.top_count:
+                    each.top += _most_likely(output.new_logprobs, each.top_count)
                 if each.masks is not None:
                     each.masks += vllm_masks.rows_of(output)
             if output.finish_reason is not None:
@@ -83,7 +90,20 @@ class Requests:
         vllm_internals.abort(self._engine, names)
 
 
-def _sampling_params(sampling: Sampling, seed: int) -> Any:
+def _most_likely(found: Any, count: int) -> list[dict[int, float]]:
+    """Return the log-probs of the ``count`` most likely ids at each token of vLLM's
+    ``LogprobsLists``. Its first column is the sampled token; it may have more columns, for another
+    request.
+    """
+    columns = slice(1, 1 + count)
+    ids, logprobs = found.logprob_token_ids[:, columns], found.logprobs[:, columns]
+    return [
+        {token: value for token, value in zip(*row, strict=True) if value > -math.inf}
+        for row in zip(ids.tolist(), logprobs.tolist(), strict=True)
+    ]
+
+
+def _sampling_params(sampling: Sampling, seed: int, top_count: int) -> Any:
     from vllm import SamplingParams
 
     return SamplingParams(
@@ -94,7 +114,7 @@ def _sampling_params(sampling: Sampling, seed: int) -> Any:
         min_p=sampling.min_p,
         stop_token_ids=list(sampling.stop_token_ids),
         seed=seed % 2**63,  # vLLM takes -1 for "no seed"
-        logprobs=0,  # only those of the chosen token
+        logprobs=top_count,  # beside that of the chosen token
         ignore_eos=True,
         detokenize=False,
     )
@@ -114,4 +134,5 @@ def _completion(sampled: _InFlight, reason: Any) -> Completion:
         versions=sampled.versions,
         finish_reason=str(reason),  # type: ignore[arg-type]
         sampling_mask=None if masks is None else SamplingMask.of_rows(masks),
+        top_logprobs=sampled.top if sampled.top_count else None,
     )

@@ -14,6 +14,7 @@ from rl.errors import require
 from rl.generation.config import GeneratorConfig, check_variables
 from rl.model.shape import ModelShape, hf_config
 from rl.platform import device_type
+from rl.types import MAX_TOP_LOGPROBS
 
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 """vLLM's variable for its model runner: 1 for Model Runner V2, 0 for V1."""
@@ -93,6 +94,7 @@ def vllm_config(
         block_size=config.block_size,
         enable_prefix_caching=config.prefix_caching,
         logprobs_mode="processed_logprobs",  # after temperature, top-k and top-p
+        max_logprobs=MAX_TOP_LOGPROBS,
         async_scheduling=False,  # all tokens of a step come from the same weights
         disable_log_stats=True,
     ).create_engine_config()

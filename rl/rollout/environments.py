@@ -2,12 +2,14 @@
 
 import asyncio
 import inspect
+import math
 import time
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
+
+import numpy as np
 
 from rl.dialects.base import ConversationError, ToolCall
 from rl.errors import GroupLost, said_by, shown, trace_of
@@ -22,7 +24,15 @@ from rl.tasks.environment import (
     TokenEnvironment,
     TokenReply,
 )
-from rl.types import Completion, EpisodeEnd, EpisodeStop, EpisodeTurn, Prompt
+from rl.threads import DaemonThread
+from rl.types import (
+    MAX_TOP_LOGPROBS,
+    Completion,
+    EpisodeEnd,
+    EpisodeStop,
+    EpisodeTurn,
+    Prompt,
+)
 
 UNREAD = "error: no call of this answer was run, since one of them is malformed"
 
@@ -45,7 +55,7 @@ class _Episode:
     """Whether a call holds the thread of the episode."""
     spent: float = 0.0
     """Time of the calls of the environment, in s."""
-    thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
+    thread: DaemonThread = field(default_factory=DaemonThread)
 
     def __str__(self) -> str:
         return f"prompt {self.prompt.prompt_id}, sample {self.sample}, turn {self.turns}"
@@ -79,21 +89,21 @@ class Environments:
         episode = self._open[key] = _Episode(prompt, sample)
         try:
             make = self._task.environment
-            episode.environment = await self._call(episode, make, prompt, sample)
-            opening = await self._call(episode, episode.environment.reset)
-            most = None
-            if isinstance(episode.environment, TokenEnvironment):
+            environment = episode.environment = await self._call(episode, make, prompt, sample)
+            if not (hasattr(environment, "reset") and hasattr(environment, "step")):
+                what = f"environment returned {shown(environment)}, which has no reset and step"
+                self._refuse(episode, what)
+            opening = await self._call(episode, environment.reset)
+            asked: dict[str, Any] = {}
+            if isinstance(environment, TokenEnvironment):
                 first = self._given(episode, "reset", opening, may_end=False)
                 episode.tokens = [*first.tokens]
-                most = first.max_tokens
+                asked = _asked(first)
             else:
                 episode.tokens = self._rendered(episode, opening)
             self._check_opening(episode)
-            return EpisodeTurn(
-                tokens=[*episode.tokens],
-                max_tokens=most,
-                is_replayable=getattr(episode.environment, "replayable", False) is True,
-            )
+            replayable = getattr(environment, "replayable", False) is True
+            return EpisodeTurn(tokens=[*episode.tokens], is_replayable=replayable, **asked)
         except BaseException:
             await self.close([key])
             raise
@@ -122,12 +132,12 @@ class Environments:
         if episode.is_hung and not inspect.iscoroutinefunction(close):
             if close is not None:  # once the call that hangs returns; nobody waits for it
                 episode.thread.submit(close)
-            episode.thread.shutdown(wait=False)
+            episode.thread.shutdown()
             return
         if close is not None:
             with suppress(GroupLost):  # the rollout is complete, or lost for another reason
                 await self._call(episode, close)
-        episode.thread.shutdown(wait=False, cancel_futures=True)
+        episode.thread.shutdown()
 
     async def _answered(self, episode: _Episode, completion: Completion) -> EpisodeTurn:
         assert episode.environment is not None, "open made it"
@@ -137,43 +147,42 @@ class Environments:
         broken = sum(bool(call.error) for call in turn.tool_calls)
         episode.malformed += broken
         environment = episode.environment
+        given: TokenReply | None = None
         if isinstance(environment, TokenEnvironment):
             step = await self._call(episode, environment.step, completion)
-            self._given(episode, "step", step, may_end=True)
+            given = self._given(episode, "step", step, may_end=True)
         elif broken:
             step = Reply(messages=[_refusal(call) for call in turn.tool_calls])
         else:
             step = await self._call(episode, environment.step, turn.message)
         self._count(episode, step)
-        in_tokens = isinstance(step, TokenReply)
         if step.done:
-            return self._end(episode, answer, step.stop_reason if in_tokens else "done")
+            return self._end(episode, answer, "done" if given is None else given.stop_reason)
         before = [*episode.tokens, *answer]
-        if in_tokens:
-            whole = [*step.tokens]
-        else:
+        if given is None:
             whole = before + self._continued(episode, answer, step.messages)
+        else:
+            whole = [*given.tokens]
         if reason := self._limit(episode, len(whole)):
-            if reason == "timeout" and in_tokens:  # such an environment gives its reward at the end
+            if reason == "timeout" and given is not None:  # its reward comes at its end
                 limit = self._task.config.episode_s
                 name = type(environment).__name__
                 message = f"{name} took longer than task.episode_s={limit:g}; {episode}"
                 raise GroupLost("environment timed out", message)
             return self._end(episode, answer, reason)
         episode.tokens = whole
-        most = step.max_tokens if in_tokens else None
+        asked = {} if given is None else _asked(given)
         if whole[: len(before)] != before:
-            return EpisodeTurn(tokens=[*whole], is_whole=True, max_tokens=most)
-        return EpisodeTurn(tokens=whole[len(before) :], max_tokens=most)
+            return EpisodeTurn(tokens=[*whole], is_whole=True, **asked)
+        return EpisodeTurn(tokens=whole[len(before) :], **asked)
 
     def _given(self, episode: _Episode, method: str, reply: Any, *, may_end: bool) -> TokenReply:
         """Return ``reply``, which has to be a TokenReply with tokens of the model, or the end."""
         if not isinstance(reply, TokenReply):
             self._refuse(episode, f"{method} returned {shown(reply)}, which is not a TokenReply")
-        size = self._task.shape.vocab_size
-        known = all(isinstance(each, int) and 0 <= each < size for each in reply.tokens)
-        if not ((may_end and reply.done) or (known and reply.tokens)):
-            self._refuse(episode, f"{method} returned {shown(reply)}; give tokens below {size}")
+        for is_right, rule in _rules(reply, self._task.shape.vocab_size, may_end=may_end):
+            if not is_right:
+                self._refuse(episode, f"{method} returned {shown(reply)}; {rule}")
         return reply
 
     def _check_opening(self, episode: _Episode) -> None:
@@ -184,13 +193,16 @@ class Environments:
             most = room
             field = f"task.max_episode_tokens={room + 1} with room for one token more"
         if length > most:
-            message = f"its first messages are {length} tokens; {field} allows {most}; {episode}"
+            what = f"the first messages of an environment of {type(self._task).__name__} are"
+            message = f"{what} {length} tokens; {field} allows {most}; {episode}"
             raise GroupLost("opening too long", message)
 
     def _count(self, episode: _Episode, step: Any) -> None:
         """Add the reward of ``step`` to the score of the episode."""
         if not isinstance(step, Reply):
             self._refuse(episode, f"step returned {shown(step)}, which is not a Reply")
+        if not isinstance(step.done, int | np.bool_):
+            self._refuse(episode, f"step returned done={shown(step.done)}, which is not a bool")
         before = episode.score
         try:
             score = Score(reward=step.reward, correct=step.correct, metrics=step.metrics)
@@ -208,7 +220,9 @@ class Environments:
         if not isinstance(opening, Opening):
             self._refuse(episode, f"reset returned {shown(opening)}, which is not an Opening")
         dialect = self._task.dialect
-        tools = [*opening.tools] or None
+        tools: Any = opening.tools
+        if isinstance(tools, Iterable):
+            tools = [*tools] or None
         try:
             rendered = dialect.render(
                 opening.messages, tools, add_generation_prompt=True, **self._options
@@ -254,7 +268,8 @@ class Environments:
 
     async def _call(self, episode: _Episode, method: Callable[..., Any], *args: Any) -> Any:
         """Call the user's ``method`` as a coroutine or in the thread of the episode."""
-        where = f"{type(self._task).__name__}.{method.__name__}"
+        name = getattr(method, "__name__", type(method).__name__)
+        where = f"{type(self._task).__name__}.{name}"
         loop = asyncio.get_running_loop()
         if inspect.iscoroutinefunction(method):
             work = asyncio.ensure_future(method(*args))
@@ -283,6 +298,43 @@ class Environments:
     def _refuse(self, episode: _Episode, what: str) -> NoReturn:
         message = f"an environment of {type(self._task).__name__}: {what}; {episode}"
         raise GroupLost("environment was invalid", message)
+
+
+async def played(
+    task: EnvironmentTask, prompt: Prompt, answer: Completion, *, turns: float = math.inf
+) -> EpisodeEnd | None:
+    """Play an episode in which every answer of the policy is ``answer``. Return its end, or None if
+    it goes on after so many ``turns``. Raises GroupLost.
+    """
+    environments = Environments(task)
+    try:
+        turn = await environments.open(0, prompt, 0)
+        while turn.end is None and turns > 0:
+            turn = await environments.step(0, answer)
+            turns -= 1
+    finally:
+        await environments.close([0])
+    return turn.end
+
+
+def _rules(reply: TokenReply, size: int, *, may_end: bool) -> Iterator[tuple[bool, str]]:
+    """Yield whether each field of ``reply`` is right, and its rule. Ids are below ``size``."""
+    tokens, most, top = reply.tokens, reply.max_tokens, reply.top_logprobs
+    known = isinstance(tokens, Sequence) and all(
+        isinstance(each, int) and 0 <= each < size for each in tokens
+    )
+    yield bool((may_end and reply.done) or (known and tokens)), f"give tokens below {size}"
+    has_room = most is None or (isinstance(most, int) and most >= 1)
+    yield has_room, "give a max_tokens of at least 1, or None"
+    is_count = isinstance(top, int) and 0 <= top <= MAX_TOP_LOGPROBS
+    yield is_count, f"give a top_logprobs from 0 to {MAX_TOP_LOGPROBS}"
+    reasons = get_args(EpisodeStop)
+    yield reply.stop_reason in reasons, f"give a stop_reason of {', '.join(reasons)}"
+
+
+def _asked(reply: TokenReply) -> dict[str, Any]:
+    """Return what an environment asks of the next answer, as fields of an EpisodeTurn."""
+    return {"max_tokens": reply.max_tokens, "top_logprobs": reply.top_logprobs}
 
 
 def _in_thread(method: Callable[..., Any], *args: Any) -> Any:

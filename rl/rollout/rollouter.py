@@ -359,14 +359,19 @@ class Rollouter:
 
     def _request(self, episode: Episode, sampling: Sampling, stream: str) -> GenerationRequest:
         room = self._longest - len(episode.tokens)
-        most = min(sampling.max_tokens, room, episode.turns[-1].max_tokens or room)
+        asked = episode.turns[-1]
+        most = min(sampling.max_tokens, room, asked.max_tokens or room)
         turn = len(episode.answers)
         prompt = episode.prompt
         return GenerationRequest(
             request_id=f"{stream}/{prompt.prompt_id}/{episode.sample}/{turn}",
             prompt_tokens=[*episode.tokens],
             seed=derive_seed(self.seed, prompt.prompt_id, episode.sample, turn, stream=stream),
-            sampling=replace(sampling, max_tokens=most),
+            sampling=replace(
+                sampling,
+                max_tokens=most,
+                top_logprobs=max(sampling.top_logprobs, asked.top_logprobs),
+            ),
         )
 
     def _count(self, lost: GroupLost, counter: Counter[str], noun: str) -> None:

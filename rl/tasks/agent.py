@@ -8,7 +8,6 @@ import secrets
 import signal
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, fields
 from typing import Any, Self
@@ -18,6 +17,7 @@ from rl.gateway.gateway import Ask, Gateway, Limits
 from rl.gateway.http import serving
 from rl.gateway.protocol import ApiError, context_exceeded
 from rl.tasks.environment import EnvironmentTask, Reply, TokenEnvironment, TokenReply
+from rl.threads import DaemonThread
 from rl.types import Completion, EpisodeStop, Prompt, Sampling
 
 MAX_OUTPUT = 2**20
@@ -105,7 +105,7 @@ class AgentTask(EnvironmentTask):
 
     The conversations of the agent are trained token for token, and each sampled token once. The
     run's ``rollout`` has the parameters of sampling; those of the agent's requests have no effect,
-    except for a smaller ``max_tokens``.
+    except for a smaller ``max_tokens`` and log-probs.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -162,7 +162,7 @@ class AgentEpisode(TokenEnvironment):
         """Limit that refused the latest request."""
         self._refusals: dict[str, EpisodeStop] = {}
         """Limits that refused a request, by the text of the error."""
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="agent")
+        self._thread = DaemonThread("agent")
         self._session = secrets.token_hex(12)
         self._server: _Server | None = None
         self._agent: asyncio.Future[Any] | None = None
@@ -198,7 +198,7 @@ class AgentEpisode(TokenEnvironment):
             self._refuse(self._asks.get_nowait()[1])
         if self._answer is not None:
             self._refuse(self._answer)
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._thread.shutdown()
 
     async def _act(self, api: Api) -> Any:
         """Run the agent to its end."""
@@ -230,7 +230,12 @@ class AgentEpisode(TokenEnvironment):
             finally:
                 waiting.cancel()
             if not self._refused(ask, self._answer):
-                return TokenReply(tokens=ask.tokens, max_tokens=ask.sampling.max_tokens)
+                asked = ask.sampling
+                return TokenReply(
+                    tokens=ask.tokens,
+                    max_tokens=asked.max_tokens,
+                    top_logprobs=asked.top_logprobs,
+                )
 
     def _refused(self, ask: Ask, answer: asyncio.Future[Completion]) -> bool:
         """Whether a limit allows no answer; then the agent gets an error."""

@@ -63,6 +63,9 @@ class TokenReply(Reply):
     max_tokens: int | None = None
     """Maximum length of the next answer; at most ``rollout.max_tokens`` in any case."""
 
+    top_logprobs: int = 0
+    """Number of most likely tokens whose log-probs the next answer has, 0 to 20."""
+
     stop_reason: EpisodeStop = "done"
     """Reason for the end, if ``done``."""
 

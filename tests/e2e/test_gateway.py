@@ -136,13 +136,20 @@ def assert_serves(folder: Path, arguments: list[str], number: signal.Signals, ve
                 messages=messages,
                 max_tokens=20,
                 logprobs=True,
+                top_logprobs=3,
                 seed=7,
                 extra_body={"return_token_ids": True},
             )
             choice = answer.choices[0]
             assert answer.prompt_token_ids[: len(tokens)] == tokens
             tokens = answer.prompt_token_ids + choice.token_ids
-            assert all(row.logprob <= 0 for row in choice.logprobs.content)
+            for row in choice.logprobs.content:
+                likely = [each.logprob for each in row.top_logprobs]
+                assert likely == sorted(likely, reverse=True) and 0 < len(likely) <= 3
+                assert row.logprob <= likely[0] <= 0
+                assert {each.token: each.logprob for each in row.top_logprobs}.get(
+                    row.token, row.logprob
+                ) == pytest.approx(row.logprob)
             messages.append(choice.message.model_dump(exclude_none=True))
             messages.append({"role": "user", "content": "And now?"})
         (sequence,) = server.ask(f"/sessions/{opened['id']}")["sequences"]

@@ -87,15 +87,19 @@ class Sure(Agents):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Agents.Config):
-        pass
+        top: int = 0
+
+    config: Config
 
     async def agent(self, prompt, api):
         messages = [{"role": "user", "content": "1 + 2?"}]
         async with AsyncOpenAI(base_url=api.base_url, api_key=api.key) as client:
             said = await client.chat.completions.create(
-                model="gpt-4o", messages=messages, logprobs=True
+                model="gpt-4o", messages=messages, logprobs=True, top_logprobs=self.config.top
             )
-        return Reply(reward=sum(row.logprob for row in said.choices[0].logprobs.content))
+        rows = said.choices[0].logprobs.content
+        likely = sum(len(row.top_logprobs) for row in rows)
+        return Reply(reward=sum(row.logprob for row in rows), metrics={"likely": float(likely)})
 
 
 class Program(Agents):

@@ -39,9 +39,17 @@ class Policy:
             logprobs=[-float(version) - n for n in range(len(tokens))],
             versions=[version] * len(tokens),
             finish_reason="length" if len(answer) > len(tokens) else "stop",
+            top_logprobs=top_of(tokens, ask.sampling.top_logprobs),
         )
         self.turns.append((ask, completion))
         return completion
+
+
+def top_of(tokens, count):
+    """Return made-up log-probs of ``count`` tokens at each place; None for no tokens."""
+    if not count:
+        return None
+    return [{token + more: -0.5 - more for more in range(count)} for token in tokens]
 
 
 def make_gateway(policy, **options):

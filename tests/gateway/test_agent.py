@@ -127,11 +127,18 @@ def test_blocking_clients_and_programs_are_agents_too(model, task):
 
 
 def test_an_agent_gets_the_log_probs_of_its_answers(model):
-    (group,), _ = collect(model, [1], task=agents.Sure)
-    for rollout in group:
-        (sequence,) = rollout.sequences
-        assert rollout.reward == pytest.approx(sequence.logprobs[sequence.sampled].sum())
-        assert rollout.reward < 0
+    """Those of the most likely tokens change nothing that is trained."""
+    trained = []
+    for top in (0, 3):
+        (group,), engine = collect(model, [1], task=agents.Sure, top=top)
+        assert {r.sampling.top_logprobs for turns in engine.rounds for r, _ in turns} == {top}
+        for rollout in group:
+            (sequence,) = rollout.sequences
+            assert rollout.reward == pytest.approx(sequence.logprobs[sequence.sampled].sum())
+            assert rollout.reward < 0
+            assert rollout.metrics["likely"] == top * rollout.sampled_count
+        trained.append([rollout.sequences for rollout in group])
+    assert trained[0] == trained[1]
 
 
 @pytest.mark.parametrize(

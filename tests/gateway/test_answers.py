@@ -161,14 +161,61 @@ def test_tokens_have_both_spellings_of_their_ids():
             assert choice["finish_reason"] == "length"
 
 
-def test_log_probs_belong_to_the_sampled_tokens():
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("count", [None, 0, 3])
+def test_log_probs_belong_to_the_sampled_tokens_and_to_the_most_likely_ones(count, stream):
+    """Each text has its bytes, unless it is a part of a character."""
+
     async def work():
-        policy = Policy(["no call"])
+        policy = Policy(["odd tokens"])
         async with server(policy) as (_, _, client):
-            answer = await client.chat.completions.create(**CHAT, logprobs=True)
-            ((_, completion),) = policy.turns
-            content = answer.choices[0].logprobs.content
-            assert [row.logprob for row in content] == completion.logprobs
-            assert answer.usage.completion_tokens == len(completion.tokens)
+            options = (
+                {"stream": stream} if count is None else {"stream": stream, "top_logprobs": count}
+            )
+            answer = await client.chat.completions.create(**CHAT, logprobs=True, **options)
+            choice = (
+                [chunk async for chunk in answer][-1].choices[0] if stream else answer.choices[0]
+            )
+            ((ask, completion),) = policy.turns
+            assert ask.sampling.top_logprobs == (count or 0)
+            rows = choice.logprobs.content
+            assert [row.logprob for row in rows] == completion.logprobs
+            for row, token in zip(rows, completion.tokens, strict=True):
+                check_text(row, token)
+                assert [each.logprob for each in row.top_logprobs] == [-0.5, -1.5, -2.5][
+                    : count or 0
+                ]
+                for more, each in enumerate(row.top_logprobs):
+                    check_text(each, token + more)
+
+    def check_text(row, token):
+        assert row.token == qwen3().decode([token])
+        assert row.bytes == (None if "\ufffd" in row.token else [*row.token.encode()])
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_completions_have_the_most_likely_tokens_by_text(stream):
+    async def work():
+        policy = Policy(["plain"])
+        async with server(policy) as (_, _, client):
+            for count in (0, 3):
+                answer = await client.completions.create(
+                    model="policy", prompt="1 + 2 =", logprobs=count, stream=stream
+                )
+                chunks = [chunk async for chunk in answer] if stream else [answer]
+                (found,) = [choice.logprobs for chunk in chunks for choice in chunk.choices]
+                ask, completion = policy.turns[-1]
+                assert ask.sampling.top_logprobs == count
+                assert found.token_logprobs == completion.logprobs
+                if not count:
+                    assert found.top_logprobs is None
+                    continue
+                rows = zip(found.top_logprobs, completion.tokens, completion.logprobs, strict=True)
+                for top, token, logprob in rows:
+                    words = [qwen3().decode([token + more]) for more in range(count)]
+                    expected = {words[2]: -2.5, words[1]: -1.5, words[0]: logprob}
+                    assert top == expected
 
     asyncio.run(work())

@@ -57,6 +57,7 @@ def post(requests, *, policy=None, headers=None, **options):
     return asyncio.run(work())
 
 
+TOP = ("invalid_value", "top_logprobs is ")
 CASES = [
     ("/v1/chat/completions", b"{", 400, "invalid_json", "not JSON"),
     ("/v1/chat/completions", b"\xff", 400, "invalid_json", "not JSON"),
@@ -65,9 +66,13 @@ CASES = [
     ("/v1/chat/completions", {"model": "policy"}, 400, "invalid_value", "messages"),
     ("/v1/chat/completions", CHAT | {"messages": []}, 400, "invalid_value", "messages"),
     ("/v1/chat/completions", CHAT | {"messages": [{}]}, 400, "invalid_value", "role"),
-    ("/v1/chat/completions", CHAT | {"n": 0}, 400, "invalid_value", "n: "),
-    ("/v1/chat/completions", CHAT | {"n": 65}, 400, "invalid_value", "n: "),
-    ("/v1/chat/completions", CHAT | {"n": True}, 400, "invalid_value", "n: "),
+    ("/v1/chat/completions", CHAT | {"n": 0}, 400, "invalid_value", "n is 0: "),
+    ("/v1/chat/completions", CHAT | {"n": 65}, 400, "invalid_value", "n is 65: "),
+    ("/v1/chat/completions", CHAT | {"n": True}, 400, "invalid_value", "n is True: "),
+    ("/v1/chat/completions", CHAT | {"top_logprobs": 3}, 400, "invalid_value", "needs logprobs"),
+    ("/v1/chat/completions", CHAT | {"logprobs": False, "top_logprobs": 1}, 400, *TOP),
+    ("/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": 21}, 400, *TOP),
+    ("/v1/completions", {"prompt": "a", "logprobs": 21}, 400, "invalid_value", "equal to 20"),
     ("/v1/chat/completions", CHAT | {"max_tokens": 0}, 400, "invalid_value", "max_tokens"),
     ("/v1/chat/completions", CHAT | {"temperature": -1}, 400, "invalid_value", "temperature"),
     ("/v1/chat/completions", CHAT | {"temperature": 1e-5}, 400, "invalid_value", "0.01"),
@@ -254,7 +259,7 @@ def test_errors_are_those_of_openais_client():
             assert [model.id for model in models.data] == ["policy"]
             with pytest.raises(openai.NotFoundError, match="there is no model 'other'"):
                 await client.chat.completions.create(model="other", messages=MESSAGES)
-            with pytest.raises(openai.BadRequestError, match="n: "):
+            with pytest.raises(openai.BadRequestError, match="n is 99: "):
                 await client.chat.completions.create(**CHAT, n=99)
             wrong = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="wrong", max_retries=0)
             with pytest.raises(openai.AuthenticationError, match="API key is wrong"):

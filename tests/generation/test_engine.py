@@ -4,6 +4,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,50 @@ def test_logprobs_are_of_the_distribution_sampled_from(generator, policy, temper
         assert error(policy, prompt, completion, temperature) <= 1e-5
         assert len(completion.tokens) == len(completion.logprobs) == len(completion.versions) == 40
         assert completion.finish_reason == "length"
+
+
+def test_each_request_gets_as_many_of_the_most_likely_tokens_as_it_asks_for(generator, policy):
+    """They share a batch. Ids of probability 0 are left out. The sampled tokens do not change."""
+    asks = [
+        request("none", seed=2),
+        request("greedy", temperature=0.0, top_logprobs=5),
+        request("warm", temperature=0.7, top_logprobs=20, seed=3),
+        request("cut", min_p=0.3, top_logprobs=20, seed=4),
+    ]
+    ((none, *others),) = generator.run(generate, asks)
+    assert none.top_logprobs is None
+    shortest = []
+    for each, found in zip(asks[1:], others, strict=True):
+        sampling = each.sampling
+        logits = policy.logits(each.prompt_tokens, found.tokens).double()
+        probs = (logits / (sampling.temperature or 1.0)).softmax(1)
+        probs = probs.masked_fill(probs < sampling.min_p * probs.amax(1, keepdim=True), 0.0)
+        rows = (probs / probs.sum(1, keepdim=True)).log()
+        assert found.top_logprobs is not None
+        for row, token, logprob, top in zip(
+            rows, found.tokens, found.logprobs, found.top_logprobs, strict=True
+        ):
+            best = row.topk(min(sampling.top_logprobs, int(row.isfinite().sum())))
+            assert [*top] == best.indices.tolist()
+            assert [*top.values()] == pytest.approx(best.values.tolist(), abs=1e-5)
+            assert top.get(token, logprob) == logprob
+            assert sampling.temperature or next(iter(top)) == token
+        shortest.append(min(map(len, found.top_logprobs)))
+    assert shortest[:2] == [5, 20]
+    assert 1 <= shortest[2] < 20
+    alone = [replace(each, sampling=replace(each.sampling, top_logprobs=0)) for each in asks]
+    (same,) = generator.run(generate, alone)
+    assert [each.tokens for each in same] == [each.tokens for each in (none, *others)]
+
+
+@pytest.mark.long
+def test_a_vocabulary_smaller_than_the_number_of_most_likely_tokens_is_returned_whole(one_rank):
+    small = replace(TIED_SPLIT, vocab_size=16)
+    one_rank.rebuild(small)
+    one_rank.run(push, Policy(small, seed=2).weights, 1)
+    ((found,),) = one_rank.run(generate, [request("all", top_logprobs=20)])
+    one_rank.rebuild(TIED_SPLIT)
+    assert {len(top) for top in found.top_logprobs} == {16}
 
 
 def test_more_prompt_tokens_than_fit_a_step_take_several_steps(generator, policy):
@@ -123,6 +168,7 @@ def test_invalid_requests_are_refused_and_do_not_affect_others(generator):
         "vocabulary of 64": request("word", [64]),
         "temperature 0.001 is not 0, .* from 0.01 to 2": request("cold", temperature=0.001),
         "temperature 2.1 is not 0, .* from 0.01 to 2": request("hot", temperature=2.1),
+        "top_logprobs 21 is not from 0 to 20": request("top", top_logprobs=21),
     }
     for message, each in bad.items():
         with pytest.raises(ValueError, match=message):

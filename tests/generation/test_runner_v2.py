@@ -9,6 +9,7 @@ from tests.generation.ranks import generate, request
 from tests.generation.test_engine import (  # noqa: F401
     test_a_weight_that_was_not_pushed_is_an_error,
     test_aborted_requests_are_dropped_and_their_ids_are_free,
+    test_each_request_gets_as_many_of_the_most_likely_tokens_as_it_asks_for,
     test_greedy_always_takes_the_most_likely_token,
     test_greedy_and_sampled_requests_keep_their_own_logprobs_in_one_batch,
     test_logprobs_are_of_the_distribution_sampled_from,

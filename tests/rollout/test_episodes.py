@@ -52,8 +52,13 @@ class Engine:
         tokens = answer[: request.sampling.max_tokens]
         reason = "length" if len(answer) > len(tokens) else "stop"
         logprobs = [-float(n) - 1 for n in range(len(tokens))]
+        count = request.sampling.top_logprobs
         return Completion(
-            tokens=tokens, logprobs=logprobs, versions=[version] * len(tokens), finish_reason=reason
+            tokens=tokens,
+            logprobs=logprobs,
+            versions=[version] * len(tokens),
+            finish_reason=reason,
+            top_logprobs=[dict.fromkeys(range(count), -1.0) for _ in tokens] if count else None,
         )
 
 

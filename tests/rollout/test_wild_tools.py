@@ -45,8 +45,7 @@ def test_a_tool_that_misbehaves_is_answered(model, tool, capfd):
 
 
 @pytest.mark.parametrize("tool", [wild.interrupts, wild.sleeps], ids=lambda tool: tool.__name__)
-def test_a_tool_that_cannot_be_answered_costs_its_episode(model, tool, monkeypatch):
-    monkeypatch.setattr(wild, "SLEEP_S", 5.0)  # this process waits for the thread at its end
+def test_a_tool_that_cannot_be_answered_costs_its_episode(model, tool):
     step_s = 0.3 if tool is wild.sleeps else 200.0
     task = wild.WildTools.Config(step_s=step_s).build(seed=0, model=model)
     environments = Environments(task)

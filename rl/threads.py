@@ -1,0 +1,44 @@
+"""Threads for code that may hang."""
+
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from functools import partial
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any
+
+
+class DaemonThread(Executor):
+    """Executor of one thread. A call that hangs does not keep the program from ending, unlike one
+    in a ``ThreadPoolExecutor``.
+    """
+
+    def __init__(self, name: str = ""):
+        self._name = name or None
+        self._calls: SimpleQueue[tuple[Future, Callable[[], Any]] | None] = SimpleQueue()
+        self._thread: Thread | None = None
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future:
+        """Call ``fn`` after the calls before it; return its result to be."""
+        if self._thread is None:
+            self._thread = Thread(target=self._work, name=self._name, daemon=True)
+            self._thread.start()
+        future: Future = Future()
+        self._calls.put((future, partial(fn, *args, **kwargs)))
+        return future
+
+    def shutdown(self, wait: bool = False, *, cancel_futures: bool = False) -> None:
+        """End the thread after the calls that were submitted, without waiting for it."""
+        self._calls.put(None)
+
+    def _work(self) -> None:
+        while (each := self._calls.get()) is not None:
+            future, call = each
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                result = call()
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)

@@ -9,7 +9,7 @@ from rl.config import RLConfig
 from rl.doctor.findings import Finding, error, warning
 from rl.errors import ConfigError, GroupLost, shown
 from rl.frames import users_code
-from rl.rollout.environments import Environments
+from rl.rollout.environments import played
 from rl.rollout.prompts import training_prompt
 from rl.rollout.scoring import score_group
 from rl.tasks.base import Task
@@ -104,19 +104,8 @@ def _scores(task: Task, prompt: Prompt, room: int) -> Scores | GroupLost:
 def _rewards(task: Task, prompt: Prompt, group: list[Completion]) -> list[float]:
     if not isinstance(task, EnvironmentTask):
         return [score.reward for _, score in score_group(task, prompt, group)]
-    return [asyncio.run(_episode(task, prompt, completion)) for completion in group]
-
-
-async def _episode(task: EnvironmentTask, prompt: Prompt, answer: Completion) -> float:
-    """Return the reward of an episode in which every answer of the policy is ``answer``."""
-    environments = Environments(task)
-    try:
-        turn = await environments.open(0, prompt, 0)
-        while turn.end is None:
-            turn = await environments.step(0, answer)
-    finally:
-        await environments.close([0])
-    return turn.end.reward
+    ends = [asyncio.run(played(task, prompt, completion)) for completion in group]
+    return [end.reward for end in ends if end is not None]
 
 
 def _scorer(config: RLConfig, task: Task) -> Task:

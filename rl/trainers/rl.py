@@ -27,7 +27,7 @@ from rl.trainers.ledger import Group, Ledger
 from rl.trainers.life_cycle import MetricCalculator
 from rl.trainers.saved_groups import read_groups, write_groups
 from rl.trainers.scheduler import RolloutScheduler, sampling_of
-from rl.trainers.start import build_task, check_algorithm, try_reward
+from rl.trainers.start import build_task, check_algorithm, try_task
 from rl.trainers.step import Step
 from rl.trainers.trainer import Trainer
 from rl.types import Prompt, Rollout
@@ -56,7 +56,7 @@ class RLTrainer(Trainer[RLConfig]):
         check_algorithm(self.arguments)
         if self.dataset_train is None:
             self.dataset_train = build_task(self.arguments)
-            try_reward(self.dataset_train, deadline=self.arguments.deadlines.reward)
+        try_task(self.arguments, self.dataset_train)
         if self.dataset_eval is None:
             self.dataset_eval = held_out_prompts(self.arguments.evaluation, self.dataset_train)
 

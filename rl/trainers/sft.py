@@ -13,7 +13,7 @@ from rl.trainers.dataset import DatasetTrainer, Evaluate
 from rl.trainers.evaluation import Evaluation, held_out_prompts
 from rl.trainers.life_cycle import MetricCalculator
 from rl.trainers.scheduler import sampling_of
-from rl.trainers.start import build_task, try_reward
+from rl.trainers.start import build_task, try_task
 
 MAX_EXPONENT = 700.0
 """Largest loss with an exponential that is a float64."""
@@ -44,7 +44,7 @@ class SFTTrainer(DatasetTrainer[SFTConfig, Example]):
         self.sampling = self.arguments.sampling_run()
         if self.sampling is not None:
             self.questions = build_task(self.sampling)
-            try_reward(self.questions, deadline=self.sampling.deadlines.reward)
+            try_task(self.sampling, self.questions)
             stops = [*self.questions.stop_token_ids, *self.stop_token_ids]
             self.questions.stop_token_ids = tuple(dict.fromkeys(stops))
 

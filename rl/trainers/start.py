@@ -1,26 +1,37 @@
 """Trial of the user's code before any process starts."""
 
+import asyncio
 import math
-import threading
+import random
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
+import numpy as np
+import torch
 from rich.console import Console
 
 from rl.algorithms.algorithm import Algorithm
 from rl.config import RLConfig
-from rl.errors import ConfigError, GroupLost, RunError, require
+from rl.errors import ConfigError, GroupLost, RunError, require, shown
 from rl.frames import users_code
+from rl.rollout.environments import played
 from rl.rollout.prompts import training_prompt
 from rl.rollout.scoring import score_group
-from rl.tasks.base import Task, showing_progress
+from rl.tasks.base import Task, showing_progress, tell_progress
 from rl.tasks.environment import EnvironmentTask
+from rl.threads import DaemonThread
 from rl.trainers.evaluation import held_out_prompts
-from rl.types import Completion
+from rl.types import Completion, Prompt
 
 LINE_EVERY_S = 5.0
 MAX_TRIED = 1000  # number of prompts, and of groups of completions
+MAX_TURNS = 4  # number of answers in the episode that is played
+MADE_UP = "I do not know."
+"""Answer to a prompt that has no reference answer."""
 
 
 def build_task(config: RLConfig) -> Task:
@@ -47,32 +58,68 @@ def build_task(config: RLConfig) -> Task:
     return task
 
 
-def try_reward(task: Task, *, deadline: float) -> None:
-    """Score the reference answer of the first prompt, within ``deadline`` seconds. An environment
-    is not tried.
+def try_task(config: RLConfig, task: Task) -> None:
+    """Score the reference answer of the first prompt. Of an environment, play an episode of at most
+    ``MAX_TURNS`` answers.
 
-    Raises ConfigError if the reward raises, hangs or returns no valid score.
+    Random states of this process stay as they are. Raises ConfigError if the user's code raises,
+    hangs or returns what a run could not use.
     """
-    if isinstance(task, EnvironmentTask):
-        return
-    prompt = training_prompt(task, 0)
-    tokens = task.tokenizer.encode(prompt.answer, add_special_tokens=False)
-    answer = Completion.written([*tokens, task.stop_token_ids[0]])
-    lost = [GroupLost("", f"the reward of {type(task).__name__} did not end in {deadline:g} s")]
+    with _before_start():
+        prompt = training_prompt(task, 0)
+    with _same_randomness(), reading(quiet=config.quiet):
+        if isinstance(task, EnvironmentTask):
+            _try_episode(task, prompt, config.rollout.max_tokens)
+        else:
+            _try_score(task, prompt, config.deadlines.reward)
 
-    def score() -> None:
+
+def _try_score(task: Task, prompt: Prompt, deadline: float) -> None:
+    answer = _written(task, prompt.answer)
+    what = f"the reward of {type(task).__name__}"
+    advice = "this was the reference answer of the first prompt; correct score"
+    _finish(lambda: score_group(task, prompt, [answer]), what, deadline, advice)
+
+
+def _try_episode(task: EnvironmentTask, prompt: Prompt, max_tokens: int) -> None:
+    text = prompt.answer or MADE_UP
+    answer = _written(task, text, max_tokens)
+    what = f"an episode of {type(task).__name__}"
+    advice = (
+        f"this was an episode of the first prompt, with the answer {shown(text)}; correct the "
+        "environment, or start what it needs"
+    )
+    deadline = (MAX_TURNS + 3) * task.config.step_s  # also for environment, reset and close
+    episode = partial(played, task, prompt, answer, turns=MAX_TURNS)
+    _finish(lambda: asyncio.run(episode()), what, deadline, advice)
+
+
+def _written(task: Task, text: str, max_tokens: int | None = None) -> Completion:
+    """Return ``text`` as a completion of at most ``max_tokens``, which ends in a stop token."""
+    tokens = task.tokenizer.encode(text, add_special_tokens=False)
+    most = len(tokens) if max_tokens is None else max_tokens - 1
+    return Completion.written([*tokens[:most], task.stop_token_ids[0]])
+
+
+def _finish(work: Callable[[], Any], what: str, deadline: float, advice: str) -> None:
+    """Run ``work`` in a thread of its own. Raises ConfigError, which ends in ``advice``, if it
+    raises GroupLost or does not end within ``deadline`` seconds.
+    """
+    thread = DaemonThread()
+    future = thread.submit(work)
+    thread.shutdown()
+    for second in range(math.ceil(deadline)):
+        if wait([future], timeout=1.0).done:
+            break
+        tell_progress(f"trying {what}: {second + 1} s")
+    lost = f"{what} did not end in {deadline:g} s"
+    if future.done():
         try:
-            score_group(task, prompt, [answer])
-            lost.clear()
+            future.result()
+            return
         except GroupLost as error:
-            lost[:] = [error]
-
-    thread = threading.Thread(target=score, daemon=True)
-    thread.start()
-    thread.join(deadline)
-    if lost:
-        text = f"task: {lost[0]}\nthis was the reference answer of the first prompt; correct score"
-        raise ConfigError(text)
+            lost = str(error)
+    raise ConfigError(f"task: {lost}\n{advice}")
 
 
 def check_algorithm(config: RLConfig) -> None:
@@ -86,6 +133,18 @@ def check_algorithm(config: RLConfig) -> None:
         algorithm: Algorithm = config.algorithm.build(run=config)
     with _before_start():
         algorithm.rehearse(groups, rollout.samples_per_prompt)
+
+
+@contextmanager
+def _same_randomness() -> Iterator[None]:
+    """Restore the random states of this process after the block."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
 
 
 @contextmanager

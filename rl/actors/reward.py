@@ -26,7 +26,7 @@ from rl.tasks.base import Task
 from rl.tasks.environment import EnvironmentTask
 from rl.types import Completion, EpisodeTurn, Place, Prompt, Rollout
 
-TURN_S = 0.1  # a message has groups for this long, or one group: quick groups share messages
+MESSAGE_S = 0.1  # time for the groups of a message, but at least one: quick groups share messages
 GRACE_S = 10.0  # for a busy worker to find that a call took too long
 MAX_HUNG = 8  # threads of calls that hang; more of them would slow down the other episodes
 LEAVE_S = 0.5  # for the answers of the last calls to be sent
@@ -61,7 +61,7 @@ class RewardWorker(Actor):
         work = (_outcome(score_awaited(self._task, *group, limit=limit)) for group in groups)
         if is_async(self._task):
             return await asyncio.gather(*work)
-        ends = time.monotonic() + TURN_S
+        ends = time.monotonic() + MESSAGE_S
         answers = list[Scored | GroupLost]()
         for each in work:
             answers.append(await each)
@@ -106,7 +106,7 @@ async def _outcome(call: Awaitable[T]) -> T | GroupLost:
         return lost
 
 
-def rewards_here(task: Task, limit: float, thread: Executor) -> Any:
+def local_rewards(task: Task, limit: float, thread: Executor) -> Any:
     """Return what scores completions of ``task`` in this process, or holds its environments: see
     :class:`rl.rollout.scoring.LocalReward`.
     """
@@ -187,7 +187,7 @@ class RewardWorkers:
         if self.count == 0:
             task: Task = self.config.build_scorer(seed=self.seed, model=self.model)
             thread = ThreadPoolExecutor(1, thread_name_prefix="reward")
-            self._here = rewards_here(task, self.deadlines.reward, thread)
+            self._here = local_rewards(task, self.deadlines.reward, thread)
         names = [f"reward-{number}" for number in range(self.count)]
         await asyncio.gather(*map(self._spawn, names))
         self._broken = None
@@ -349,7 +349,7 @@ class RewardWorkers:
         """Time for a call of a worker."""
         if isinstance(self.config, EnvironmentTask.Config):
             return 2 * self.config.step_s + GRACE_S  # to make an environment and to reset it
-        return self.deadlines.reward + (GRACE_S if self._scores_at_once else TURN_S)
+        return self.deadlines.reward + (GRACE_S if self._scores_at_once else MESSAGE_S)
 
     def _named(self, failure: RankLost) -> tuple[str, str]:
         """Return how a worker was lost, and the name of its task."""

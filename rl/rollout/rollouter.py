@@ -5,10 +5,10 @@ import hashlib
 import itertools
 import sys
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from rl.errors import GroupLost, RunError, WorkerLost
 from rl.observe.spans import Stopwatch
@@ -34,16 +34,6 @@ Score = Callable[[Prompt, Sequence[Completion]], Awaitable[list[Rollout]]]
 _keys = itertools.count()
 
 
-class EpisodeService(Protocol):
-    """Service that holds open episodes: see :class:`rl.rollout.environments.Environments`."""
-
-    async def open(self, key: int, prompt: Prompt, sample: int) -> EpisodeTurn: ...
-
-    async def step(self, key: int, answer: Completion) -> EpisodeTurn: ...
-
-    async def close(self, keys: Iterable[int]) -> None: ...
-
-
 def derive_seed(
     run_seed: int, prompt_id: int, sample: int, turn: int = 0, *, stream: str = "train"
 ) -> int:
@@ -66,7 +56,7 @@ class Episode:
     answers: list[Completion] = field(default_factory=list)
     turns: list[EpisodeTurn] = field(default_factory=list)
     """Additions of the environment before each answer, and after the last one."""
-    places: list[tuple[int, int]] = field(default_factory=list)
+    answer_ends: list[tuple[int, int]] = field(default_factory=list)
     """Number of the sequence and place there at which each answer ends."""
     lost: GroupLost | None = None
     """Failure that ended the episode."""
@@ -86,7 +76,7 @@ class Episode:
         self.log = SequenceLog()
         self.answers = []
         self.turns = []
-        self.places = []
+        self.answer_ends = []
 
     def feed(self, turn: EpisodeTurn) -> None:
         """Append what the environment adds, or begin again if it rewrote the history."""
@@ -98,14 +88,14 @@ class Episode:
     def answer(self, completion: Completion) -> None:
         """Append an answer of the policy."""
         sequence = self.log.add(self.tokens, completion)
-        self.places.append((self.log.sequences.index(sequence), len(sequence.tokens)))
+        self.answer_ends.append((self.log.sequences.index(sequence), len(sequence.tokens)))
         self.tokens += completion.tokens
         self.answers.append(completion)
 
     def rollout(self) -> Rollout:
         """Return the rollout of the ended episode."""
         assert self.end is not None, "the episode has not ended"
-        order = sorted(range(len(self.places)), key=self.places.__getitem__)
+        order = sorted(range(len(self.answer_ends)), key=self.answer_ends.__getitem__)
         rewards = self.end.turn_rewards
         return Rollout(
             prompt=self.prompt,
@@ -125,8 +115,9 @@ class Episode:
 class Rollouter:
     """Sampler of groups of rollouts; the samples depend on prompt_ids alone.
 
-    A completion is an episode of one turn, which ``score`` ends for a whole group at once. With
-    ``environments``, episodes have several turns, and are sampled in rounds. ::
+    A completion is an episode of one turn, which ``score`` ends for a whole group at once. Episodes
+    of several turns are sampled in rounds; ``environments`` have the methods ``open``, ``step`` and
+    ``close`` of :class:`rl.rollout.environments.Environments`. ::
 
         while some have not ended:
             open as many of them as may be open
@@ -154,7 +145,7 @@ class Rollouter:
         self,
         score: Score | None = None,
         *,
-        environments: EpisodeService | None = None,
+        environments: Any = None,
         longest: int = 0,
         max_open: int = 0,
         seed: int,
@@ -164,7 +155,7 @@ class Rollouter:
         self.seed = seed
         self.watch = watch
         self._score: Any = score
-        self._environments: Any = environments
+        self._environments = environments
         self._longest = longest
         self._warn = warn
         self._alone = asyncio.Lock()
@@ -192,7 +183,6 @@ class Rollouter:
         ``generate`` is called once a round; completions have one round. A group of episodes that
         loses some of them goes on with at least ``fewest``; 0 for all.
         """
-
         if self._environments is None:
             return await self._complete(prompts, sampling, samples, generate, stream)
         needed = fewest or samples

@@ -12,7 +12,7 @@ from typing import Any
 
 from rl.actors.hosts import Hosts
 from rl.actors.processes import ensure_runtime
-from rl.actors.reward import RewardWorkers, rewards_here
+from rl.actors.reward import RewardWorkers, local_rewards
 from rl.actors.supervisor import Supervisor
 from rl.errors import GroupLost
 from rl.model.shape import ModelConfig
@@ -148,7 +148,7 @@ class TaskRollouters:
             )
         self._warned.add(name)
         if self._here is None or self._here[0] is not task:
-            rewards = rewards_here(task, self._limit, self._thread)
+            rewards = local_rewards(task, self._limit, self._thread)
             self._here = task, rollouter_of(task.config, rewards, **self._options)
         return self._here[1]
 

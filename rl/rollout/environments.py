@@ -94,16 +94,14 @@ class Environments:
                 what = f"environment returned {shown(environment)}, which has no reset and step"
                 self._refuse(episode, what)
             opening = await self._call(episode, environment.reset)
-            asked: dict[str, Any] = {}
             if isinstance(environment, TokenEnvironment):
                 first = self._given(episode, "reset", opening, may_end=False)
-                episode.tokens = [*first.tokens]
-                asked = _asked(first)
             else:
-                episode.tokens = self._rendered(episode, opening)
+                first = TokenReply(tokens=self._rendered(episode, opening))
+            episode.tokens = [*first.tokens]
             self._check_opening(episode)
             replayable = getattr(environment, "replayable", False) is True
-            return EpisodeTurn(tokens=[*episode.tokens], is_replayable=replayable, **asked)
+            return EpisodeTurn(tokens=[*first.tokens], is_replayable=replayable, **_asked(first))
         except BaseException:
             await self.close([key])
             raise
@@ -147,34 +145,34 @@ class Environments:
         broken = sum(bool(call.error) for call in turn.tool_calls)
         episode.malformed += broken
         environment = episode.environment
-        given: TokenReply | None = None
-        if isinstance(environment, TokenEnvironment):
+        writes_tokens = isinstance(environment, TokenEnvironment)
+        if writes_tokens:
             step = await self._call(episode, environment.step, completion)
-            given = self._given(episode, "step", step, may_end=True)
+            self._given(episode, "step", step, may_end=True)
         elif broken:
             step = Reply(messages=[_refusal(call) for call in turn.tool_calls])
         else:
             step = await self._call(episode, environment.step, turn.message)
         self._count(episode, step)
-        if step.done:
-            return self._end(episode, answer, "done" if given is None else given.stop_reason)
         before = [*episode.tokens, *answer]
-        if given is None:
-            whole = before + self._continued(episode, answer, step.messages)
-        else:
-            whole = [*given.tokens]
+        if not writes_tokens:
+            more = [] if step.done else self._continued(episode, answer, step.messages)
+            step = TokenReply(tokens=before + more, done=step.done)
+        if step.done:
+            return self._end(episode, answer, step.stop_reason)
+        whole = [*step.tokens]
         if reason := self._limit(episode, len(whole)):
-            if reason == "timeout" and given is not None:  # its reward comes at its end
+            # an environment that writes tokens gives its reward at the end
+            if reason == "timeout" and writes_tokens:
                 limit = self._task.config.episode_s
                 name = type(environment).__name__
                 message = f"{name} took longer than task.episode_s={limit:g}; {episode}"
                 raise GroupLost("environment timed out", message)
             return self._end(episode, answer, reason)
         episode.tokens = whole
-        asked = {} if given is None else _asked(given)
-        if whole[: len(before)] != before:
-            return EpisodeTurn(tokens=[*whole], is_whole=True, **asked)
-        return EpisodeTurn(tokens=whole[len(before) :], **asked)
+        is_whole = whole[: len(before)] != before
+        more = whole if is_whole else whole[len(before) :]
+        return EpisodeTurn(tokens=[*more], is_whole=is_whole, **_asked(step))
 
     def _given(self, episode: _Episode, method: str, reply: Any, *, may_end: bool) -> TokenReply:
         """Return ``reply``, which has to be a TokenReply with tokens of the model, or the end."""

@@ -277,7 +277,7 @@ def _row(replayed: "Replayed") -> dict[str, Any]:
         "difference": replayed.difference,
         "metrics": {
             name: [recorded[name], value]
-            for name, value in replayed.metrics.items()
+            for name, value in replayed.again.metrics.items()
             if name in recorded and not name.startswith(OF_THE_MACHINE)
         },
     }
@@ -291,7 +291,7 @@ def _side_by_side(replayed: "Replayed") -> str:
         before, after = metrics[name]
         values = (before, after, after - before)
         lines.append(f"  {name:<23}" + "".join(f"{value:>14.6g}" for value in values))
-    if replayed.chunks:
+    if replayed.again.chunks:
         change = replayed.logprob_change
         lines.append(f"  {'log-prob of a token, nats':<51}{change:>14.6g}")
     lines.append(f"  bits: {replayed.difference or 'all are equal'}")

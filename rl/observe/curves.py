@@ -16,17 +16,14 @@ COLORS = {
     "other": "#cbd5e1",
 }
 PANELS = {
-    "Reward": {
-        "mean": ("reward/mean", "#0f766e"),
-        "correct": ("reward/correct", "#d97706"),
-    },
     "Entropy, nats per token": {"entropy": ("entropy/mean", "#4338ca")},
     "Gradient norm": {"gradient norm": ("trainer/grad_norm", "#be123c")},
 }
 """Lines of each panel: metric and color by label."""
 
+REWARD = {"Reward": {"mean": ("reward/mean", "#0f766e"), "correct": ("reward/correct", "#d97706")}}
 LOSS = {"Loss": {"training": ("loss/mean", "#0f766e")}}
-"""First panel of a run without rewards."""
+"""First panel of a run with rewards, and of one without."""
 
 PANELS_AHEAD = {
     "Staleness of a token, steps": {"mean": ("rollout/staleness_mean", "#7e22ce")},
@@ -83,8 +80,7 @@ def write_curves_png(
         dots = {"color": "#1e293b", "markersize": 4, "zorder": 3}
         label = "held out, correct" if has_rewards else "held out"
         axes[0].plot(steps, values, "o", label=label, **dots)
-    others = dict([*PANELS.items()][1:])
-    panels = PANELS if has_rewards else LOSS | others
+    panels = (REWARD if has_rewards else LOSS) | PANELS
     for each, (title, lines) in zip(axes, panels.items(), strict=False):
         _plot_lines(each, rows, title, lines)
     _plot_times(axes[3], rows)

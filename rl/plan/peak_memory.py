@@ -85,7 +85,7 @@ class MemoryOfPasses(PassSizes):
     def peak(self) -> PeakMemory:
         """Return the moment at which the ranks need the most memory."""
         found = [self.in_head(), self.in_layer()]
-        if self.learns:
+        if self.trains_weights:
             found += [self.in_reduction(), self.in_embedding()]
         return max(found, key=lambda moment: moment.total)
 
@@ -120,15 +120,11 @@ class MemoryOfPasses(PassSizes):
 
     def in_reduction(self) -> PeakMemory:
         """Return the moment at which the gradients of a layer are reduced."""
-        if not self.trains_weights:
-            return PeakMemory(0, 0, 0)
         layer = (3 * self.p + REDUCED) * self.layer
         return PeakMemory(self.saved(), 0, layer + self._head_during_layers())
 
     def in_embedding(self) -> PeakMemory:
         """Return the moment at which the gradients of the embedding are reduced."""
-        if not self.trains_weights:
-            return PeakMemory(0, 0, 0)
         words = self.head if self.tied else self.embedding
         gradients = 2 if self.tied else 1
         gathered = ((1 + gradients) * self.p + REDUCED) * words + REDUCED * self.layer

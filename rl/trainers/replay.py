@@ -28,8 +28,8 @@ Digests = dict[str, list[StepDigests]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recorded:
-    """Record of one step in a run folder."""
+class Trained:
+    """Result of training one step."""
 
     metrics: dict[str, Any]
     digests: Digests
@@ -42,10 +42,8 @@ class Replayed:
     """Recorded step that was trained again."""
 
     step: int
-    recorded: Recorded
-    metrics: dict[str, Any]
-    digests: Digests
-    chunks: Sequence[Chunk]
+    recorded: Trained
+    again: Trained
 
     @property
     def difference(self) -> str:
@@ -53,7 +51,7 @@ class Replayed:
         and weights are equal.
         """
         for role, updates in self.recorded.digests.items():
-            again = self.digests.get(role, [])
+            again = self.again.digests.get(role, [])
             if len(updates) != len(again):
                 return f"{role}: {len(again)} optimizer steps, recorded are {len(updates)}"
             for number, (before, after) in enumerate(zip(updates, again, strict=True), start=1):
@@ -66,7 +64,7 @@ class Replayed:
     @property
     def _first_token(self) -> str:
         """Clause that names the first token whose log-prob differs from the recorded one."""
-        for chunk, again in zip(self.recorded.chunks, self.chunks, strict=True):
+        for chunk, again in zip(self.recorded.chunks, self.again.chunks, strict=True):
             before = chunk.columns.get("trainer_logprobs")
             after = again.columns["trainer_logprobs"]
             if before is not None and not np.array_equal(before, after):
@@ -76,7 +74,7 @@ class Replayed:
     @property
     def logprob_change(self) -> float:
         """Largest change of a token's log-prob under the trainer, nats; 0 without rollouts."""
-        pairs = zip(self.recorded.chunks, self.chunks, strict=True)
+        pairs = zip(self.recorded.chunks, self.again.chunks, strict=True)
         changes = (
             np.abs(again.columns["trainer_logprobs"] - before.columns["trainer_logprobs"])
             for before, again in pairs
@@ -221,12 +219,10 @@ class Replay(ABC, Generic[Config]):
             found, chunks = await self.take_step(session, step - 1, recorded)
             yield Replayed(
                 step=step,
-                recorded=Recorded(
+                recorded=Trained(
                     metrics=metrics.get(step, {}), digests=digests.get(step, {}), chunks=recorded
                 ),
-                metrics=found,
-                digests=session.take_digests(),
-                chunks=chunks,
+                again=Trained(metrics=found, digests=session.take_digests(), chunks=chunks),
             )
 
     async def fail_again(self, session: Session) -> None:

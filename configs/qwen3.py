@@ -12,10 +12,10 @@ from torchtitan.distributed.activation_checkpoint import FullAC
 
 from rl.algorithms.losses import dapo
 from rl.algorithms.policy_gradient import PolicyGradient
-from rl.cluster import HardwareConfig
 from rl.config import EvaluationConfig, RLConfig, RolloutConfig
 from rl.generation.config import GeneratorConfig
 from rl.model.shape import ModelConfig
+from rl.session.hardware import HardwareConfig
 from rl.tasks.gsm8k_jsonl import Gsm8kJsonl
 from rl.training.config import TrainerConfig
 

@@ -12,9 +12,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl.degrees import degrees_of
 from rl.errors import ConfigError, end_program, require
 from rl.program import exit_code, reader_of_a_run
+from rl.training.config import degrees_of
 
 if TYPE_CHECKING:
     from rl.config import RLConfig

@@ -12,9 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rl.degrees import degrees_of
 from rl.errors import ConfigError, Interrupted, counted, end_program, nearest, require
 from rl.program import exit_code, reader_of_a_run
+from rl.training.config import degrees_of
 
 if TYPE_CHECKING:
     from rl.config import RLConfig, RunConfig

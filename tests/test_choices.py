@@ -221,14 +221,14 @@ def test_experts_are_refused_where_they_cannot_be_divided_as_asked(fields, messa
     ],
 )
 def test_ways_to_train_that_cannot_work_are_refused(arguments, message, monkeypatch):
-    monkeypatch.setattr("rl.cluster.has_cuda_capability", lambda *_: False)
+    monkeypatch.setattr("rl.session.hardware.has_cuda_capability", lambda *_: False)
     with pytest.raises(ConfigError, match=message):
         parse(*arguments)
 
 
 def test_a_gpu_of_the_right_kind_computes_in_float8_itself(monkeypatch):
     monkeypatch.setattr(
-        "rl.cluster.has_cuda_capability", lambda major, minor: (major, minor) <= (8, 9)
+        "rl.session.hardware.has_cuda_capability", lambda major, minor: (major, minor) <= (8, 9)
     )
     assert not parse("trainer.float8:linear", "--trainer.compile.enable").trainer.float8.emulate
 

@@ -68,7 +68,7 @@ def test_a_host_whose_interfaces_are_all_down():
     unshared = ["unshare", "--net", "--map-root-user"]
     if not shutil.which("unshare") or subprocess.run([*unshared, "true"]).returncode:
         cannot_run("no right to make namespaces")
-    code = "from rl.cluster import HardwareConfig; HardwareConfig().require_here()"
+    code = "from rl.session.hardware import HardwareConfig; HardwareConfig().require_here()"
     done = subprocess.run([*unshared, sys.executable, "-c", code], capture_output=True, text=True)
     said = "ConfigError: network: a connection to 127.0.0.1 fails"
     assert said in done.stderr

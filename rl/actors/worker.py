@@ -21,14 +21,13 @@ from torchtitan.config import Configurable
 from rl.actors.mesh import Mesh
 from rl.actors.rank_log import log_memory
 from rl.actors.timed import timed
-from rl.degrees import short_layout
 from rl.metrics import Metrics, Value
 from rl.model.activations import Activations, Recorder, joined
 from rl.model.digest import ShardDigests, digests, merge_digests
 from rl.model.shape import ModelConfig, shape_of
 from rl.model.shards import Shards
 from rl.platform import peak_memory, thread_variables
-from rl.training.config import TrainerConfig
+from rl.training.config import TrainerConfig, short_layout
 from rl.training.micro_batches import balanced
 from rl.types import Batch, Head
 

@@ -3,12 +3,13 @@
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
-from rl.cluster import HardwareConfig, KubernetesConfig, SlurmConfig
+from rl.config.clusters import KubernetesConfig, SlurmConfig
 from rl.model.shape import ModelConfig
 from rl.observe.sinks import Sink
 from rl.observe.trackers import TensorBoard, Trackio, WeightsAndBiases
 from rl.rules import COSMETIC, NUMERICS, PERFORMANCE, SECONDS, at_least, between
 from rl.session.config import DeadlineConfig
+from rl.session.hardware import HardwareConfig
 from rl.training.config import TrainerConfig
 
 Action = Literal["ignore", "warn", "fail"]

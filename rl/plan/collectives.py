@@ -11,7 +11,6 @@ from typing import Literal
 
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 
-from rl.cluster import Device
 from rl.plan.peak_memory import (
     REDUCED,
     PassSizes,
@@ -20,6 +19,7 @@ from rl.plan.peak_memory import (
     parameter_groups,
 )
 from rl.plan.planned_run import PlannedRun
+from rl.session.hardware import Device
 from rl.training.model import is_adapter
 from rl.types import Place
 

@@ -3,10 +3,10 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from rl.cluster import HardwareConfig
 from rl.generation.config import GeneratorConfig
 from rl.model.shape import ModelConfig, shape_of
 from rl.rules import NUMERICS, SECONDS, YEAR_S, at_least
+from rl.session.hardware import HardwareConfig
 from rl.training.config import TrainerConfig, settle
 from rl.types import Head
 from rl.weights.config import WeightPushConfig

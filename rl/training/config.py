@@ -1,5 +1,6 @@
 """Fields of the trainer: torchtitan's own dataclasses, and the limits of micro-batches."""
 
+import re
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -15,6 +16,7 @@ from torchtitan.components.optimizer import (
 from torchtitan.components.quantization import Float8LinearConverter
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig
 
+from rl.errors import require
 from rl.model.shape import ModelConfig
 from rl.rules import COSMETIC, MAX_NODES, NUMERICS, PERFORMANCE, at_least
 
@@ -26,6 +28,16 @@ LoRAConfig = (
     Annotated[LoRAConverter.Config, tyro.conf.subcommand("on")]
     | Annotated[None, tyro.conf.subcommand("none")]
 )
+
+
+DEGREES = {
+    "ddp": "data_parallel_replicate_degree",
+    "fsdp": "data_parallel_shard_degree",
+    "cp": "context_parallel_degree",
+    "tp": "tensor_parallel_degree",
+    "ep": "expert_parallel_degree",
+}
+"""Field of a ParallelismConfig by its short name."""
 
 
 def one_rank() -> titan.ParallelismConfig:
@@ -41,6 +53,34 @@ def settle(parallelism: titan.ParallelismConfig) -> None:
         parallelism.data_parallel_shard_degree = 1
     if parallelism.spmd_backend == titan.ParallelismConfig().spmd_backend:
         parallelism.spmd_backend = "partial_dtensor"
+
+
+def short_layout(parallelism: object) -> str:
+    """Return the degrees of a ParallelismConfig above 1, such as "fsdp2-tp2"; "one rank" if all are
+    1.
+    """
+    degrees = ((name, getattr(parallelism, field)) for name, field in DEGREES.items())
+    return "-".join(f"{name}{degree}" for name, degree in degrees if degree > 1) or "one rank"
+
+
+def degrees_of(layout: str, *, option: str) -> dict[str, int]:
+    """Return the degree of each field of a ParallelismConfig in a layout such as "fsdp2-tp2".
+    Degrees that it leaves out are 1.
+
+    Raises ConfigError, naming ``option``, for another text.
+    """
+    degrees = dict.fromkeys(DEGREES.values(), 1)
+    for part in layout.split("-"):
+        found = re.fullmatch(r"([a-z]+)([1-9]\d*)", part)
+        name = found[1] if found is not None else ""
+        require(
+            name in DEGREES,
+            f"{option} {layout}: {part!r} is not a degree; write one of {', '.join(DEGREES)} and a "
+            "number, such as fsdp2 or fsdp2-tp2",
+        )
+        assert found is not None
+        degrees[DEGREES[name]] = int(found[2])
+    return degrees
 
 
 def ranks_of(parallelism: titan.ParallelismConfig) -> int:

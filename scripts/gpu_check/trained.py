@@ -12,9 +12,9 @@ from torchtitan.components.quantization import Float8LinearConverter
 from torchtitan.distributed.activation_checkpoint import FullAC
 
 import rl
-from rl.cluster import HardwareConfig
 from rl.model.shape import shape_of
 from rl.session.config import Role
+from rl.session.hardware import HardwareConfig
 from rl.session.session import Session
 from rl.types import Batch
 from scripts.gpu_check import verdicts

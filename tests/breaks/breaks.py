@@ -283,7 +283,7 @@ BREAKS = (
     Break("rl/frozen.py", "return [frozen(v) for v in value]", "return [*value]", "test_frozen.py"),
     Break("rl/errors.py", "n=3, cutoff=0.5", "n=3, cutoff=1.0", "config test_program.py"),
     Break(
-        "rl/cluster.py", "if len(parts) > 3:", "if len(parts) > 4:", "test_cluster.py launch config"
+        "rl/config/clusters.py", "if len(parts) > 3:", "if len(parts) > 4:", "launch config"
     ),
     Break(
         "rl/plan/collectives.py", 'passes = 2 if kind == "all-reduce" else 1', "passes = 1", "plan"

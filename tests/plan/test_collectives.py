@@ -2,8 +2,8 @@
 
 import pytest
 
-from rl.cluster import DEVICES
 from rl.plan.collectives import Group
+from rl.session.hardware import DEVICES
 from rl.types import Place
 from tests.plan.programs import planned
 

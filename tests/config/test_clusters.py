@@ -2,7 +2,7 @@
 
 import pytest
 
-from rl.cluster import SlurmConfig
+from rl.config.clusters import SlurmConfig
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         Sampling,
         Sequence,
     )
-    from rl.weights.config import WeightPushConfig
+    from rl.weights.transport import WeightPushConfig
 
 __all__ = [
     "AgentTask",
@@ -110,7 +110,7 @@ _SOURCES = {
     "SessionConfig": "rl.session.config:SessionConfig",
     "Task": "rl.tasks.base:Task",
     "TrainerConfig": "rl.training.config:TrainerConfig",
-    "WeightPushConfig": "rl.weights.config:WeightPushConfig",
+    "WeightPushConfig": "rl.weights.transport:WeightPushConfig",
     "advantages": "rl.algorithms.advantages",
     "configs": "configs",
     "losses": "rl.algorithms.losses",

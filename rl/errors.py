@@ -190,12 +190,13 @@ class ActorFailure(RunError):
 class RankLost(ActorFailure):
     """Death or silence of a rank. Its mesh has to be started again.
 
-    One object decides what the loss of a mesh means:
+    :class:`rl.session.losses.Losses` decides which losses a session survives:
 
     - a model: :meth:`rl.session.session.Session.recover` goes back to the newest checkpoint;
     - a generator: :class:`rl.session.pool.GeneratorPool` starts it again, and the router asks
-      another one;
-    - a reward worker: :class:`rl.actors.reward.RewardWorkers` starts it again.
+      another one.
+
+    A reward worker is started again by :class:`rl.actors.reward.RewardWorkers`.
     """
 
 

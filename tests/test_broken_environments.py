@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rl.cli import load_config
-from rl.config import EvaluationConfig, RLConfig, RolloutConfig
+from rl.config import EvaluationConfig, RolloutConfig
 from rl.errors import ConfigError
 from rl.model.shape import ModelConfig
 from rl.trainers.rl import RLTrainer

@@ -46,7 +46,7 @@ PRELOADED = (
     "rl.rollout.scoring",
     "rl.training.checkpoint",
     "rl.training.engine",
-    "rl.weights.open",
+    "rl.weights.shared_memory",
 )
 """Modules that ranks import. They start no thread, and do not import Monarch."""
 

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from monarch.actor import Actor, concurrent_endpoint, current_rank
 
-from rl.actors.mesh import Mesh
-from rl.actors.rank_log import log, log_memory
-from rl.actors.timed import Timed
+from rl.actors.group import Timed
+from rl.actors.mesh import Mesh, log, log_memory
 from rl.errors import RunError
 from rl.generation.config import GeneratorConfig, environment, shared_memory
 from rl.metrics import Metrics
@@ -21,8 +20,7 @@ from rl.model.shape import ModelConfig, shape_of
 from rl.model.shards import Shard, layout_of
 from rl.platform import memory_domain
 from rl.types import Completion, GenerationRequest, GivenSequence
-from rl.weights.open import open_subscriber
-from rl.weights.transport import Subscriber, Transfer
+from rl.weights.transport import Subscriber, Transfer, open_subscriber
 
 if TYPE_CHECKING:
     from rl.generation.engine import GenerationEngine
@@ -143,6 +141,8 @@ class GeneratorMesh(Mesh):
     config: GeneratorConfig
     model: ModelConfig
     seed: int
+    number: int
+    """Number in the run, from 0; publishers of a network reserve its place."""
     version: int | None = field(default=None, init=False)
     """Policy version of its weights; None before the first pull."""
 
@@ -165,14 +165,12 @@ class GeneratorMesh(Mesh):
         await super().start()
         self._group.watch("serve")
 
-    async def connect(
-        self, transfer: Transfer, addresses: list[Any], *, generator: int = 0
-    ) -> None:
-        """Plan the routes from the trainer's ranks, as generator number ``generator`` of the run.
+    async def connect(self, transfer: Transfer, addresses: list[Any]) -> None:
+        """Plan the routes from the trainer's ranks.
 
         Resets ``version`` and aborts requests in flight.
         """
-        await self.call("connect", transfer, addresses, generator)
+        await self.call("connect", transfer, addresses, self.number)
         self._patience = transfer.patience
         self.version = None
 

@@ -8,14 +8,13 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from monarch.actor import Actor, ActorError, ProcMesh, concurrent_endpoint
 from torch.distributed import TCPStore
 
+from rl.actors.hosts import Hosts
 from rl.actors.processes import Process, stop_procs
-from rl.actors.supervisor import Supervisor
-from rl.actors.timed import Stretch, Timed
 from rl.compat.torch_rendezvous import EXISTING_STORE
 from rl.errors import ActorFailure, RankLost, RunError, said_by
 from rl.platform import memory_domain
@@ -27,10 +26,20 @@ STOP_S = 5.0  # for Monarch and the kernel to see that killed processes have end
 LONGEST_LINE = 500  # characters of a line of a log, which a message repeats
 REMOTE_STOP_S = 30.0  # Monarch ends processes of other hosts; it waits 20 s for a hanging one
 
+Stretch = tuple[str, float, float]
+"""Name of some work, and its begin and end in Unix seconds of the rank's host."""
+
 PerRank = Mapping[int, Sequence[Any]]
 """Arguments of each rank that is called."""
 
 _incarnations = itertools.count()
+
+
+class Timed(NamedTuple):
+    """Answer of an endpoint with the times of the rank's own work, which the group takes out."""
+
+    answer: Any
+    work: Sequence[Stretch]
 
 
 class Heartbeat(Actor):
@@ -70,7 +79,7 @@ class ActorGroup:
     - A rank that died, or did not answer in time, fails the group: all pending and later calls
       raise that first failure. ::
 
-        group = ActorGroup("trainer", Place(ranks=2), supervisor, heartbeat=60.0)
+        group = ActorGroup("trainer", Place(ranks=2), hosts, heartbeat=60.0)
         await group.spawn(PolicyTrainer, config, deadline=600.0)
         answers = await group.call("forward", batch, deadline=600.0)
         await group.stop()      # a group of the same name can be spawned after it
@@ -80,7 +89,7 @@ class ActorGroup:
         self,
         name: str,
         place: Place,
-        supervisor: Supervisor,
+        hosts: Hosts,
         *,
         heartbeat: float = 0.0,
         worked: Callable[[int, Stretch], None] = lambda rank, work: None,
@@ -92,8 +101,7 @@ class ActorGroup:
         self._place = place
         # Unique, since Monarch may report a death after the next group of this name has started.
         self._mesh = f"{name}-{next(_incarnations)}"
-        self._supervisor = supervisor
-        self._hosts = supervisor.hosts
+        self._hosts = hosts
         self._heartbeat = heartbeat
         self._procs: ProcMesh | None = None
         self._processes: list[Process] = []
@@ -125,7 +133,7 @@ class ActorGroup:
 
         ``meet``: whether the processes can open process groups of torch.distributed.
         """
-        self._supervisor.register(self._mesh, self._died)
+        self._hosts.report_deaths(self._mesh, self._died)
         self._procs = self._hosts.spawn(self.name, self._place, env=env or {})
         self._pulse = self._procs.spawn(self._mesh, Heartbeat)
         answers = await self._answers(self._pulse, "heartbeat", self._everyone(), deadline)
@@ -198,7 +206,7 @@ class ActorGroup:
 
     async def stop(self) -> None:
         """End the processes, whatever they are doing, and fail pending calls. Raises nothing."""
-        self._supervisor.forget(self._mesh)
+        self._hosts.ignore_deaths(self._mesh)
         if not self._over.done():
             self._over.set_result(self._failure([0], "stop", "died", "it was stopped"))
         for task in self._background:

@@ -2,24 +2,36 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from monarch.actor import Point, ProcMesh, attach_to_workers, default_bootstrap_cmd, this_host
+import monarch.actor
+from monarch.actor import (
+    MeshFailure,
+    Point,
+    ProcMesh,
+    attach_to_workers,
+    default_bootstrap_cmd,
+    this_host,
+)
 from monarch.config import configure
 
 from rl.actors import fork_server
 from rl.actors.fork_server import ENDURE, GUARDED, LOG
-from rl.actors.nodes import Node, Nodes
 from rl.actors.processes import ensure_runtime
-from rl.compat.monarch_internals import BootstrapCommand
+from rl.compat.monarch_internals import BootstrapCommand, failed_rank
+from rl.errors import NodeLost
 from rl.platform import device_type, thread_variables
 from rl.program import COLLECT_AT, LEAVING
 from rl.types import Place
 from rl.weights.streams import HOST
 
+POLL_S = 0.2
 SHUT_DOWN_S = 10.0
 
 # The signal ends the process with its parent; Monarch would end it seconds later.
@@ -51,13 +63,29 @@ runpy.run_module(sys.argv[2], run_name="__main__", alter_sys=True)
 """
 
 
-class Hosts:
-    """Hosts of a run: the given nodes, in the order in which meshes take them, or this host."""
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A host with a worker, which is a process of Monarch that the launcher started."""
 
-    def __init__(self, logs: Path, nodes: Sequence[Node] = (), workers: Nodes | None = None):
+    name: str
+    """Host name by which other nodes reach this one."""
+    address: str
+    """Address of the worker."""
+    pid: int
+    """Process id of the worker."""
+
+
+class Hosts:
+    """Hosts of a run: the given nodes, in the order in which meshes take them, or this host.
+
+    Monarch reports the death of an actor: seconds late, but on every host.
+    """
+
+    def __init__(self, logs: Path, nodes: Sequence[Node] = ()):
         self.logs = logs
         self._nodes = nodes
-        self._workers = workers
+        self._died: dict[str, Callable[[int, str], None]] = {}
+        monarch.actor.unhandled_fault_hook = self._on_fault
         if nodes:
             addresses = [node.address for node in nodes]
             self._mesh = attach_to_workers(ca="trust_all_connections", workers=addresses)
@@ -125,12 +153,24 @@ class Hosts:
             return ""
         return self._nodes[place.first_host + rank // place.per_host].name
 
+    def report_deaths(self, mesh: str, died: Callable[[int, str], None]) -> None:
+        """Call ``died(rank, reason)`` at least once for each death of an actor in the mesh."""
+        self._loop = asyncio.get_running_loop()
+        self._died[mesh] = died
+
+    def ignore_deaths(self, mesh: str) -> None:
+        """Ignore later deaths in this mesh."""
+        self._died.pop(mesh, None)
+
+    def _on_fault(self, failure: MeshFailure) -> None:
+        # Monarch calls this on its own thread, also for its helper actors and long after a stop.
+        died = self._died.get(failure.mesh_name.rpartition("-")[0])
+        if died is not None:
+            self._loop.call_soon_threadsafe(died, *failed_rank(failure))
+
     async def lost(self) -> None:
         """Wait until a node is lost, then raise NodeLost. On a single host, wait forever."""
-        if self._workers is None:
-            await asyncio.Event().wait()
-        else:
-            await self._workers.lost(self._nodes)
+        await lost_node(workers_of(self.logs), self._nodes)
 
     async def shut_down(self) -> None:
         """End the workers of the nodes, if any. Raises nothing."""
@@ -145,7 +185,60 @@ async def gather_hosts(logs: Path, count: int, deadline: float) -> Hosts:
 
     Starts Monarch in this process. Raises NodeLost if fewer nodes come up within ``deadline`` s.
     """
-    workers = Nodes(logs / "workers")
-    nodes = await workers.gather(count, deadline)
-    ensure_runtime(logs / "controller.log", workers.own)
-    return Hosts(logs, nodes, workers)
+    nodes = await find_nodes(workers_of(logs), count, deadline)
+    ensure_runtime(logs / "controller.log", os.environ.get("TILLER_NODE", ""))
+    return Hosts(logs, nodes)
+
+
+def workers_of(logs: Path) -> Path:
+    """Return the folder of the workers' files.
+
+    ``NAME.json`` has a worker's address and pid once the worker listens, and ``NAME.ended`` the
+    reason once the worker has ended.
+    """
+    return logs / "workers"
+
+
+async def find_nodes(workers: Path, count: int, deadline: float) -> list[Node]:
+    """Wait until all workers of ``TILLER_NODES`` listen, or for ``deadline`` s; return the first
+    ``count`` nodes with a worker that does. Without the variable the run has this host alone.
+
+    Raises NodeLost, which names the others, if too few listen.
+    """
+
+    def missing() -> list[str]:
+        return [
+            name
+            for name in names
+            if not (workers / f"{name}.json").exists() or _ended(workers, name)
+        ]
+
+    names = os.environ.get("TILLER_NODES", "").split()
+    ends = time.monotonic() + deadline
+    while (late := missing()) and time.monotonic() < ends:
+        if all(_ended(workers, name) for name in late):
+            break
+        await asyncio.sleep(POLL_S)
+    found = [name for name in names if name not in late]
+    if names and len(found) < count:
+        endings = {name: _ended(workers, name) for name in late}
+        shown = ", ".join(f"{name} (it {how})" if how else name for name, how in endings.items())
+        raise NodeLost(
+            f"no worker came up within {deadline:.0f} s on {shown}; see the log of the node"
+        )
+    texts = {name: (workers / f"{name}.json").read_text() for name in found[:count]}
+    return [Node(name, **json.loads(text)) for name, text in texts.items()]
+
+
+async def lost_node(workers: Path, nodes: Sequence[Node]) -> None:
+    """Raise NodeLost when the worker of one of ``nodes`` has ended. Without nodes, wait forever."""
+    while True:
+        for node in nodes:
+            if (how := _ended(workers, node.name)) is not None:
+                raise NodeLost(f"node {node.name} is lost: its worker {how}")
+        await asyncio.sleep(POLL_S)
+
+
+def _ended(workers: Path, name: str) -> str | None:
+    path = workers / f"{name}.ended"
+    return path.read_text() if path.exists() else None

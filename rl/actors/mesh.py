@@ -1,19 +1,22 @@
 """Mesh: the controller's handle to the actors of one role, which can be started again."""
 
+import time
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 import torch
 from monarch.actor import Actor
 
-from rl.actors.group import ActorGroup
-from rl.actors.supervisor import Supervisor
-from rl.actors.timed import RANKS, Stretch
+from rl.actors.group import ActorGroup, Stretch
+from rl.actors.hosts import Hosts
 from rl.errors import ActorFailure
 from rl.model.digest import ShardDigests
 from rl.model.shards import Layout
 from rl.observe.spans import Stopwatch
+from rl.platform import peak_memory
 from rl.types import Place
+
+RECORDED_RANKS = 64  # the first ranks of a mesh, whose work is recorded: events grow with the ranks
 
 
 class Deadlines(Protocol):
@@ -32,10 +35,11 @@ class Mesh:
     actor: ClassVar[type[Actor]]
     name: str
     place: Place
-    supervisor: Supervisor
+    hosts: Hosts
     deadlines: Deadlines
     watch: Stopwatch | None = field(default=None, init=False)
-    """Stopwatch that gets the work of the first RANKS ranks, as that of process ``NAME[RANK]``."""
+    """Stopwatch that gets the work of the first RECORDED_RANKS ranks, as that of process
+    ``NAME[RANK]``."""
 
     def __post_init__(self) -> None:
         self._renew()
@@ -43,12 +47,12 @@ class Mesh:
     def _renew(self) -> None:
         heartbeat = self.deadlines.heartbeat
         self._group = ActorGroup(
-            self.name, self.place, self.supervisor, heartbeat=heartbeat, worked=self._worked
+            self.name, self.place, self.hosts, heartbeat=heartbeat, worked=self._worked
         )
         self._started = False
 
     def _worked(self, rank: int, work: Stretch) -> None:
-        if self.watch is not None and rank < RANKS:
+        if self.watch is not None and rank < RECORDED_RANKS:
             self.watch.worked(f"{self.name}[{rank}]", *work)
 
     def _arguments(self) -> tuple[Any, ...]:
@@ -122,3 +126,13 @@ class Mesh:
     async def stop(self) -> None:
         """End the processes, whatever they are doing. Raises nothing."""
         await self._group.stop()
+
+
+def log(text: str) -> None:
+    """Write a line with the time to the log of this process."""
+    print(f"{time.strftime('%F %T')}  {text}", flush=True)
+
+
+def log_memory(text: str) -> None:
+    """Write a line with the time and the largest memory of this process so far."""
+    log(f"{text}; memory at most {peak_memory() / 2**30:.2f} GiB so far")

@@ -19,13 +19,17 @@ LONGEST_FOLDER = 60
 _started: list[Path] = []
 
 
-def start_runtime(log: Path, node: str = "") -> None:
-    """Start Monarch in this process; its own messages on standard error go to ``log``.
+def ensure_runtime(log: Path, node: str = "") -> None:
+    """Start Monarch in this process unless it runs; Monarch stops when the interpreter ends.
 
-    Processes of other hosts reach this one by the name ``node``, if given. Monarch's sockets are in
-    a folder that ``end_program`` removes, in /tmp if the path of TMPDIR is too long for a socket.
+    Monarch's own messages on standard error go to ``log``. Processes of other hosts reach this one
+    by the name ``node``, if given. Monarch's sockets are in a folder that ``end_program`` removes,
+    in /tmp if the path of TMPDIR is too long for a socket.
     """
+    if _started:
+        return
     _started.append(log)
+    log.parent.mkdir(parents=True, exist_ok=True)
     if node:
         enable_transport(f"tcp://{node}:0")
     is_short = len(os.fsencode(tempfile.gettempdir())) <= LONGEST_FOLDER
@@ -43,17 +47,7 @@ def start_runtime(log: Path, node: str = "") -> None:
         del os.environ["TMPDIR"]
         if before is not None:
             os.environ["TMPDIR"] = before
-
-
-def ensure_runtime(log: Path, node: str = "") -> None:
-    """Start Monarch in this process unless it runs; Monarch stops when the interpreter ends.
-
-    ``log`` and ``node`` are those of ``start_runtime``.
-    """
-    if not _started:
-        log.parent.mkdir(parents=True, exist_ok=True)
-        start_runtime(log, node)
-        atexit.register(stop_runtime)
+    atexit.register(stop_runtime)
 
 
 def stop_runtime() -> None:

@@ -15,8 +15,8 @@ from monarch.actor import Actor, concurrent_endpoint
 
 from rl.actors.fork_server import GUARDED
 from rl.actors.group import ActorGroup
+from rl.actors.hosts import Hosts
 from rl.actors.mesh import Deadlines
-from rl.actors.supervisor import Supervisor
 from rl.errors import ActorFailure, GroupLost, RankLost, RunError, WorkerLost
 from rl.model.shape import ModelConfig
 from rl.observe.events import Events
@@ -159,7 +159,7 @@ class RewardWorkers:
 
     config: Task.Config
     model: ModelConfig
-    supervisor: Supervisor
+    hosts: Hosts
     count: int
     seed: int
     deadlines: Deadlines
@@ -358,7 +358,7 @@ class RewardWorkers:
 
     async def _spawn(self, name: str) -> None:
         heartbeat = self.deadlines.heartbeat
-        group = ActorGroup(name, Place(ranks=1), self.supervisor, heartbeat=heartbeat)
+        group = ActorGroup(name, Place(ranks=1), self.hosts, heartbeat=heartbeat)
         self._groups[name] = group
         arguments = (self.config, self.seed, self.model)
         env = {GUARDED: "1"}  # the user's code may start processes

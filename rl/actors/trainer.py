@@ -1,19 +1,24 @@
 """PolicyTrainer, whose weights are pushed to generators, and the handle to its mesh."""
 
+import asyncio
+import contextlib
 import time
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-from monarch.actor import concurrent_endpoint
+from monarch.actor import ProcMesh, concurrent_endpoint
 
-from rl.actors.store import StoreProcess
-from rl.actors.timed import Timed
+from rl.actors.group import Timed
+from rl.actors.hosts import Hosts
+from rl.actors.processes import stop_procs
 from rl.actors.worker import ModelWorker, WorkerGroup
 from rl.model.shards import Layout, layout_of
 from rl.platform import memory_domain
-from rl.weights.open import open_publisher
-from rl.weights.transport import Publisher, Sent, Transfer
+from rl.types import Place
+from rl.weights.transport import Publisher, Sent, Transfer, open_publisher
+
+CLOSE_STORE_S = 10.0
 
 
 class PolicyTrainer(ModelWorker):
@@ -76,7 +81,7 @@ class TrainerMesh(WorkerGroup):
     async def open_publishers(self, transfer: Transfer) -> list[Any]:
         """Make each rank ready to push; return the addresses that generators connect to."""
         if transfer.transport == "torchstore" and self._store is None:
-            self._store = await StoreProcess.start(self.supervisor.hosts)
+            self._store = await StoreProcess.start(self.hosts)
         self._patience = transfer.patience
         return await self.call("open_publisher", transfer)
 
@@ -101,3 +106,28 @@ class TrainerMesh(WorkerGroup):
         self._store = None
         if store is not None:
             await store.stop()
+
+
+class StoreProcess:
+    """A process with torchstore's volume, which every rank of the run finds by name."""
+
+    def __init__(self, procs: ProcMesh):
+        self._procs = procs
+
+    @classmethod
+    async def start(cls, hosts: Hosts) -> "StoreProcess":
+        """Spawn the process on the first host and open an empty store in it."""
+        from rl.weights.store import open_store
+
+        procs = hosts.spawn("store", Place(ranks=1), env={})
+        await open_store(procs)
+        return cls(procs)
+
+    async def stop(self) -> None:
+        """End the process and drop its contents; another can be started after it."""
+        from rl.weights.store import close_store
+
+        with contextlib.suppress(Exception):  # the process has ended
+            async with asyncio.timeout(CLOSE_STORE_S):
+                await close_store()
+        await stop_procs(self._procs)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -18,9 +17,8 @@ import torch.distributed as dist
 from monarch.actor import Actor, concurrent_endpoint
 from torchtitan.config import Configurable
 
-from rl.actors.mesh import Mesh
-from rl.actors.rank_log import log_memory
-from rl.actors.timed import timed
+from rl.actors.group import Timed
+from rl.actors.mesh import Mesh, log_memory
 from rl.metrics import Metrics, Value
 from rl.model.activations import Activations, Recorder, joined
 from rl.model.digest import ShardDigests, digests, merge_digests
@@ -46,8 +44,12 @@ def _endpoint(method: str, *, changes: bool = False) -> Any:
     name = method.rpartition(".")[2].removeprefix("_")
 
     async def call(self: "ModelWorker", *args: Any) -> Any:
-        work = partial(timed, name, attrgetter(method)(self))
-        return await self._in_engine(work, *args, changes=changes)
+        def timed() -> Timed:
+            began = time.time()
+            answer = attrgetter(method)(self)(*args)
+            return Timed(answer, [(name, began, time.time())])
+
+        return await self._in_engine(timed, changes=changes)
 
     return concurrent_endpoint(call)
 

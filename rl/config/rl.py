@@ -29,7 +29,7 @@ from rl.session.config import Colocate
 from rl.tasks.base import Task
 from rl.training.config import one_rank
 from rl.types import MAX_TEMPERATURE, MIN_TEMPERATURE, Head
-from rl.weights.config import WeightPushConfig
+from rl.weights.transport import WeightPushConfig
 
 
 @dataclass(kw_only=True, slots=True)

@@ -15,7 +15,7 @@ from rl.rules import COSMETIC, NUMERICS, PERFORMANCE, at_least
 from rl.session.config import Colocate
 from rl.tasks.base import Task
 from rl.types import MAX_TEMPERATURE, MIN_TEMPERATURE
-from rl.weights.config import WeightPushConfig
+from rl.weights.transport import WeightPushConfig
 
 
 @dataclass(kw_only=True, slots=True)

@@ -4,7 +4,7 @@ and imports nothing of rl.
     python rl/launch/node.py FOLDER
 
 All nodes share FOLDER. The worker writes NAME.json there when it listens and NAME.ended when it has
-ended: see rl/actors/nodes.py. A file ``over`` there ends the worker. It takes any free port, so
+ended: see rl/actors/hosts.py. A file ``over`` there ends the worker. It takes any free port, so
 that jobs on one node do not collide. Every process that can reach the port can run any code in the
 worker: it belongs on a private network.
 """

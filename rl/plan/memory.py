@@ -19,9 +19,9 @@ from rl.plan.planned_run import DTYPE_BYTES, LEARNING, PlannedRun, seat_of
 from rl.training.config import TrainerConfig
 from rl.training.model import is_adapter
 from rl.types import Place
-from rl.weights.blobs import plan_blobs
-from rl.weights.shared_memory import HEADER_BYTES, SLOTS, Segment
-from rl.weights.transport import Transfer
+from rl.weights.routes import plan_blobs
+from rl.weights.shared_memory import HEADER_BYTES, slot_bytes
+from rl.weights.transport import SLOTS, Transfer
 
 GIB = 2**30
 # Bytes of a process on CPU, with its libraries.
@@ -187,9 +187,9 @@ def _push_sizes(run: PlannedRun) -> tuple[list[int], list[int]]:
     """
     transfer = transfer_of(run)
     staging = [0] * len(run.wanted)
-    if run.transport in ("shared_memory", "cuda_ipc"):
-        segments = (Segment("", 0, (), 0, transfer.dtype, layout) for layout in run.pushed)
-        return [SLOTS * (HEADER_BYTES + segment.slot_bytes) for segment in segments], staging
+    if not transfer.is_network:
+        own = [slot_bytes(layout, transfer.dtype) for layout in run.pushed]
+        return [SLOTS * (HEADER_BYTES + size) for size in own], staging
     slots = []
     for blobs in plan_blobs(transfer.sources, transfer.wanted):
         wholes = [blob.numel * run.transfer_bytes for blob in blobs]

@@ -16,7 +16,7 @@ from rl.tasks.environment import EnvironmentTask
 from rl.training.layout import trainer_layout
 from rl.training.model import is_adapter
 from rl.types import Place
-from rl.weights.open import choose_transport
+from rl.weights.transport import choose_transport
 
 LEARNING = ("trainer", "critic")
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}

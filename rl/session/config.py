@@ -9,7 +9,7 @@ from rl.rules import NUMERICS, SECONDS, YEAR_S, at_least
 from rl.session.hardware import HardwareConfig
 from rl.training.config import TrainerConfig, settle
 from rl.types import Head
-from rl.weights.config import WeightPushConfig
+from rl.weights.transport import WeightPushConfig
 
 Colocate = Literal["none", "models", "all"]
 """Models that share devices. One at a time has device memory; the others are in host memory.

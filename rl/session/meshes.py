@@ -6,7 +6,6 @@ from rl.actors.generator import GeneratorMesh
 from rl.actors.hosts import Hosts
 from rl.actors.mesh import Mesh
 from rl.actors.reward import RewardWorkers
-from rl.actors.supervisor import Supervisor
 from rl.actors.trainer import TrainerMesh
 from rl.actors.worker import WorkerGroup
 from rl.observe.events import Events
@@ -21,7 +20,7 @@ class Meshes:
     def __init__(self, config: SessionConfig, hosts: Hosts, folder: Path):
         self._config = config
         self._folder = folder
-        self._supervisor = Supervisor(hosts)
+        self._hosts = hosts
         self._placement = Placement(config, config.hardware.gpus)
 
     def models(self) -> dict[str, WorkerGroup]:
@@ -32,7 +31,7 @@ class Meshes:
             groups[name] = kind(
                 name=name,
                 place=self._placement.models[name],
-                supervisor=self._supervisor,
+                hosts=self._hosts,
                 deadlines=self._config.deadlines,
                 config=role.trainer,
                 model=role.model,
@@ -48,8 +47,9 @@ class Meshes:
         assert self._config.generator is not None, "a session without generators makes none"
         return GeneratorMesh(
             name=f"generator-{number}",
+            number=number,
             place=self._placement.generator(number),
-            supervisor=self._supervisor,
+            hosts=self._hosts,
             deadlines=self._config.deadlines,
             config=self._config.generator,
             model=self._config.model,
@@ -61,7 +61,7 @@ class Meshes:
         return RewardWorkers(
             config=task,
             model=self._config.model,
-            supervisor=self._supervisor,
+            hosts=self._hosts,
             count=self._config.reward_workers,
             seed=self._config.seed,
             deadlines=self._config.deadlines,

@@ -2,6 +2,7 @@
 
 import math
 
+from rl.generation.config import GeneratorConfig
 from rl.session.config import SessionConfig
 from rl.types import Place
 
@@ -15,7 +16,7 @@ class Placement:
     """
 
     def __init__(self, config: SessionConfig, gpus: int):
-        self._generator = config.generator
+        self._generator = config.generator or GeneratorConfig(replicas=0)
         self._gpus = gpus
         self._trainer_nodes = config.trainer.nodes if config.trainer else 1
         self._taken = [0] * self._trainer_nodes
@@ -33,18 +34,15 @@ class Placement:
         """Number of GPUs that the fullest host needs so that meshes share GPUs only if the config
         says so.
         """
-        if self._generator is None:
-            return self.needed_by_models
         replicas = range(self._generator.replicas)
         ends = (
             self._before(number) + self._generator.tensor_parallel_degree for number in replicas
         )
-        return max(self.needed_by_models, *ends)
+        return max([self.needed_by_models, *ends])
 
     @property
     def replicas(self) -> int:
         """Number of generators that have GPUs of their own, whatever the config asks for."""
-        assert self._generator is not None, "a session without generators places none"
         hosts = self._generator.nodes or self._trainer_nodes
         free = [max(self._gpus - self._before(host), 0) for host in range(hosts)]
         # generators go to the hosts in turns, so that the first full host ends them
@@ -53,7 +51,6 @@ class Placement:
 
     def generator(self, number: int) -> Place:
         """Return the place of generator ``number``, which may exceed the config's replicas."""
-        assert self._generator is not None, "a session without generators places none"
         ranks = self._generator.tensor_parallel_degree
         own = self._generator.nodes
         return Place(
@@ -64,7 +61,6 @@ class Placement:
 
     def _before(self, number: int) -> int:
         """Return the number of GPUs of its host that are taken before generator ``number``."""
-        assert self._generator is not None
         own = self._generator.nodes
         lap, host = divmod(number, own or self._trainer_nodes)
         return (0 if own else self._taken[host]) + self._generator.tensor_parallel_degree * lap

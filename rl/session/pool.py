@@ -2,16 +2,16 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rl.actors.generator import GeneratorMesh
-from rl.errors import ActorFailure, RankLost, RunError
+from rl.errors import ActorFailure
 from rl.observe.events import Events
 from rl.session.concurrency import background
 from rl.session.config import SessionConfig
+from rl.session.losses import Losses, unless_lost
 from rl.session.meshes import ensure_running
 from rl.session.placement import Placement
 from rl.session.push import UNLIMITED, WeightPush
@@ -42,15 +42,14 @@ class GeneratorPool:
     push: WeightPush
     asked: Path
     events: Events
-    restarts: int = field(default=0, init=False)
-    """Number of times that a generator was started again."""
 
     def __post_init__(self) -> None:
+        self.losses = Losses(self.config.max_restarts, self.events)
         replicas = self.config.generator.replicas if self.config.generator else 0
         self._meshes = {number: self.make(number) for number in range(replicas)}
         hardware = self.config.hardware
         on_gpus = bool(replicas) and hardware.kind != "cpu"
-        self._room = Placement(self.config, hardware.gpus).replicas if on_gpus else UNLIMITED
+        self._most = Placement(self.config, hardware.gpus).replicas if on_gpus else UNLIMITED
         self._leaving: list[GeneratorMesh] = []
 
     @property
@@ -80,11 +79,8 @@ class GeneratorPool:
         await self._each(lambda mesh: mesh.onload())
 
     async def _each(self, call: Callable[[GeneratorMesh], Awaitable[None]]) -> None:
-        async def unless_lost(mesh: GeneratorMesh) -> None:
-            with suppress(RankLost):  # ``run`` starts it again
-                await call(mesh)
-
-        await asyncio.gather(*(unless_lost(mesh) for mesh in self.meshes if mesh.is_running))
+        running = [mesh for mesh in self.meshes if mesh.is_running]
+        await asyncio.gather(*(unless_lost(mesh, call(mesh)) for mesh in running))
 
     async def connect(self) -> str:
         """Bring all generators the trainer's weights and send them requests; return the plan."""
@@ -125,34 +121,29 @@ class GeneratorPool:
 
     async def _keep(self, mesh: GeneratorMesh) -> None:
         """Start the generator again whenever it is lost. Raises failures that end the session."""
-        lost = 0
         while True:
-            failure = await self._work(mesh)
-            lost = 1 if self.router.served.pop(mesh, 0) else lost + 1
-            self.router.leave(mesh)
-            self.push.remove(mesh)
-            if not isinstance(failure, RankLost):
-                raise failure
-            if lost > self.config.max_restarts:
-                often = f"it was lost {lost} times without a completion in between"
-                raise RunError(f"{failure}\n{often}") from failure
-            self.restarts += 1
-            text = f"{str(failure).splitlines()[0]}; starting it again"
-            self.events.emit("lost", process=mesh.name, text=text)
+            try:
+                if mesh not in self.router:
+                    await self._join(mesh)
+                raise await mesh.failed()
+            except ActorFailure as failure:
+                if self.router.served.pop(mesh, 0):
+                    self.losses.progressed(mesh.name)
+                self._leave(mesh)
+                self.losses.survive(failure, "starting it again", generator=mesh.name)
 
-    async def _work(self, mesh: GeneratorMesh) -> ActorFailure:
-        """Have the generator join if it has not; wait for its failure and return it."""
-        try:
-            if mesh not in self.router:
-                async with self.router.resident():
-                    await self._start(mesh)
-                await self.push.join(mesh)
-                self.router.join(mesh)
-                text = f"{mesh.name} has joined"
-                self.events.emit("joined", process=mesh.name, text=text)
-        except ActorFailure as failure:
-            return failure
-        return await mesh.failed()
+    async def _join(self, mesh: GeneratorMesh) -> None:
+        """Start the generator unless it runs, bring it weights, and send it requests."""
+        async with self.router.resident():
+            await self._start(mesh)
+        await self.push.join(mesh)
+        self.router.join(mesh)
+        self.events.emit("joined", process=mesh.name, text=f"{mesh.name} has joined")
+
+    def _leave(self, mesh: GeneratorMesh) -> None:
+        """Send the generator neither requests nor weights."""
+        self.router.leave(mesh)
+        self.push.remove(mesh)
 
     async def _start(self, mesh: GeneratorMesh) -> None:
         mesh.watch = self.push.watch
@@ -161,8 +152,7 @@ class GeneratorPool:
 
     async def _stop(self, mesh: GeneratorMesh) -> None:
         """End a generator that leaves; it is in ``_leaving`` until its processes have ended."""
-        self.router.leave(mesh)
-        self.push.remove(mesh)
+        self._leave(mesh)
         await mesh.stop()
         self._leaving.remove(mesh)
 
@@ -174,5 +164,5 @@ class GeneratorPool:
             count = int(self.asked.read_text())
         except (OSError, ValueError):  # the file is missing or half written
             return len(self._meshes)
-        most = min(self._room, self.push.max_generators)
+        most = min(self._most, self.push.max_generators)
         return min(count, most) if count > 0 else len(self._meshes)

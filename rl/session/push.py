@@ -2,59 +2,52 @@
 
 import asyncio
 import random
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 from rl.actors.generator import GeneratorMesh
 from rl.actors.trainer import TrainerMesh
-from rl.errors import ActorFailure, NodeLost, RankLost
+from rl.errors import ActorFailure, NodeLost
 from rl.observe.events import Events
 from rl.observe.spans import Stopwatch
 from rl.platform import has_rdma
 from rl.session.concurrency import Signal, background
 from rl.session.config import SessionConfig
-from rl.session.push_checks import PushChecks
-from rl.session.push_state import PushState
+from rl.session.losses import unless_lost
+from rl.session.push_checks import Arrival, PushChecks
 from rl.session.residency import Residency
-from rl.types import Completion
-from rl.weights.open import choose_transport
-from rl.weights.transport import Transfer, TransferFailed, VersionGone
+from rl.weights.transport import Transfer, TransferFailed, VersionGone, choose_transport
 
-NETWORK = (
-    "tcp",
-    "rdma",
-    "torchstore",
-)  # transports whose publishers reserve a place for each reader
 UNLIMITED = 1000
 RETRY_S = 1.0  # before a failed transfer is tried again; doubled each time
 
 
-class Arrival(NamedTuple):
-    """A version that a generator has loaded, and its answer to the canary with that version."""
-
-    generator: GeneratorMesh
-    version: int
-    answer: Completion | None
-
-
 @dataclass(eq=False)
 class WeightPush:
-    """Brings the trainer's weights to the generators. ::
+    """Moves the trainer's weights to the generators: publish, pull, settle. ::
 
         push = WeightPush(config, trainer, residency, watch, events)
         await push.connect(generators)          # they have the trainer's weights
         async with background(push.run()):
-            version = push.start()              # publish the new weights, behind what comes next
-            await push.wait(version)            # have every generator pull them
+            version = push.publish()            # copy the new weights, behind what comes next
+            await push.pull(version)            # have every generator load them
             await push.settle()                 # before the weights change again
 
-    - :class:`PushState` has the states and proves that weights never change under a reader.
-    - A generator pulls when ``wait`` is called. If its version is gone because it was too slow, it
-      pulls the newest version, unless versions come in order.
+    The transport keeps the last two published versions readable.
+
+    - Weights never change under a reader. ``settle`` returns if no version is left to publish and
+      no comparison with the weights is left; ``publish`` follows each change.
+    - With ``pushes`` in order, generators load each version, and a restarted generator can read the
+      version of the others. A publish waits until the previous version has arrived, so the two
+      readable versions are at most the one that arrived and the one after it.
+    - With ``pushes`` "newest", a publish does not wait, and generators read the newest version,
+      also if the one that they were reading is gone.
     - A transfer that failed while both ends are alive is repeated ``max_restarts`` times.
-    - Each arrival is compared with the trainer's weights as configured.
+    - Each arrival is compared with the trainer's weights as configured. With ``compares_all``,
+      weights change only after each generator's copy was compared with them.
     """
 
     config: SessionConfig
@@ -62,19 +55,27 @@ class WeightPush:
     residency: Residency
     watch: Stopwatch
     events: Events
+    begun: int = field(default=0, init=False)
+    """Version that the trainer has, and keeps until it is published."""
+    published: int = field(default=0, init=False)
+    """Newest version that generators can read."""
+    arrived: int = field(default=0, init=False)
+    """Version that every generator holds, or a newer one."""
     metrics: dict[str, float] = field(default_factory=dict, init=False)
     """Metrics of the last push."""
 
     def __post_init__(self) -> None:
         config = self.config
-        self._checks = PushChecks(config, self.trainer, self.residency)
         generator = config.generator
-        in_order = config.pushes == "in_order"
-        self._rolling = generator is not None and generator.update == "rolling" and not in_order
-        compares = self._checks.are_on and (config.compares_all or not in_order)
-        self.state = PushState[Arrival](in_order=in_order, compares=compares)
-        self._numbers: dict[GeneratorMesh, int] = {}
-        self._removed: list[int] = []
+        self.checks = PushChecks(config, self.trainer, self.residency)
+        self._in_order = config.pushes == "in_order"
+        self._compares = self.checks.are_on and (config.compares_all or not self._in_order)
+        is_rolling = generator is not None and generator.update == "rolling"
+        self._rolling = is_rolling and not self._in_order
+        self._is_changing = False  # the weights, which must not be compared then
+        self._unchecked: deque[Arrival] = deque()
+        self._generators: list[GeneratorMesh] = []
+        self._removed: list[GeneratorMesh] = []
         self._joining = asyncio.Lock()  # no pull while a generator joins or leaves
         self._changed = Signal()
         self._addresses: list[Any] = []
@@ -82,7 +83,7 @@ class WeightPush:
     @property
     def max_generators(self) -> int:
         """Maximum number of generators until the transport is opened again."""
-        return self._transfer.generators if self._transfer.transport in NETWORK else UNLIMITED
+        return self._transfer.generators if self._transfer.is_network else UNLIMITED
 
     async def connect(self, generators: Sequence[GeneratorMesh]) -> str:
         """Open the push to ``generators`` and bring them the trainer's weights; return the plan.
@@ -90,27 +91,29 @@ class WeightPush:
         Raises ValueError, which names the parameter, if the trainer's layout does not cover the
         generators'.
         """
-        self._numbers = {generator: number for number, generator in enumerate(generators)}
+        self._generators = [*generators]
         self._removed = []
-        self._checks.forget()
-        self.state.restart(self.trainer.version)
+        self._unchecked.clear()
+        self.checks.forget()
+        self.arrived = self.published = self.publish()
         plan = await self._open()
         await self._publish()
-        await self._bring(self.state.published)
+        await self._pull_all()
         return plan
 
     async def join(self, generator: GeneratorMesh) -> None:
         """Bring a generator that is new or was started again the weights of the others."""
         async with self._joining:
-            taken = self._numbers.values()
-            self._numbers.setdefault(generator, min(set(range(len(taken) + 1)) - set(taken)))
+            if generator not in self._generators:
+                self._generators.append(generator)
             await self._connect(generator)
-            await self._pull(generator, self.state.joins_at)
+            await self._pull(generator, self.arrived if self._in_order else self.published)
 
     def remove(self, generator: GeneratorMesh) -> None:
         """Leave a generator out until it joins again."""
-        if generator in self._numbers:
-            self._removed.append(self._numbers.pop(generator))
+        if generator in self._generators:
+            self._generators.remove(generator)
+            self._removed.append(generator)
             self._changed.notify()
 
     async def run(self) -> None:
@@ -118,36 +121,45 @@ class WeightPush:
         async with background(self._publish_each(), self._compare_each()):
             while True:
                 await self._changed.until(lambda: self._removed)
-                await self.trainer.excuse(self._removed.pop())
+                await self.trainer.excuse(self._removed.pop().number)
 
-    def start(self) -> int:
-        """Request a publication of the trainer's weights if they changed; return their version
-        without waiting.
+    def publish(self) -> int:
+        """Have ``run`` make the trainer's weights readable, if they changed since the last time;
+        return their version without waiting.
         """
-        self.state.begin(self.trainer.version)
+        self.begun = self.trainer.version
+        self._is_changing = False
         self._changed.notify()
-        return self.state.begun
+        return self.begun
 
-    async def wait(self, version: int) -> int:
+    async def pull(self, version: int) -> int:
         """Have every generator load ``version`` or a newer one; return the oldest one loaded.
 
-        Waits until ``version`` was started and published.
+        Waits until ``version`` is published.
         """
-        await self._changed.until(lambda: self.state.published >= version)
+        await self._changed.until(lambda: self.published >= version)
         async with self._joining:
-            if self.state.arrived < version:
-                await self._bring(self.state.published)
-        return self.state.arrived
+            if self.arrived < version:
+                await self._pull_all()
+        return self.arrived
 
     async def settle(self) -> None:
         """Wait until nothing reads the trainer's weights, not even a check."""
         with self.watch.span("push_wait"):
-            await self._changed.until(lambda: self.state.may_change)
-            self.state.changing = True
+            await self._changed.until(self._may_change)
+            self._is_changing = True
+
+    def _may_publish(self) -> bool:
+        waits = self._in_order and self.arrived != self.published
+        return self.begun != self.published and not waits
+
+    def _may_change(self) -> bool:
+        late = self._compares and self.arrived != self.begun
+        return self.begun == self.published and not late and not self._unchecked
 
     async def _open(self) -> str:
         """Plan the routes and open both ends of each."""
-        generators = list(self._numbers)
+        generators = self._generators
         weights = self.config.weights
         deadlines = self.config.deadlines
         async with self.residency.of("trainer", "model"):
@@ -166,27 +178,23 @@ class WeightPush:
         )
         # A reader of shared memory that hangs ends by the deadline of its call; the trainer waits
         # longer.
-        is_network = self._transfer.transport in NETWORK
-        patience = deadlines.push if is_network else deadlines.call
+        patience = deadlines.push if self._transfer.is_network else deadlines.call
         patience += self._transfer.nbytes / (weights.min_gb_s * 1e9)
         self._transfer = replace(self._transfer, patience=patience)
         plan = self._transfer.describe()
         async with self.residency.of("trainer", "model"):
             self._addresses = await self.trainer.open_publishers(self._transfer)
-        await asyncio.gather(*(self._connect(generator) for generator in generators))
+        await asyncio.gather(*map(self._connect, generators))
         return plan
 
     async def _connect(self, generator: GeneratorMesh) -> None:
         async with self.residency.of("generator", "model"):
-            number = self._numbers[generator]
-            await generator.connect(self._transfer, self._addresses, generator=number)
+            await generator.connect(self._transfer, self._addresses)
 
     async def _publish_each(self) -> None:
         while True:
-            await self._changed.until(lambda: self.state.may_publish)
+            await self._changed.until(self._may_publish)
             await self._publish()
-            self.state.published = self.state.begun
-            self._changed.notify()
 
     async def _publish(self) -> None:
         async with self.residency.of("trainer", "model"):
@@ -194,83 +202,81 @@ class WeightPush:
                 version, sent = await self.trainer.push_weights()
         self.metrics = {"push/bytes": sent.bytes_full, "push/bytes_sent": sent.bytes_sent}
         self.events.emit("pushed", version=version, metrics=self.metrics)
-
-    async def _bring(self, version: int) -> None:
-        """Have every generator pull ``version``."""
-        behind = [generator for generator in self._numbers if generator.version != version]
-        with self.watch.span("push"):
-            if self._rolling:
-                pauses = [await self._pull_or_lose(each, version) for each in behind]
-            else:
-                pauses = await asyncio.gather(
-                    *(self._pull_or_lose(each, version) for each in behind)
-                )
-        self.metrics["timing/push_pause"] = max(pauses, default=0.0)
-        self.state.arrived = version
+        self.published = self.begun
         self._changed.notify()
 
-    async def _pull_or_lose(self, generator: GeneratorMesh, version: int) -> float:
-        """Like ``_pull``; return 0 if the generator is lost, since its pool starts it again."""
-        if generator not in self._numbers:  # it was removed during pulls of other generators
-            return 0.0
-        try:
-            return await self._pull(generator, version)
-        except RankLost as lost:
-            if lost.actor != generator.name:
-                raise
-            return 0.0
+    async def _pull_all(self) -> None:
+        """Have every generator pull the version that is published now."""
+        version = self.published
+        behind = [generator for generator in self._generators if generator.version != version]
+        with self.watch.span("push"):
+            if self._rolling:
+                pauses = [
+                    await unless_lost(each, self._pull(each, version))
+                    for each in behind
+                    if each in self._generators  # it may have left during the pulls of others
+                ]
+            else:
+                pauses = await asyncio.gather(
+                    *(unless_lost(each, self._pull(each, version)) for each in behind)
+                )
+        self.metrics["timing/push_pause"] = max(filter(None, pauses), default=0.0)
+        self.arrived = version
+        self._changed.notify()
 
     async def _pull(self, generator: GeneratorMesh, version: int) -> float:
-        """Bring ``version``, or a newer one; return the pause of generation, in s."""
+        """Have a generator load ``version``, or a newer one; return the pause of generation, in s.
+
+        Transfers that fail are repeated at growing intervals.
+        """
+        failures = 0
         async with self.residency.of("generator", "model"):
             with self.watch.span("pull", generator.name):
-                pause = await self._pull_or_try_again(generator, version)
+                while True:
+                    try:
+                        pause = await generator.pull_weights(version)
+                        break
+                    except ActorFailure as failure:
+                        failures += isinstance(failure.__cause__, TransferFailed)
+                        version = await self._version_after(failure, version, failures)
+                        if failures:  # not when others try, which may have failed with it
+                            wait_s = RETRY_S * 2 ** (failures - 1) * random.uniform(1, 2)
+                            await asyncio.sleep(wait_s)
             version = generator.version or version
             self.events.emit("arrived", process=generator.name, version=version)
-            if self._checks.are_on:
+            if self.checks.are_on:
                 with self.watch.span("check"):
-                    answer = await self._checks.ask(generator, version)
-                self.state.unchecked.append(Arrival(generator, version, answer))
+                    self._unchecked.append(await self.checks.ask(generator, version))
         self._changed.notify()
         return pause
 
-    async def _pull_or_try_again(self, generator: GeneratorMesh, version: int) -> float:
-        """Pull, again and at growing intervals if transfers fail; return the pause of generation,
-        in s.
+    async def _version_after(self, failure: ActorFailure, version: int, failures: int) -> int:
+        """Return the version to pull after ``failure`` of a pull of ``version``; raise if none is
+        left.
 
         Raises NodeLost if transfers between living processes keep failing.
         """
-        failures = 0
-        while True:
-            if failures:  # at another time than other generators, which may have failed with it
-                await asyncio.sleep(RETRY_S * 2 ** (failures - 1) * random.uniform(1, 2))
-            try:
-                return await generator.pull_weights(version)
-            except RankLost:
-                raise
-            except ActorFailure as failure:
-                # Reads from a trainer that died may fail before its death is known.
-                await self.trainer.check_alive()
-                newest = version if self.state.in_order else self.state.published
-                if isinstance(failure.__cause__, TransferFailed):
-                    failures += 1
-                    if failures > self.config.max_restarts:
-                        raise NodeLost(
-                            f"{failure}\nthe transfer failed {failures} times in a row while the "
-                            "trainer is alive: the network is broken or below weights.min_gb_s"
-                        ) from failure
-                elif newest == version or not isinstance(failure.__cause__, VersionGone):
-                    raise
-                self.events.warn(f"{str(failure).splitlines()[0]}; pulling version {newest}")
-                version = newest
+        # Reads from a trainer that died may fail before its death is known.
+        await self.trainer.check_alive()
+        newest = version if self._in_order else self.published
+        if isinstance(failure.__cause__, TransferFailed):
+            if failures > self.config.max_restarts:
+                raise NodeLost(
+                    f"{failure}\nthe transfer failed {failures} times in a row while the "
+                    "trainer is alive: the network is broken or below weights.min_gb_s"
+                ) from failure
+        elif newest == version or not isinstance(failure.__cause__, VersionGone):
+            raise failure
+        self.events.warn(f"{str(failure).splitlines()[0]}; pulling version {newest}")
+        return newest
 
     async def _compare_each(self) -> None:
         """Compare arrivals with the trainer's weights, unless the weights have changed since."""
         while True:
-            await self._changed.until(lambda: self.state.unchecked)
-            generator, version, answer = self.state.unchecked[0]
-            if version == self.trainer.version and not self.state.changing:
+            await self._changed.until(lambda: self._unchecked)
+            arrival = self._unchecked[0]
+            if arrival.version == self.trainer.version and not self._is_changing:
                 with self.watch.span("check"):
-                    await self._checks.compare(generator, version, answer, self.metrics)
-            self.state.unchecked.popleft()
+                    await self.checks.compare(arrival, self.metrics)
+            self._unchecked.popleft()
             self._changed.notify()

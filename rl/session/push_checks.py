@@ -1,20 +1,31 @@
 """PushChecks: proof that a generator has the trainer's weights, by digests and a canary."""
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
 from rl.actors.generator import GeneratorMesh
 from rl.actors.trainer import TrainerMesh
-from rl.errors import RankLost, RunError
+from rl.errors import RunError
 from rl.model.digest import ShardDigests, differing, merge_digests
 from rl.model.shape import shape_of
 from rl.session.config import SessionConfig
+from rl.session.losses import unless_lost
 from rl.session.residency import Residency
 from rl.types import Batch, Completion, GenerationRequest, Sampling
 
 TOKENS = 4
 BLOCK = 128  # largest of vLLM's default block sizes of the KV cache
+
+
+class Arrival(NamedTuple):
+    """A version that a generator has loaded, and its answer to the canary with that version."""
+
+    generator: GeneratorMesh
+    version: int
+    answer: Completion | None
+    """None without a canary."""
 
 
 class PushChecks:
@@ -54,31 +65,28 @@ class PushChecks:
     def forget(self) -> None:
         """Forget the trainer's side: its weights may have changed without a new version."""
         self._scored: tuple[tuple[int, list[int]], torch.Tensor] | None = None
-        self._digested: tuple[tuple[int, torch.dtype], dict[str, str]] | None = None
+        self._digested: tuple[int, torch.dtype] | None = None
+        self._trained: dict[str, str] = {}
 
     @property
     def are_on(self) -> bool:
         """Whether to compare anything."""
         return self._digests or self._tolerance > 0
 
-    async def ask(self, generator: GeneratorMesh, version: int) -> Completion | None:
-        """Return the generator's answer to the canary; None without a canary."""
-        if not self._tolerance > 0:
-            return None
-        request = replace(self._canary, request_id=f"canary/{version}", seed=version)
-        return (await generator.generate([request]))[0]
+    async def ask(self, generator: GeneratorMesh, version: int) -> Arrival:
+        """Ask a generator for the canary with ``version``, which it has loaded."""
+        answer = None
+        if self._tolerance > 0:
+            request = replace(self._canary, request_id=f"canary/{version}", seed=version)
+            (answer,) = await generator.generate([request])
+        return Arrival(generator, version, answer)
 
-    async def compare(
-        self,
-        generator: GeneratorMesh,
-        version: int,
-        answer: Completion | None,
-        metrics: dict[str, float],
-    ) -> None:
+    async def compare(self, arrival: Arrival, metrics: dict[str, float]) -> None:
         """Raise RunError that names the difference, unless the generator was lost meanwhile.
 
         ``push/canary`` of ``metrics`` becomes the largest difference of a log-prob so far.
         """
+        generator, version, answer = arrival
         if self._digests:
             await self._compare_digests(generator, version)
         if answer is None:
@@ -93,6 +101,25 @@ class PushChecks:
                 f"{self._tolerance}; all parameters are equal, so a cache of older weights or "
                 "another kernel makes the difference"
             )
+
+    async def differing(self, generator: GeneratorMesh, version: int, owner: str = "") -> list[str]:
+        """Return the names of the parameters of ``generator`` that differ, in a bit of its own
+        dtype, from the trainer's; none if it was started again and lost ``version``.
+
+        Raises RunError that begins with ``owner`` if ranks differ in a part that both have.
+        """
+        if self._digested != (version, generator.dtype):
+            async with self._residency.of("trainer", "model"):
+                digests = await self._trainer.weight_digests(generator.dtype)
+            self._trained = _merged(digests, f"{owner}trainer")
+            self._digested = (version, generator.dtype)
+        async with self._residency.of("generator", "model"):
+            if generator.version != version:  # it was started again
+                return []
+            loaded = await unless_lost(generator, generator.weight_digests())
+        if loaded is None:
+            return []
+        return differing(self._trained, _merged(loaded, f"{owner}{generator.name}"))
 
     async def _difference(self, answer: Completion, version: int) -> float:
         key = (version, answer.tokens)
@@ -113,47 +140,11 @@ class PushChecks:
 
     async def _compare_digests(self, generator: GeneratorMesh, version: int) -> None:
         owner = f"push of policy version {version}: "
-        key = (version, generator.dtype)
-        if self._digested is None or self._digested[0] != key:
-            digests = await trainer_digests(self._trainer, generator.dtype, self._residency, owner)
-            self._digested = (key, digests)
-        sources = self._digested[1]
-        wanted = await generator_digests(generator, self._residency, owner, version)
-        if wanted and (wrong := differing(sources, wanted)):
+        if wrong := await self.differing(generator, version, owner):
             raise RunError(
-                f"{owner}{len(wrong)} of {len(sources)} parameters of {generator.name} differ from "
-                f"the trainer's; the first is {wrong[0]}"
+                f"{owner}{len(wrong)} of {len(self._trained)} parameters of {generator.name} "
+                f"differ from the trainer's; the first is {wrong[0]}"
             )
-
-
-async def trainer_digests(
-    trainer: TrainerMesh, dtype: torch.dtype, residency: Residency, owner: str = ""
-) -> dict[str, str]:
-    """Return the digests of the trainer's parameters in ``dtype``.
-
-    Raises RunError that begins with ``owner`` if ranks differ in a part that both have.
-    """
-    async with residency.of("trainer", "model"):
-        digests = await trainer.weight_digests(dtype)
-    return _merged(digests, f"{owner}trainer")
-
-
-async def generator_digests(
-    generator: GeneratorMesh, residency: Residency, owner: str, version: int
-) -> dict[str, str]:
-    """Return the digests of a generator's parameters; empty if the generator was started again and
-    lost ``version``.
-
-    Raises RunError that begins with ``owner`` if ranks differ in a part that both have.
-    """
-    async with residency.of("generator", "model"):
-        if generator.version != version:  # it was started again
-            return {}
-        try:
-            digests = await generator.weight_digests()
-        except RankLost:  # its pool starts it again
-            return {}
-    return _merged(digests, f"{owner}{generator.name}")
 
 
 def _merged(digests: list[ShardDigests], owner: str) -> dict[str, str]:

@@ -8,8 +8,8 @@ from typing import Any, Literal, Protocol
 Component = Literal["model", "optimizer"]
 
 
-class Tenant(Protocol):
-    """A model, or all generators, with memory on a device."""
+class Offloadable(Protocol):
+    """A model, or all generators, whose memory on a device can move to the host and back."""
 
     async def offload(self) -> None: ...
 
@@ -32,15 +32,15 @@ class Residency:
 
     def __init__(self, shared: Collection[str] = ()):
         self._shared = frozenset(shared)
-        self._tenants: dict[str, Tenant] = {}
+        self._models: dict[str, Offloadable] = {}
         self._resident: dict[str, set[Component]] = {}
         self._switching = asyncio.Lock()  # fair
         self._idle = asyncio.Event()
         self._users = 0
 
-    def add(self, role: str, tenant: Tenant) -> None:
-        """Move ``tenant`` when ``role`` or another role needs the devices."""
-        self._tenants[role] = tenant
+    def add(self, role: str, model: Offloadable) -> None:
+        """Move ``model`` when ``role`` or another role needs the devices."""
+        self._models[role] = model
 
     def forget(self, role: str) -> None:
         """Note that nothing of ``role`` is on a device, since its processes have ended."""
@@ -54,11 +54,11 @@ class Residency:
             return
         async with self._switching:
             if role not in self._resident:
-                await self._make_room()
+                await self._offload_resident()
                 self._resident = {role: set()}
             if missing := {*components} - self._resident[role]:
                 parts = {"model": "model" in missing, "optimizer": "optimizer" in missing}
-                await self._tenants[role].onload(**parts)
+                await self._models[role].onload(**parts)
                 self._resident[role] |= missing
             self._users += 1
         try:
@@ -74,16 +74,16 @@ class Residency:
             yield
             return
         async with self._switching:
-            await self._make_room()
+            await self._offload_resident()
             yield
             self._resident = {role: {"model", "optimizer"}}
 
-    async def _make_room(self) -> None:
+    async def _offload_resident(self) -> None:
         """Move the resident role to host memory, once it is not in use."""
         while self._users:
             self._idle.clear()
             await self._idle.wait()
         for role, components in self._resident.items():
             if components:
-                await self._tenants[role].offload()
+                await self._models[role].offload()
         self._resident = {}

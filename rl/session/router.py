@@ -8,9 +8,9 @@ from heapq import heapify, heappop, heappush
 from itertools import count
 
 from rl.actors.generator import GeneratorMesh
-from rl.errors import RankLost
 from rl.observe.spans import Stopwatch
 from rl.session.concurrency import Signal
+from rl.session.losses import unless_lost
 from rl.types import Completion, GenerationRequest
 
 AFFINITIES = 4096  # number of affinities, the latest ones, with a known generator
@@ -21,12 +21,12 @@ Resident = Callable[[], AbstractAsyncContextManager[None]]
 
 
 @dataclass(slots=True, eq=False)
-class _Place:
-    replica: GeneratorMesh
+class _Replica:
+    mesh: GeneratorMesh
     load: int = 0
     """Requests in flight."""
     turn: int = 0
-    """Grows each time that the place is chosen; no two places have the same."""
+    """Grows each time that the replica is chosen; no two replicas have the same."""
 
 
 class Router:
@@ -42,39 +42,39 @@ class Router:
     def __init__(self, resident: Resident = nullcontext, watch: Stopwatch | None = None) -> None:
         self.resident = resident
         self._watch = watch or Stopwatch()
-        self._places: dict[GeneratorMesh, _Place] = {}
-        # By load and turn, so that a choice does not look at every place. A place that changes gets
-        # a new entry; its old entries are skipped.
-        self._heap: list[tuple[int, int, int, _Place]] = []
+        self._replicas: dict[GeneratorMesh, _Replica] = {}
+        # By load and turn, so that a choice does not look at every replica. A replica that changes
+        # gets a new entry; its old entries are skipped.
+        self._heap: list[tuple[int, int, int, _Replica]] = []
         self._count = count()
         self._homes: OrderedDict[object, GeneratorMesh] = OrderedDict()
         self._changed = Signal()
         self.served: Counter[GeneratorMesh] = Counter()
         """Number of completions of each generator, since the caller last removed its entry."""
 
-    def join(self, replica: GeneratorMesh) -> None:
-        """Start to send requests to ``replica``."""
-        self._places[replica] = _Place(replica, turn=next(self._count))
-        self._sort(self._places[replica])
+    def join(self, mesh: GeneratorMesh) -> None:
+        """Start to send requests to ``mesh``."""
+        self._replicas[mesh] = _Replica(mesh, turn=next(self._count))
+        self._sort(self._replicas[mesh])
         self._changed.notify()
 
-    def leave(self, replica: GeneratorMesh) -> None:
-        """Send no more requests to ``replica``. Requests in flight may still be answered."""
-        self._places.pop(replica, None)
+    def leave(self, mesh: GeneratorMesh) -> None:
+        """Send no more requests to ``mesh``. Requests in flight may still be answered."""
+        self._replicas.pop(mesh, None)
 
-    async def drain(self, replica: GeneratorMesh) -> None:
+    async def drain(self, mesh: GeneratorMesh) -> None:
         """Like ``leave``, and wait until no request is in flight."""
-        if place := self._places.pop(replica, None):
-            await self._changed.until(lambda: not place.load)
+        if replica := self._replicas.pop(mesh, None):
+            await self._changed.until(lambda: not replica.load)
 
     @property
     def replicas(self) -> list[GeneratorMesh]:
         """Generators that get requests."""
-        return list(self._places)
+        return list(self._replicas)
 
-    def __contains__(self, replica: GeneratorMesh) -> bool:
-        """Return whether ``replica`` gets requests."""
-        return replica in self._places
+    def __contains__(self, mesh: GeneratorMesh) -> bool:
+        """Return whether ``mesh`` gets requests."""
+        return mesh in self._replicas
 
     async def generate(
         self, requests: list[GenerationRequest], *, affinity: object = None, alone: bool = False
@@ -87,61 +87,60 @@ class Router:
         """
         while True:
             await self._changed.until(lambda: self._has_room(alone))
-            place = self._choose(affinity)
-            place.load += len(requests)
-            self._sort(place)
+            replica = self._choose(affinity)
+            replica.load += len(requests)
+            self._sort(replica)
             try:
                 async with self.resident():
-                    with self._watch.span("generate", place.replica.name):
-                        completions = await place.replica.generate(requests, fresh=alone)
-                self.served[place.replica] += len(completions)
-                return completions
-            except RankLost:
-                if self._places.get(place.replica) is place:  # it has not joined again since
-                    self.leave(place.replica)
+                    with self._watch.span("generate", replica.mesh.name):
+                        answer = replica.mesh.generate(requests, fresh=alone)
+                        completions = await unless_lost(replica.mesh, answer)
+                if completions is not None:
+                    self.served[replica.mesh] += len(completions)
+                    return completions
+                if self._replicas.get(replica.mesh) is replica:  # it has not joined again since
+                    self.leave(replica.mesh)
             finally:
-                place.load -= len(requests)
-                self._sort(place)
+                replica.load -= len(requests)
+                self._sort(replica)
                 self._changed.notify()
 
-    def _choose(self, affinity: object) -> _Place:
-        """Return the place that answered ``affinity`` before, or else the least loaded one.
+    def _choose(self, affinity: object) -> _Replica:
+        """Return the replica that answered ``affinity`` before, or else the least loaded one.
 
-        Among equally loaded places, return the least recently chosen one.
+        Among equally loaded replicas, return the least recently chosen one.
         """
-        home = self._places.get(self._homes.pop(affinity)) if affinity in self._homes else None
-        place = home or self._least_loaded()
-        assert place is not None, "requests wait for a generator"
-        place.turn = next(self._count)
+        home = self._replicas.get(self._homes.pop(affinity)) if affinity in self._homes else None
+        replica = home or self._least_loaded()
+        assert replica is not None, "requests wait for a generator"
+        replica.turn = next(self._count)
         if affinity is not None:
-            self._homes[affinity] = place.replica
+            self._homes[affinity] = replica.mesh
             if len(self._homes) > AFFINITIES:
                 self._homes.popitem(last=False)
-        return place
+        return replica
 
     def _has_room(self, alone: bool) -> bool:
         """Whether a generator can be asked now: an idle one with ``alone``."""
-        place = self._least_loaded()
-        return place is not None and not (alone and place.load)
+        replica = self._least_loaded()
+        return replica is not None and not (alone and replica.load)
 
-    def _least_loaded(self) -> _Place | None:
-        """Return the least loaded place, the least recently chosen one of equals."""
+    def _least_loaded(self) -> _Replica | None:
+        """Return the least loaded replica, the least recently chosen one of equals."""
         while self._heap:
-            load, turn, _, place = self._heap[0]
-            if self._places.get(place.replica) is place and (load, turn) == (
-                place.load,
-                place.turn,
-            ):
-                return place
+            load, turn, _, replica = self._heap[0]
+            is_here = self._replicas.get(replica.mesh) is replica
+            if is_here and (load, turn) == (replica.load, replica.turn):
+                return replica
             heappop(self._heap)
         return None
 
-    def _sort(self, place: _Place) -> None:
-        """Give ``place`` an entry for its load and turn."""
-        heappush(self._heap, self._entry(place))
-        if len(self._heap) > 4 * len(self._places) + 64:  # most entries are old
-            self._heap = [self._entry(each) for each in self._places.values()]
+    def _sort(self, replica: _Replica) -> None:
+        """Give ``replica`` an entry for its load and turn."""
+        heappush(self._heap, self._entry(replica))
+        if len(self._heap) > 4 * len(self._replicas) + 64:  # most entries are old
+            self._heap = [self._entry(each) for each in self._replicas.values()]
             heapify(self._heap)
 
-    def _entry(self, place: _Place) -> tuple[int, int, int, _Place]:
-        return place.load, place.turn, next(self._count), place
+    def _entry(self, replica: _Replica) -> tuple[int, int, int, _Replica]:
+        return replica.load, replica.turn, next(self._count), replica

@@ -13,7 +13,6 @@ from typing import Any
 from rl.actors.hosts import Hosts
 from rl.actors.processes import ensure_runtime
 from rl.actors.reward import RewardWorkers, local_rewards
-from rl.actors.supervisor import Supervisor
 from rl.errors import GroupLost
 from rl.model.shape import ModelConfig
 from rl.observe.events import Events, print_warnings
@@ -43,7 +42,7 @@ async def score_alone(
     workers = RewardWorkers(
         config=task,
         model=model,
-        supervisor=Supervisor(hosts),
+        hosts=hosts,
         count=1,
         seed=seed,
         deadlines=deadlines,

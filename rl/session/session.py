@@ -11,20 +11,19 @@ from rl.actors.hosts import Hosts, gather_hosts
 from rl.actors.processes import ensure_runtime
 from rl.actors.worker import WorkerGroup
 from rl.disk import TemporaryFolder
-from rl.errors import ActorFailure, RankLost, RunError, counted, require, shown
+from rl.errors import ActorFailure, RunError, counted, require, shown
 from rl.metrics import Metrics
 from rl.model.activations import Activations
-from rl.model.digest import differing
 from rl.observe.events import Events, print_notes, print_warnings
 from rl.observe.spans import Stopwatch
 from rl.session.blocking import BlockingSession
 from rl.session.concurrency import background
 from rl.session.config import SessionConfig
+from rl.session.losses import Losses
 from rl.session.meshes import Meshes, ensure_running
 from rl.session.models import Models
 from rl.session.pool import GeneratorPool
 from rl.session.push import WeightPush
-from rl.session.push_checks import generator_digests, trainer_digests
 from rl.session.router import Router
 from rl.session.scoring import TaskRollouters, rollouter_of
 from rl.tasks.base import Task
@@ -48,8 +47,8 @@ class Session(Models):
     - A model that is lost ends the block with :class:`rl.errors.RankLost`. A loop that saves
       checkpoints can go on instead: see :meth:`recover`.
 
-    A loop that overlaps the push with other work calls ``start_push``, ``wait_for`` and ``settle``
-    instead of ``push``. Code without a loop of its own, as in a notebook, uses :meth:`blocking`.
+    A loop that overlaps the push with other work calls ``publish``, ``pull`` and ``settle`` instead
+    of ``push``. Code without a loop of its own, as in a notebook, uses :meth:`blocking`.
     """
 
     def __init__(
@@ -104,8 +103,7 @@ class Session(Models):
         self.rollouter = rollouter_of(task, self._rewards, **options)
         limit = config.deadlines.reward
         self._rollouters = TaskRollouters(task, self.rollouter, limit=limit, **options)
-        self._restarts = 0
-        self._lost_in_a_row = 0
+        self._losses = Losses(config.max_restarts, events)
 
     @classmethod
     async def on_nodes(
@@ -184,12 +182,7 @@ class Session(Models):
         It cannot be mended if an actor raised, or if ranks were lost more than ``max_restarts``
         times without a checkpoint of the trainer in between.
         """
-        self._lost_in_a_row += 1
-        if not isinstance(failure, RankLost) or self._lost_in_a_row > self.config.max_restarts:
-            raise failure
-        self._restarts += 1
-        text = f"{str(failure).splitlines()[0]}; going back to the newest checkpoint"
-        self._events.emit("lost", process=failure.actor, text=text)
+        self._losses.survive(failure, "going back to the newest checkpoint")
 
     async def close(self) -> None:
         """Let every engine clean up, after saves that are still being written."""
@@ -270,7 +263,7 @@ class Session(Models):
     async def finish_cancelled(self) -> None:
         """Abort the requests of cancelled calls, and finish a cancelled push."""
         await self.abort()
-        await self._push.wait(self._push.state.begun)
+        await self._push.pull(self._push.begun)
 
     def _require_generators(self) -> None:
         has_generators = self.config.generator is not None
@@ -287,26 +280,24 @@ class Session(Models):
         own type, from the trainer's.
         """
         self._require_generators()
-        generator = self.pool.meshes[0]
-        trained = await trainer_digests(self.trainer, generator.dtype, self._residency)
-        loaded = await generator_digests(generator, self._residency, "", self.version)
-        return differing(trained, loaded) if loaded else []
+        self._push.checks.forget()  # a load may keep the version
+        return await self._push.checks.differing(self.pool.meshes[0], self.version)
 
     async def push(self) -> int:
         """Bring every generator the trainer's weights; return their policy version."""
-        return await self.wait_for(self.start_push())
+        return await self.pull(self.publish())
 
-    def start_push(self) -> int:
-        """Publish the trainer's weights in the background; return their version."""
+    def publish(self) -> int:
+        """Make the trainer's weights readable, in the background; return their version."""
         self._require_generators()
-        return self._push.start()
+        return self._push.publish()
 
-    async def wait_for(self, version: int) -> int:
+    async def pull(self, version: int) -> int:
         """Have every generator load ``version`` or a newer one; return the oldest one loaded.
 
-        Waits until ``version`` was started.
+        Waits until ``version`` was published.
         """
-        return await self._push.wait(version)
+        return await self._push.pull(version)
 
     async def settle(self) -> None:
         """Wait until the trainer's weights may change; ``optim_step`` calls it."""
@@ -326,14 +317,14 @@ class Session(Models):
         """Write checkpoint ``step``: see :meth:`Models.save`."""
         await super().save(step, state, role=role)
         if role == "trainer":
-            self._lost_in_a_row = 0
+            self._losses.progressed()
 
     @property
     def restarts(self) -> dict[str, int]:
         """Number of times that meshes were started again."""
         return {
-            "restarts/trainer": self._restarts,
-            "restarts/generators": self.pool.restarts,
+            "restarts/trainer": self._losses.restarts,
+            "restarts/generators": self.pool.losses.restarts,
             "restarts/reward": self._rewards.restarts if self._rewards is not None else 0,
         }
 

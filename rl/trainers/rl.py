@@ -192,7 +192,7 @@ class RLTrainer(Trainer[RLConfig]):
             with self.watch.span("train"):
                 await self.companions.refresh(self.step + 1)
         self.step += 1
-        self.session.start_push()
+        self.session.publish()
         ledger = self.ledger.stepped(self.session.version)
         self.rollouts.stepped(self.step)
         tokens = staleness.total()

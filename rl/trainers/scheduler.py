@@ -129,7 +129,7 @@ class RolloutScheduler:
     async def _pull(self, step: int) -> None:
         """Wait until every generator holds the weights after ``step`` or newer ones."""
         await self._changed.until(lambda: step in self._versions)
-        self._held = await self._session.wait_for(self._versions[step])
+        self._held = await self._session.pull(self._versions[step])
         while self._versions.get(self._arrived + 1, math.inf) <= self._held:
             self._arrived += 1
         self._changed.notify()

@@ -10,12 +10,20 @@ from typing import Any, NamedTuple
 import torch
 
 from rl.errors import RunError
+from rl.model.digest import bits_of
 from rl.model.shards import Shard, layout_of
-from rl.weights import delta as deltas
-from rl.weights.blobs import host_memory, plan_blobs
-from rl.weights.transport import Sent, Transfer, TransferFailed, VersionGone, check_dtype
+from rl.weights.routes import plan_blobs
+from rl.weights.transport import (
+    SLOTS,
+    Sent,
+    Transfer,
+    TransferFailed,
+    VersionGone,
+    check_dtype,
+    copy_all,
+)
 
-SLOTS = 2
+BLOCK = 1 << 16  # elements of a delta's block: as many as uint16 can index
 # columns of a header: from the last on, the bytes of each blob's delta
 _SEQUENCE = 0
 _VERSION = 1
@@ -60,11 +68,13 @@ class PackedPublisher:
         self.blobs = plan_blobs(transfer.sources, transfer.wanted)[rank]
         self._ranks = len(transfer.wanted)
         self._readers = transfer.generators * self._ranks
+        self._acknowledgements = torch.zeros(self._readers, dtype=torch.int64)
         self._patience = transfer.patience
-        self._device = device = shards[0].tensor.device
+        self._like = shards[0].tensor
+        device = self._like.device
         self._header = torch.zeros(SLOTS, _DELTAS + len(self.blobs), dtype=torch.int64)
         self._slots = [
-            [host_memory(blob.numel, dtype, device) for blob in self.blobs] for _ in range(SLOTS)
+            [_host_memory(blob.numel, dtype, device) for blob in self.blobs] for _ in range(SLOTS)
         ]
         self._deltas = [
             [_delta_memory(whole, transfer, device) for whole in slot] for slot in self._slots
@@ -112,7 +122,7 @@ class PackedPublisher:
 
     async def _acknowledged(self) -> list[int]:
         """Return the last sequence number that each reader acknowledged, 0 for none."""
-        raise NotImplementedError
+        return self._acknowledgements.tolist()
 
     async def _put_header(self, slot: int) -> None:
         """Publish the slot's row of the header, if readers do not read this process's memory."""
@@ -132,16 +142,12 @@ class PackedPublisher:
             self._excused.clear()
             await asyncio.sleep(0.001)
 
-    @torch.no_grad()
     def _pack(self, slot: int) -> None:
-        for view, source in self._copies[slot]:
-            view.copy_(source, non_blocking=True)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        copy_all(self._copies[slot], self._like)
         has_base = bool(self._header[1 - slot, _SEQUENCE])
         buffers = zip(self._slots[slot], self._slots[1 - slot], self._deltas[slot], strict=True)
         self._header[slot, _DELTAS:] = torch.tensor(
-            [deltas.encode(new, old, out) if has_base else 0 for new, old, out in buffers]
+            [encode_delta(new, old, out) if has_base else 0 for new, old, out in buffers]
         )
 
     def _delta_sizes(self, slot: int) -> list[int]:
@@ -213,7 +219,7 @@ class PackedSubscriber:
             for index, blob in enumerate(blobs):
                 if self._rank not in blob.readers:
                     continue
-                whole = host_memory(blob.numel, self._transfer.dtype, device)
+                whole = _host_memory(blob.numel, self._transfer.dtype, device)
                 self._staged[source, index] = whole, _delta_memory(whole, self._transfer, device)
                 self._copies += [
                     (self._shards[place].part(piece.box), view)
@@ -259,7 +265,6 @@ class PackedSubscriber:
         self._fetched = version
         await self._acknowledge(self._held)
 
-    @torch.no_grad()
     def pull(self, version: int) -> int:
         """Overwrite this rank's parameters; return the version.
 
@@ -269,10 +274,7 @@ class PackedSubscriber:
             if self._fetched != version:
                 wrong = f"pull of version {version}: fetched is {self._fetched}"
                 raise RunError(f"{wrong}; call fetch({version}) first")
-            for live, staged in self._copies:
-                live.copy_(staged, non_blocking=True)
-            if self._shards[0].tensor.is_cuda:
-                torch.cuda.synchronize(self._shards[0].tensor.device)
+            copy_all(self._copies, self._shards[0].tensor)
         return version
 
     def close(self) -> None:
@@ -310,12 +312,12 @@ class PackedSubscriber:
         for read in reads:
             if read.delta:
                 whole, code = self._staged[read.source, read.blob]
-                deltas.apply(code[: read.delta], whole)
+                apply_delta(code[: read.delta], whole)
 
 
 def _delta_memory(whole: torch.Tensor, transfer: Transfer, device: torch.device) -> torch.Tensor:
     """Return memory for the delta of a blob, uint8; empty if deltas are not sent."""
-    return host_memory(whole.nbytes // 2 if transfer.delta else 0, torch.uint8, device)
+    return _host_memory(whole.nbytes // 2 if transfer.delta else 0, torch.uint8, device)
 
 
 def is_whole(row: list[int]) -> bool:
@@ -335,3 +337,57 @@ def _row(header: torch.Tensor, version: int, rank: int) -> list[int]:
         held = " and ".join(str(row[_VERSION]) for row in sorted(whole)) or "nothing"
         raise VersionGone(f"fetch of version {version}: trainer rank {rank} holds {held}")
     return max(found)
+
+
+def _host_memory(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Allocate host memory, [numel], that ``device`` copies from and to, and touch every page."""
+    return torch.empty(numel, dtype=dtype, pin_memory=device.type == "cuda").zero_()
+
+
+def encode_delta(new: torch.Tensor, old: torch.Tensor, out: torch.Tensor) -> int:
+    """Write the code that turns ``old`` into ``new``, both [N] of one dtype, into ``out``, uint8
+    [capacity].
+
+    The code is a table of int32, the number of changed elements of each block, followed for each
+    block by their indices in the block, uint16, and their new bits. Returns the number of bytes
+    written; 0 if the capacity is too small. Bits are compared: NaN equals itself, and -0.0 differs
+    from 0.0.
+    """
+    new, old = map(bits_of, (new, old))
+    counts = torch.zeros(-(-len(new) // BLOCK), dtype=torch.int32)
+    end = counts.nbytes
+    if end > len(out):
+        return 0
+    for block, (after, before) in enumerate(zip(new.split(BLOCK), old.split(BLOCK), strict=True)):
+        places = (after != before).nonzero().squeeze(1)
+        counts[block] = len(places)
+        for field in (places.to(torch.uint16), after[places]):
+            field = field.view(torch.uint8)
+            if end + len(field) > len(out):
+                return 0
+            out[end : end + len(field)] = field
+            end += len(field)
+    out[: counts.nbytes] = counts.view(torch.uint8)
+    return end
+
+
+def apply_delta(code: torch.Tensor, base: torch.Tensor) -> None:
+    """Turn ``base`` [N], which is the ``old`` of ``encode_delta``, into its ``new``, in place.
+
+    ``code`` is uint8 [bytes].
+    """
+    bits = bits_of(base)
+    blocks = bits.split(BLOCK)
+    end = 4 * len(blocks)
+    for block, count in zip(
+        blocks, _field(code, 0, len(blocks), torch.int32).tolist(), strict=True
+    ):
+        places = _field(code, end, count, torch.uint16)
+        end += places.nbytes
+        values = _field(code, end, count, bits.dtype)
+        end += values.nbytes
+        block[places.to(torch.int64)] = values
+
+
+def _field(code: torch.Tensor, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    return code[start : start + count * dtype.itemsize].clone().view(dtype)  # a clone is aligned

@@ -8,8 +8,8 @@ import torch
 from monarch.rdma import RDMAAction, RDMABuffer
 
 from rl.model.shards import Shard
-from rl.weights.packed import SLOTS, PackedPublisher, PackedSubscriber, Read
-from rl.weights.transport import Transfer, TransferFailed
+from rl.weights.packed import PackedPublisher, PackedSubscriber, Read
+from rl.weights.transport import SLOTS, Transfer, TransferFailed
 
 FIRST_CHUNK = 1 << 16  # bytes
 
@@ -36,7 +36,6 @@ class RdmaPublisher(PackedPublisher):
     def __init__(self, shards: Sequence[Shard], transfer: Transfer, *, rank: int):
         """Allocate the slots and buffers for the ``shards`` of trainer rank ``rank``."""
         super().__init__(shards, transfer, rank=rank)
-        self._acknowledgements = torch.zeros(self._readers, dtype=torch.int64)
         self.address = RdmaAddress(
             _buffer(self._header.view(-1)),
             [_buffer(word) for word in self._acknowledgements.split(1)],
@@ -53,9 +52,6 @@ class RdmaPublisher(PackedPublisher):
         chunks = (buffer for slot in self.address.deltas for blob in slot for buffer in blob)
         for buffer in (self.address.header, *self.address.acknowledgements, *slots, *chunks):
             buffer.drop()
-
-    async def _acknowledged(self) -> list[int]:
-        return self._acknowledgements.tolist()
 
 
 class RdmaSubscriber(PackedSubscriber):

@@ -1,6 +1,7 @@
 """Tree of the readers of a push: the parent that each reader reads from."""
 
 import threading
+from collections import Counter
 from dataclasses import dataclass, field
 
 from rl.weights.streams import Address
@@ -8,16 +9,12 @@ from rl.weights.streams import Address
 KEPT = 2  # pushes that readers may be fetching
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Node:
     address: Address | None
     """Address of its server; None for the trainer."""
     host: str
     parent: "_Node | None" = None
-    near: int = 0
-    """Number of children on its host."""
-    far: int = 0
-    """Number of children on other hosts."""
 
     def is_below(self, other: "_Node") -> bool:
         """Whether ``other`` is this node's parent, or the parent of that node, and so on."""
@@ -55,7 +52,7 @@ class RelayTree:
                 del self._trees[key]  # sequence numbers of pushes differ by 2
             root = {-1: _Node(None, self.host)}
             tree = self._trees.setdefault((sequence, group), root)
-            node = _remove(tree, reader) or _Node(address, address.host)
+            node = tree.pop(reader, None) or _Node(address, address.host)
             node.address = address  # the readers below it keep it as their parent
             node.host = address.host
             node.parent = self._parent(tree, node)
@@ -66,32 +63,22 @@ class RelayTree:
         """Remove this reader as a parent until it asks again."""
         with self._lock:
             for tree in self._trees.values():
-                _remove(tree, reader)
+                tree.pop(reader, None)
 
     def _parent(self, tree: dict[int, _Node], child: _Node) -> _Node | None:
         """Return the first node with room that is not below ``child``, on the host of ``child`` if
-        a node is there, and count the child; None if no node has room.
+        a node is there; None if no node has room.
         """
+        parents = [(node.parent, node.host) for node in tree.values() if node.parent is not None]
+        near = Counter(parent for parent, host in parents if parent.host == host)
+        far = Counter(parent for parent, host in parents if parent.host != host)
         first: dict[str, _Node] = {}
         nodes = [node for node in tree.values() if not node.is_below(child)]
         for node in nodes:
             first.setdefault(node.host, node)
-        for node in nodes:
-            if node.host == child.host and node.near < self.fan_out:
-                node.near += 1
+            if node.host == child.host and near[node] < self.fan_out:
                 return node
         for node in first.values():
-            if node.host != child.host and node.far < self.fan_out:
-                node.far += 1
+            if node.host != child.host and far[node] < self.fan_out:
                 return node
         return None
-
-
-def _remove(tree: dict[int, _Node], reader: int) -> _Node | None:
-    node = tree.pop(reader, None)
-    if node is not None and node.parent is not None:
-        if node.parent.host == node.host:
-            node.parent.near -= 1
-        else:
-            node.parent.far -= 1
-    return node

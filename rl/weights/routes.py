@@ -1,16 +1,21 @@
-"""Routes from trainer shards to generator shards, computed from shapes and placements alone."""
+"""Routes from trainer shards to generator shards, computed from shapes and placements alone, and
+the memory that carries them.
+"""
 
 import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
 from rl.errors import counted
 from rl.model.shards import Box, Layout
 
+ALIGN = 64
+"""Alignment of regions in a buffer, in elements, for whole cache lines and vector loads."""
 SHOWN = 4  # trainer ranks that a line of a plan's table names
 
 
@@ -163,3 +168,64 @@ def _overlap(boxes: tuple[Box, ...]) -> Box | None:
 def _pieces(boxes: tuple[Box, ...], whole: Box) -> list[tuple[Box, Box]]:
     """Return the boxes that overlap ``whole``, each with its overlap."""
     return [(box, shard) for box in boxes if (shard := box.intersect(whole)) is not None]
+
+
+class BlobPiece(NamedTuple):
+    """A part of a trainer rank's region ``held``, and its destinations on generator ranks."""
+
+    held: int
+    box: Box
+    places: tuple[tuple[int, int], ...]
+    """Generator rank, and index in its layout."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """All parts of a trainer rank's shards that the same generator ranks read: one transfer for
+    each reader.
+    """
+
+    readers: frozenset[int]
+    pieces: tuple[BlobPiece, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements, including the padding that aligns the pieces."""
+        return packed_numel([piece.box for piece in self.pieces])
+
+    def views(self, memory: torch.Tensor) -> list[torch.Tensor]:
+        """Return the view of each piece in ``memory``, [numel], which holds the blob."""
+        return packed_views(memory, [piece.box for piece in self.pieces])
+
+
+def plan_blobs(sources: Sequence[Layout], wanted: Sequence[Layout]) -> list[list[Blob]]:
+    """Return the blobs of each trainer rank, from the layouts of all trainer ranks and of all ranks
+    of a generator.
+
+    No element is in two blobs, so the blobs of a trainer rank are no larger than its shards. Raises
+    ValueError as plan_push does.
+    """
+    places: dict[tuple[int, int, Box], list[tuple[int, int]]] = {}
+    for reader, routes in enumerate(plan_push(sources, wanted).routes):
+        for route in routes:
+            part = (route.source, route.held, route.box)
+            places.setdefault(part, []).append((reader, route.wanted))
+    blobs: list[dict[frozenset[int], list[BlobPiece]]] = [{} for _ in sources]
+    for (source, held, box), to in places.items():
+        readers = frozenset(reader for reader, _ in to)
+        blobs[source].setdefault(readers, []).append(BlobPiece(held, box, tuple(to)))
+    return [[Blob(readers, tuple(pieces)) for readers, pieces in each.items()] for each in blobs]
+
+
+def packed_numel(boxes: Sequence[Box]) -> int:
+    """Return the number of elements of memory in which each of ``boxes`` begins aligned."""
+    return sum(-(-box.numel // ALIGN) * ALIGN for box in boxes)
+
+
+def packed_views(memory: torch.Tensor, boxes: Sequence[Box]) -> list[torch.Tensor]:
+    """Return the view of each of ``boxes``, one after another, in ``memory``, [packed_numel]."""
+    starts = itertools.accumulate((packed_numel([box]) for box in boxes), initial=0)
+    return [
+        memory[start : start + box.numel].view(box.shape)
+        for start, box in zip(starts, boxes, strict=False)
+    ]

@@ -1,7 +1,6 @@
 """Push between processes of one host, through memory that both map."""
 
 import asyncio
-import dataclasses
 import fcntl
 import mmap
 import os
@@ -10,7 +9,6 @@ import time
 from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -18,11 +16,10 @@ from rl.errors import RunError
 from rl.model.shards import Layout, Shard, layout_of
 from rl.platform import memory_domain
 from rl.weights.cuda_memory import DeviceMemory, pin, unpin
-from rl.weights.routes import plan_routes
-from rl.weights.transport import Sent, check_dtype, starts_of
+from rl.weights.routes import packed_numel, packed_views, plan_routes
+from rl.weights.transport import SLOTS, Sent, check_dtype, copy_all
 
 HEADER_BYTES = mmap.PAGESIZE
-SLOTS = 2
 # header fields, int64; the version is stored as version + 1, with 0 for no version
 _VERSION = 0
 _TOKEN = 1
@@ -43,10 +40,11 @@ class Segment:
     device: tuple[DeviceMemory, ...] = ()
     """GPU memory of each slot, if the weights stay on the GPU."""
 
-    @property
-    def slot_bytes(self) -> int:
-        _, count = starts_of([region.box.numel for region in self.layout])
-        return -(-count * self.dtype.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
+
+def slot_bytes(layout: Layout, dtype: torch.dtype) -> int:
+    """Return the size of a slot without its header, in whole pages."""
+    size = packed_numel([region.box for region in layout]) * dtype.itemsize
+    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 class SharedMemoryPublisher:
@@ -92,19 +90,17 @@ class SharedMemoryPublisher:
         """Allocate two slots of memory, each the size of the rank's shards in ``dtype``."""
         self._patience = patience
         self._tensors = [shard.tensor for shard in shards]
-        fds = tuple(os.memfd_create("tiller-weights") for _ in range(SLOTS))
-        segment = Segment(
-            memory_domain(), os.getpid(), fds, secrets.randbits(62), dtype, layout_of(shards)
-        )
-        if on_device:
-            memory = [
-                DeviceMemory.allocate(segment.slot_bytes, self._tensors[0].device) for _ in fds
-            ]
-            segment = dataclasses.replace(segment, device=tuple(memory))
-        for fd in fds:
-            os.truncate(fd, HEADER_BYTES + (0 if on_device else segment.slot_bytes))
-        self.address = segment
         device = self._tensors[0].device
+        layout = layout_of(shards)
+        size = slot_bytes(layout, dtype)
+        fds = tuple(os.memfd_create("tiller-weights") for _ in range(SLOTS))
+        memory = tuple(DeviceMemory.allocate(size, device) for _ in fds if on_device)
+        for fd in fds:
+            os.truncate(fd, HEADER_BYTES + (0 if on_device else size))
+        token = secrets.randbits(62)
+        self.address = segment = Segment(
+            memory_domain(), os.getpid(), fds, token, dtype, layout, memory
+        )
         self._slots = [_Slot(fd, segment, index, device) for index, fd in enumerate(fds)]
         self._turn = 0
         for slot in self._slots:
@@ -259,12 +255,8 @@ class _Slot:
         else:
             self.memory = torch.frombuffer(self._mapped, dtype=torch.uint8, offset=HEADER_BYTES)
             pin(self.memory, device)
-        starts, _ = starts_of([region.box.numel for region in segment.layout])
-        flat = self.memory.view(segment.dtype)
-        self.views = [
-            flat[start : start + region.box.numel].view(region.box.shape)
-            for start, region in zip(starts, segment.layout, strict=True)
-        ]
+        boxes = [region.box for region in segment.layout]
+        self.views = packed_views(self.memory.view(segment.dtype), boxes)
 
     @property
     def version(self) -> int:
@@ -337,21 +329,3 @@ def _open(rank: int, segment: Segment, device: torch.device) -> list[_Slot]:
         if not segment.device:
             slot.memory[:: mmap.PAGESIZE].sum()  # map the pages now, not during the first pull
     return slots
-
-
-@torch.no_grad()
-def copy_all(pairs: Any, like: torch.Tensor) -> None:
-    """Copy each (destination, source), casting. On CUDA this runs on a side stream of the device of
-    ``like``, after the work of its default stream.
-    """
-    if not like.is_cuda:
-        for destination, source in pairs:
-            destination.copy_(source)
-        return
-    with torch.cuda.device(like.device):
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.default_stream())
-        with torch.cuda.stream(stream):
-            for destination, source in pairs:
-                destination.copy_(source, non_blocking=True)
-        stream.synchronize()

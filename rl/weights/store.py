@@ -10,8 +10,8 @@ from monarch.actor import ProcMesh
 
 from rl.compat.torchstore_internals import torchstore
 from rl.model.shards import Shard
-from rl.weights.packed import SLOTS, PackedPublisher, PackedSubscriber, Read
-from rl.weights.transport import Transfer
+from rl.weights.packed import PackedPublisher, PackedSubscriber, Read
+from rl.weights.transport import SLOTS, Transfer
 
 STORE = "tiller"
 

@@ -55,10 +55,11 @@ def _pieces_of(buffer: Buffer, size: int) -> list[Piece]:
     return [Piece(buffer, start, min(start + PIECE_BYTES, size)) for start in starts]
 
 
-class Shelf:
-    """Pieces in memory that other ranks read as they arrive, until they are withdrawn.
+class SharedBuffers:
+    """Buffers that this rank fills or has filled, and whose pieces other ranks read as they arrive.
 
-    After ``withdraw`` no byte of the memory is sent any more, so the memory may be overwritten.
+    After ``withdraw`` no byte of the memory is sent or received any more, so the memory may be
+    overwritten.
     """
 
     def __init__(self, memory: dict[Buffer, memoryview]):
@@ -68,7 +69,7 @@ class Shelf:
         """All pieces, whether they have arrived or not."""
         self._known = frozenset(self.pieces)
         self._arrived: list[Piece] = []
-        self._sending: set[socket.socket] = set()
+        self._streams: set[socket.socket] = set()
         self._withdrawn = False
         self._changed = threading.Condition()
 
@@ -87,30 +88,29 @@ class Shelf:
             self._changed.notify_all()
 
     def withdraw(self) -> None:
-        """End all streams; return after the last stream has left the memory."""
+        """End all streams, also those that begin later; return after the last one has ended."""
         with self._changed:
             self._withdrawn = True
             self._changed.notify_all()
-            for connection in self._sending:
+            for connection in self._streams:
                 _shut(connection)
-            self._changed.wait_for(lambda: not self._sending)
+            self._changed.wait_for(lambda: not self._streams)
 
     def send(self, connection: socket.socket, wanted: Sequence[Piece]) -> int:
         """Send each wanted piece after its index, in the order of arrival; return the bytes sent.
 
-        Returns before the last piece if the shelf is withdrawn.
+        Returns before the last piece if the buffers are withdrawn.
         """
         indices = {piece: index for index, piece in enumerate(wanted)}
         sent = seen = 0
-        while indices:
-            with self._changed:
-                self._changed.wait_for(partial(self._has_news, seen), _ALIVE_S)
-                if self._withdrawn:
-                    return sent
-                ready = self._arrived[seen:]
-                seen += len(ready)
-                self._sending.add(connection)
-            try:
+        with self._stream(connection):
+            while indices:
+                with self._changed:
+                    self._changed.wait_for(partial(self._has_news, seen), _ALIVE_S)
+                    if self._withdrawn:
+                        return sent
+                    ready = self._arrived[seen:]
+                    seen += len(ready)
                 if not ready:
                     connection.sendall(_NUMBER.pack(_STILL_WAITING))
                 for piece in ready:
@@ -119,18 +119,54 @@ class Shelf:
                         connection.sendall(index, socket.MSG_MORE)
                         connection.sendall(self.view(piece))
                         sent += piece.stop - piece.start
-            finally:
-                with self._changed:
-                    self._sending.discard(connection)
-                    self._changed.notify_all()
         return sent
+
+    def receive(
+        self, address: Address, wanted: Collection[Piece], stall: float | None = None
+    ) -> tuple[list[Piece], str]:
+        """Receive ``wanted`` from a server; return the pieces that are missing, and the reason.
+
+        ``stall``: seconds without a byte after which the stream ends; None for no limit.
+        """
+        pieces = list(wanted)
+        missing = dict(enumerate(pieces))
+        try:
+            with _connect(address) as connection, self._stream(connection):
+                _send_json(connection, ["read", pieces])
+                if stall is not None:  # the kernel's limit: Python's own wakes for each packet
+                    limit = struct.pack("ll", int(stall), int(stall % 1 * 1e6))
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+                index = memoryview(bytearray(_NUMBER.size))
+                while missing:
+                    _fill(connection, index)
+                    (number,) = _NUMBER.unpack(index)
+                    if number != _STILL_WAITING:
+                        _fill(connection, self.view(missing[number]))
+                        self.arrive([missing.pop(number)])
+        except OSError as error:
+            return list(missing.values()), str(error)
+        return [], ""
+
+    @contextlib.contextmanager
+    def _stream(self, connection: socket.socket):
+        """Use the memory in this block; ``withdraw`` shuts the connection and waits for the end."""
+        with self._changed:
+            if self._withdrawn:
+                raise ConnectionAbortedError("the buffers were withdrawn")
+            self._streams.add(connection)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._streams.discard(connection)
+                self._changed.notify_all()
 
     def _has_news(self, seen: int) -> bool:
         return self._withdrawn or len(self._arrived) > seen
 
 
 class Server:
-    """A rank's server: answers questions in JSON, and streams the pieces of its shelves.
+    """A rank's server: answers questions in JSON, and streams the pieces of its buffers.
 
     Its threads answer while the process computes. It listens on all addresses of the host, or on
     loopback only if the host's name is a loopback address.
@@ -139,7 +175,7 @@ class Server:
     def __init__(self, answers: dict[str, Callable[..., Any]]):
         """``answers`` has a function for each kind of question, which is called in a thread."""
         self._answers = answers
-        self._shelves: dict[int, Shelf] = {}
+        self._slots: dict[int, SharedBuffers] = {}
         self.bytes_sent = 0
         self._lock = threading.Lock()
         host = os.environ.get(HOST, "127.0.0.1")
@@ -150,22 +186,22 @@ class Server:
         self.address = Address(host, port, secrets.token_hex(_TOKEN_BYTES // 2))
         threading.Thread(target=self._accept, daemon=True).start()
 
-    def offer(self, place: int, shelf: Shelf) -> None:
-        """Serve ``shelf`` in place number ``place``, which must be empty."""
-        self._shelves[place] = shelf
+    def offer(self, slot: int, buffers: SharedBuffers) -> None:
+        """Serve ``buffers`` as those of a slot, which must be empty."""
+        self._slots[slot] = buffers
 
-    def withdraw(self, place: int) -> None:
-        """End all streams of the shelf in a place, if any, and empty the place."""
-        if place in self._shelves:
-            self._shelves[place].withdraw()
-            del self._shelves[place]
+    def withdraw(self, slot: int) -> None:
+        """End all streams of the buffers in a slot, if any, and empty the slot."""
+        if slot in self._slots:
+            self._slots[slot].withdraw()
+            del self._slots[slot]
 
     def close(self) -> None:
         """End all streams and stop listening."""
         _shut(self._listener)  # wakes the thread that accepts
         self._listener.close()
-        for place in list(self._shelves):
-            self.withdraw(place)
+        for slot in list(self._slots):
+            self.withdraw(slot)
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):  # closed
@@ -186,67 +222,12 @@ class Server:
                 _send_json(connection, self._answers[kind](*arguments))
                 return
             wanted = [Piece(Buffer(*buffer), start, stop) for buffer, start, stop in arguments]
-            shelves = list(self._shelves.values())
-            shelf = next((shelf for shelf in shelves if shelf.has_all(wanted)), None)
-            if shelf is not None:
-                sent = shelf.send(connection, wanted)
+            offered = list(self._slots.values())
+            buffers = next((each for each in offered if each.has_all(wanted)), None)
+            if buffers is not None:
+                sent = buffers.send(connection, wanted)
                 with self._lock:
                     self.bytes_sent += sent
-
-
-class Fetch:
-    """Streams from servers into the memory of a shelf, which serves the pieces on at once."""
-
-    def __init__(self, shelf: Shelf):
-        self.shelf = shelf
-        self._open: set[socket.socket] = set()
-        self._stopped = False
-        self._lock = threading.Lock()
-
-    def receive(
-        self, address: Address, wanted: Collection[Piece], stall: float | None = None
-    ) -> tuple[list[Piece], str]:
-        """Receive ``wanted``; return the pieces that are missing, and the reason.
-
-        ``stall``: seconds without a byte after which the stream ends; None for no limit.
-        """
-        pieces = list(wanted)
-        missing = dict(enumerate(pieces))
-        try:
-            with _connect(address) as connection, self._noted(connection):
-                _send_json(connection, ["read", pieces])
-                if stall is not None:  # the kernel's limit: Python's own wakes for each packet
-                    limit = struct.pack("ll", int(stall), int(stall % 1 * 1e6))
-                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-                index = memoryview(bytearray(_NUMBER.size))
-                while missing:
-                    _fill(connection, index)
-                    (number,) = _NUMBER.unpack(index)
-                    if number != _STILL_WAITING:
-                        _fill(connection, self.shelf.view(missing[number]))
-                        self.shelf.arrive([missing.pop(number)])
-        except OSError as error:
-            return list(missing.values()), str(error)
-        return [], ""
-
-    def stop(self) -> None:
-        """End all streams, also those that begin later."""
-        with self._lock:
-            self._stopped = True
-            for connection in self._open:
-                _shut(connection)
-
-    @contextlib.contextmanager
-    def _noted(self, connection: socket.socket):
-        with self._lock:
-            if self._stopped:
-                raise ConnectionAbortedError("the fetch was stopped")
-            self._open.add(connection)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._open.discard(connection)
 
 
 def ask(address: Address, kind: str, *arguments: Any) -> Any:

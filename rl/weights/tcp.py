@@ -11,12 +11,12 @@ import torch
 from rl.model.shards import Shard
 from rl.weights.packed import PackedPublisher, PackedSubscriber, Read, is_whole
 from rl.weights.relays import RelayTree
-from rl.weights.streams import STALL_S, Address, Buffer, Fetch, Piece, Server, Shelf, ask
+from rl.weights.streams import STALL_S, Address, Buffer, Piece, Server, SharedBuffers, ask
 from rl.weights.transport import Transfer, TransferFailed, VersionGone
 
 STREAMS = 2  # from one server: a second one hides the work of the first one's kernel
 MAX_STREAMS = 8  # of a reader at once
-_OWN = 0  # place of a reader's only shelf
+_OWN = 0  # slot of a reader's copy
 
 
 class TcpPublisher(PackedPublisher):
@@ -39,7 +39,6 @@ class TcpPublisher(PackedPublisher):
         """Allocate the slots for the ``shards`` of trainer rank ``rank``, and listen."""
         super().__init__(shards, transfer, rank=rank)
         self._rank = rank
-        self._acknowledgements = [0] * self._readers
         answers: dict[str, Callable[..., Any]] = {
             "header": self._rows,
             "acknowledge": self._note,
@@ -63,25 +62,22 @@ class TcpPublisher(PackedPublisher):
         super().close()
         self._server.close()
 
-    async def _acknowledged(self) -> list[int]:
-        return self._acknowledgements
-
     async def _put_header(self, slot: int) -> None:
         if is_whole(row := self._rows()[slot]):
-            self._server.offer(slot, self._shelf(slot, row[0]))
+            self._server.offer(slot, self._buffers(slot, row[0]))
         else:
             await asyncio.to_thread(self._server.withdraw, slot)
 
-    def _shelf(self, slot: int, sequence: int) -> Shelf:
+    def _buffers(self, slot: int, sequence: int) -> SharedBuffers:
         memory: dict[Buffer, memoryview] = {}
         codes = zip(self._deltas[slot], self._delta_sizes(slot), strict=True)
         for blob, (whole, (code, size)) in enumerate(zip(self._slots[slot], codes, strict=True)):
             memory[Buffer(self._rank, sequence, blob, False)] = _bytes(whole)
             if size:
                 memory[Buffer(self._rank, sequence, blob, True)] = _bytes(code)[:size]
-        shelf = Shelf(memory)
-        shelf.arrive(shelf.pieces)
-        return shelf
+        buffers = SharedBuffers(memory)
+        buffers.arrive(buffers.pieces)
+        return buffers
 
     def _rows(self) -> list[list[int]]:
         return self._header.tolist()
@@ -129,15 +125,12 @@ class TcpSubscriber(PackedSubscriber):
         if not reads:
             return
         await asyncio.to_thread(self._server.withdraw, _OWN)
-        fetch = Fetch(_shelf_of(reads))
-        self._server.offer(_OWN, fetch.shelf)
-        try:
-            await asyncio.to_thread(self._receive, fetch, reads)
-        finally:
-            fetch.stop()
+        buffers = _buffers_of(reads)
+        self._server.offer(_OWN, buffers)
+        await asyncio.to_thread(self._receive, buffers, reads)
 
-    def _receive(self, fetch: Fetch, reads: list[Read]) -> None:
-        left = sorted(fetch.shelf.pieces, key=lambda piece: (piece.start, piece.buffer))
+    def _receive(self, buffers: SharedBuffers, reads: list[Read]) -> None:
+        left = sorted(buffers.pieces, key=lambda piece: (piece.start, piece.buffer))
         with ThreadPoolExecutor(MAX_STREAMS) as pool:
             parent = self._ask(
                 reads[0].source, "parent", self._reader, reads[0].sequence, self._server.address
@@ -145,7 +138,7 @@ class TcpSubscriber(PackedSubscriber):
             if parent:
                 parts = [left[first::STREAMS] for first in range(STREAMS)]
                 answers = pool.map(
-                    lambda part: fetch.receive(Address(*parent), part, STALL_S), parts
+                    lambda part: buffers.receive(Address(*parent), part, STALL_S), parts
                 )
                 left = [piece for missing, _ in answers for piece in missing]
             left.sort(key=lambda piece: piece.buffer)
@@ -155,10 +148,10 @@ class TcpSubscriber(PackedSubscriber):
                 for part in [list(pieces)]
                 for first in range(STREAMS)
             ]
-            list(pool.map(lambda job: self._from_trainer(fetch, *job), jobs))
+            list(pool.map(lambda job: self._from_trainer(buffers, *job), jobs))
 
-    def _from_trainer(self, fetch: Fetch, source: int, pieces: list[Piece]) -> None:
-        missing, why = fetch.receive(self._addresses[source], pieces)
+    def _from_trainer(self, buffers: SharedBuffers, source: int, pieces: list[Piece]) -> None:
+        missing, why = buffers.receive(self._addresses[source], pieces)
         if not missing:
             return
         sequences = [row[0] for row in self._ask(source, "header")]
@@ -177,12 +170,12 @@ class TcpSubscriber(PackedSubscriber):
         return f"trainer rank {rank} at {address.host}:{address.port}"
 
 
-def _shelf_of(reads: list[Read]) -> Shelf:
+def _buffers_of(reads: list[Read]) -> SharedBuffers:
     memory: dict[Buffer, memoryview] = {}
     for read in reads:
         buffer = Buffer(read.source, read.sequence, read.blob, bool(read.delta))
         memory[buffer] = _bytes(read.into)[: read.delta or None]
-    return Shelf(memory)
+    return SharedBuffers(memory)
 
 
 def _bytes(memory: torch.Tensor) -> memoryview:

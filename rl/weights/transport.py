@@ -1,22 +1,68 @@
-"""Interface of all transports of the push."""
+"""Transports of the push: their interface, choice and creation, and the config of the push."""
 
-import itertools
+import importlib
 import pickle
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import torch
 
 from rl.errors import RunError
 from rl.model.shards import Layout, Shard
-from rl.weights.config import TransportName
+from rl.rules import COSMETIC, PERFORMANCE, above, at_least
 from rl.weights.routes import plan_push
 
-ALIGN = 64
-"""Alignment of regions in a buffer, in elements, for whole cache lines and vector loads."""
+TransportName = Literal["shared_memory", "cuda_ipc", "rdma", "tcp", "torchstore"]
+
+NETWORKS = {
+    "tcp": "rl.weights.tcp:Tcp",
+    "rdma": "rl.weights.rdma:Rdma",
+    "torchstore": "rl.weights.store:Store",
+}
+"""Module and prefix of the classes of each transport between hosts. Its publishers reserve a place
+for each reader, and can send only what changed."""
+
+SLOTS = 2
+"""Number of versions that a trainer rank holds."""
+
+
+@dataclass(kw_only=True, slots=True)
+class WeightPushConfig:
+    """Push of the weights from the trainer to the generators after each step."""
+
+    transport: Annotated[Literal["auto", TransportName], PERFORMANCE] = "auto"
+    """Transport of the weights. ``auto`` uses shared memory if trainer and generators are on one
+    host; otherwise RDMA if the controller's host has an RDMA device, else TCP. ``cuda_ipc`` copies
+    from GPU to GPU of one host; ``torchstore`` goes through a store."""
+
+    fan_out: Annotated[int, PERFORMANCE, at_least(1, 1024)] = 1
+    """Number of hosts that the trainer's host, and each host of generators, sends the weights to
+    (``tcp``). 1 is a chain: the trainer sends the weights once, however many generators there are.
+    Raise it if a slow host delays the hosts after it. With as many as there are hosts of
+    generators, each host reads from the trainer."""
+
+    delta: Annotated[bool, PERFORMANCE] = False
+    """Whether to send only the elements that changed if that is less (``tcp``, ``rdma`` and
+    ``torchstore``). The weights are the same bit for bit."""
+
+    digests: Annotated[bool, COSMETIC] = True
+    """Whether to compare a digest of every parameter on every rank of trainer and generators after
+    each push. In bfloat16 this is the only check that finds weights of an older version, which pass
+    the canary. Both sides together take about 1.5 CPU seconds per GB pushed
+    (``scripts/bench/weight_push.py``)."""
+
+    min_gb_s: Annotated[float, above(0, 1e6), COSMETIC] = 0.1
+    """Bandwidth of the slowest network that a push works with, in GB/s for the bytes of all
+    generators together. A push fails if it takes longer than ``deadlines.push`` plus the time of
+    its bytes at this rate; lower it for a slower network."""
+
+    canary_tolerance: Annotated[float | None, at_least(0, 1e6), COSMETIC] = None
+    """Maximum difference between the log-probs of trainer and generators on a fixed prompt after
+    each push. None for 1e-3 if the generators compute in float32 and 0.5 in bfloat16; 0 disables
+    the check."""
 
 
 class VersionGone(RunError):
@@ -46,6 +92,11 @@ class Transfer:
     """Number of hosts that a rank sends to (``tcp``)."""
     patience: float = 60.0
     """Seconds that either side waits for the other."""
+
+    @property
+    def is_network(self) -> bool:
+        """Whether the transport works between hosts."""
+        return self.transport in NETWORKS
 
     @property
     def nbytes(self) -> int:
@@ -133,9 +184,63 @@ def check_dtype(shards: Sequence[Shard], dtype: torch.dtype) -> None:
             )
 
 
-def starts_of(numels: list[int]) -> tuple[list[int], int]:
-    """Return the aligned start of each of consecutive regions of ``numels`` elements, and the
-    number of elements up to the end of the last region.
+@torch.no_grad()
+def copy_all(pairs: Any, like: torch.Tensor) -> None:
+    """Copy each (destination, source), casting. On CUDA this runs on a side stream of the device of
+    ``like``, after the work of its default stream.
     """
-    ends = list(itertools.accumulate((-(-numel // ALIGN) * ALIGN for numel in numels), initial=0))
-    return ends[:-1], ends[-1]
+    if not like.is_cuda:
+        for destination, source in pairs:
+            destination.copy_(source)
+        return
+    with torch.cuda.device(like.device):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.default_stream())
+        with torch.cuda.stream(stream):
+            for destination, source in pairs:
+                destination.copy_(source, non_blocking=True)
+        stream.synchronize()
+
+
+def choose_transport(requested: str, domains: Collection[str], *, has_rdma: bool) -> TransportName:
+    """Return the requested transport; for ``auto`` the fastest one between these memory domains.
+
+    ``has_rdma``: whether the hosts have RDMA devices.
+    """
+    if requested != "auto":
+        return requested  # type: ignore[return-value]
+    if len(set(domains)) == 1:
+        return "shared_memory"
+    return "rdma" if has_rdma else "tcp"
+
+
+def open_publisher(transfer: Transfer, shards: Sequence[Shard], *, rank: int) -> Publisher:
+    """Return the end of trainer rank ``rank``. Call this within the rank's actor."""
+    publisher = _class_of(transfer, "Publisher")
+    if transfer.is_network:
+        return publisher(shards, transfer, rank=rank)
+    on_device = transfer.transport == "cuda_ipc"
+    return publisher(shards, transfer.dtype, on_device=on_device, patience=transfer.patience)
+
+
+def open_subscriber(
+    transfer: Transfer,
+    addresses: Sequence[Any],
+    shards: Sequence[Shard],
+    *,
+    generator: int,
+    rank: int,
+) -> Subscriber:
+    """Return the end of rank ``rank`` of generator number ``generator``."""
+    subscriber = _class_of(transfer, "Subscriber")
+    if transfer.is_network:
+        return subscriber(addresses, shards, transfer, rank=rank, generator=generator)
+    reader = generator * len(transfer.wanted) + rank
+    return subscriber(addresses, shards, reader=reader, patience=transfer.patience)
+
+
+def _class_of(transfer: Transfer, end: str) -> Any:
+    """Import the class of an end of the transport. Some of their modules take seconds."""
+    path = NETWORKS.get(transfer.transport, "rl.weights.shared_memory:SharedMemory")
+    module, prefix = path.split(":")
+    return getattr(importlib.import_module(module), prefix + end)

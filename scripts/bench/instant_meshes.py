@@ -118,13 +118,14 @@ class Generator(Mesh):
 
     def __init__(self, marks: Marks, number: int):
         self.name = f"generator-{number}"
+        self.number = number
         self.marks = marks
         self.version = 0
 
     async def layouts(self) -> list[Any]:
         return [("here", LAYOUT)]
 
-    async def connect(self, transfer: Any, addresses: list[Any], **options: Any) -> None:
+    async def connect(self, transfer: Any, addresses: list[Any]) -> None:
         self.version = 0
 
     async def pull_weights(self, version: int) -> float:

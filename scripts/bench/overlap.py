@@ -31,7 +31,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 from same_processes import Processes
 from torchtitan.components.optimizer import default_adamw
 
-from rl.actors.processes import start_runtime, stop_runtime
+from rl.actors.processes import ensure_runtime, stop_runtime
 from rl.cli import find_config
 from rl.config import RLConfig
 from rl.model.shape import ModelConfig
@@ -202,7 +202,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        start_runtime(folder / "controller.log")
+        ensure_runtime(folder / "controller.log")
         config = configured(options.tiny)
         result = asyncio.run(
             measure(config, rounds=options.rounds, steps=options.steps, folder=folder)

@@ -21,7 +21,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 from same_processes import Processes
 
-from rl.actors.processes import start_runtime, stop_runtime
+from rl.actors.processes import ensure_runtime, stop_runtime
 from rl.cli import find_config
 from rl.config import RLConfig
 
@@ -97,7 +97,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        start_runtime(folder / "controller.log")
+        ensure_runtime(folder / "controller.log")
         result = asyncio.run(measure(rounds=options.rounds, steps=options.steps, folder=folder))
         stop_runtime()
     show(result)

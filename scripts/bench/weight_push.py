@@ -37,8 +37,8 @@ from push_plot import draw
 import rl  # noqa: F401  # before anything imports torchtitan, which asks it for the device
 from configs.qwen3 import qwen3_0_6b
 from rl.actors.hosts import Hosts
-from rl.actors.processes import start_runtime, stop_runtime
-from rl.actors.store import StoreProcess
+from rl.actors.processes import ensure_runtime, stop_runtime
+from rl.actors.trainer import StoreProcess
 from rl.model.digest import ShardDigests, digests, merge_digests
 from rl.model.shape import ModelConfig, shape_of
 from rl.model.shards import Layout, Region, Shard
@@ -46,8 +46,7 @@ from rl.model.tp_plan import generator_layout
 from rl.training.config import TrainerConfig
 from rl.training.layout import trainer_layout
 from rl.types import Place
-from rl.weights.open import open_publisher, open_subscriber
-from rl.weights.transport import Transfer
+from rl.weights.transport import Transfer, open_publisher, open_subscriber
 
 TRANSPORTS = ("shared_memory", "tcp", "rdma", "torchstore")
 DEADLINE_S = 600.0
@@ -342,7 +341,7 @@ def main() -> None:
     models = TINY if options.tiny else SIZES
     with tempfile.TemporaryDirectory() as folder:
         logs = Path(folder)
-        start_runtime(logs / "controller.log")
+        ensure_runtime(logs / "controller.log")
         main_model = models["tiny" if options.tiny else "0.6B"]
         result = asyncio.run(compare(main_model, options.transports, options.rounds, Hosts(logs)))
         if not options.no_sizes:

@@ -17,7 +17,7 @@ from rl.session.session import Session
 from rl.trainers.compare import Comparison, Example, comparing
 from rl.training.attention import attention_config
 from rl.types import Completion, GenerationRequest, Prompt, Rollout, Sampling
-from rl.weights.config import WeightPushConfig
+from rl.weights.transport import WeightPushConfig
 from scripts.gpu_check import verdicts
 from scripts.gpu_check.setting import Setting
 from scripts.gpu_check.verdicts import Verdict

@@ -12,7 +12,7 @@ from rl.generation.config import GeneratorConfig
 from rl.model.shape import ModelConfig
 from rl.session.config import DeadlineConfig, SessionConfig
 from rl.training.config import TrainerConfig
-from rl.weights.config import WeightPushConfig
+from rl.weights.transport import WeightPushConfig
 
 QWEN3_0_6B = replace(qwen3_0_6b().model, max_seq_len=65_536)
 TINY = ModelConfig(

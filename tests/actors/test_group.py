@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 from monarch.actor import Actor, concurrent_endpoint, current_rank
 
-from rl.actors import fork_server, hosts
+from rl.actors import fork_server
+from rl.actors import hosts as run_hosts
 from rl.actors.fork_server import GUARDED, LOG
 from rl.actors.group import ActorGroup, _tail
 from rl.actors.guard import parent_of
 from rl.actors.hosts import Hosts
 from rl.actors.processes import ensure_runtime
-from rl.actors.supervisor import Supervisor
 from rl.errors import ActorFailure, RankLost, end_program
 from rl.program import LEAVING
 from rl.types import Place
@@ -105,8 +105,8 @@ def in_group(tmp_path):
 
     def run(work, *, mood: str = "cheerful", heartbeat: float = 0.0, **env: str):
         async def started():
-            supervisor = Supervisor(Hosts(tmp_path))
-            group = ActorGroup("moody", Place(ranks=2), supervisor, heartbeat=heartbeat)
+            hosts = Hosts(tmp_path)
+            group = ActorGroup("moody", Place(ranks=2), hosts, heartbeat=heartbeat)
             pids: list[int] = []
             try:
                 await group.spawn(Moody, mood, deadline=LONG, env={"EXTRA": "set", **env})
@@ -319,20 +319,20 @@ def test_death_on_another_host_fails_only_the_group_that_it_belongs_to(tmp_path,
     report it again. Here its hook is called again with the same faults.
     """
 
-    async def spawned(supervisor) -> ActorGroup:
-        group = ActorGroup("moody", Place(ranks=2), supervisor)
+    async def spawned(hosts) -> ActorGroup:
+        group = ActorGroup("moody", Place(ranks=2), hosts)
         await group.spawn(Moody, "cheerful", deadline=LONG, env={"EXTRA": ""})
         return group
 
     async def work():
-        supervisor = Supervisor(Hosts(tmp_path))
+        hosts = Hosts(tmp_path)
         faults = []
         tell = monarch.actor.unhandled_fault_hook
         monkeypatch.setattr(
             monarch.actor, "unhandled_fault_hook", lambda fault: (faults.append(fault), tell(fault))
         )
         monkeypatch.setattr("rl.actors.group.memory_domain", lambda: "another host")
-        lost = await spawned(supervisor)
+        lost = await spawned(hosts)
         pids = await lost.call("pid", deadline=LONG)
         call = asyncio.ensure_future(
             failure_of(lost.call("fail_when_rank_1_is_gone", pids[1], rank=0, deadline=LONG))
@@ -342,7 +342,7 @@ def test_death_on_another_host_fails_only_the_group_that_it_belongs_to(tmp_path,
         assert str(await call) == str(failure)
         await lost.stop()
         await assert_ended(pids)
-        again = await spawned(supervisor)
+        again = await spawned(hosts)
         for fault in faults:
             tell(fault)
         await asyncio.sleep(0)
@@ -377,7 +377,7 @@ def greet_from(folder: Path, pipe: Connection) -> NoReturn:
 
     async def greet() -> None:
         ensure_runtime(folder / "controller.log")
-        group = ActorGroup("moody", Place(ranks=2), Supervisor(Hosts(folder)))
+        group = ActorGroup("moody", Place(ranks=2), Hosts(folder))
         await group.spawn(Moody, "good", deadline=LONG)
         pipe.send(
             [said[: len("good day 0")] for said in await group.call("say", "day", deadline=LONG)]
@@ -429,7 +429,7 @@ def test_signals_after_which_a_program_leaves_end_no_other_process(
 
 
 def test_rank_that_ends_while_its_interpreter_starts_has_died(in_group, monkeypatch):
-    monkeypatch.setattr(hosts, "_WRAPPER", "import sys; sys.exit(3)")
+    monkeypatch.setattr(run_hosts, "_WRAPPER", "import sys; sys.exit(3)")
     with pytest.raises(
         ActorFailure, match=r"moody rank [01], between calls: the process died"
     ) as info:
@@ -447,7 +447,7 @@ def test_process_gets_devices_among_the_visible_ones(visible, own, tmp_path):
         "TILLER_DEVICES": "1,2",
     }
     variables |= {"CUDA_VISIBLE_DEVICES": visible} if visible else {}
-    program = hosts._WRAPPER + hosts._EXECUTE
+    program = run_hosts._WRAPPER + run_hosts._EXECUTE
     subprocess.run(
         [sys.executable, "-ISc", program, "/usr/bin/env"], env=variables, check=True, timeout=60
     )

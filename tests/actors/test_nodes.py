@@ -5,15 +5,13 @@ import json
 
 import pytest
 
-from rl.actors.nodes import Node, Nodes
+from rl.actors.hosts import Node, find_nodes, lost_node
 from rl.errors import NodeLost
 
 
-@pytest.fixture
-def nodes(tmp_path, monkeypatch):
+@pytest.fixture(autouse=True)
+def three_nodes(monkeypatch):
     monkeypatch.setenv("TILLER_NODES", "n1 n2 n3")
-    monkeypatch.setenv("TILLER_NODE", "n1")
-    return Nodes(tmp_path)
 
 
 def comes_up(folder, name: str) -> Node:
@@ -21,25 +19,24 @@ def comes_up(folder, name: str) -> Node:
     return Node(name, f"tcp://{name}:1", 7)
 
 
-def test_gather_returns_the_first_nodes_in_order(nodes, tmp_path):
+def test_gather_returns_the_first_nodes_in_order(tmp_path):
     third, first, second = (comes_up(tmp_path, name) for name in ("n3", "n1", "n2"))
-    assert asyncio.run(nodes.gather(3, deadline=60)) == [first, second, third]
-    assert asyncio.run(nodes.gather(2, deadline=60)) == [first, second]
-    assert nodes.own == "n1"
+    assert asyncio.run(find_nodes(tmp_path, 3, deadline=60)) == [first, second, third]
+    assert asyncio.run(find_nodes(tmp_path, 2, deadline=60)) == [first, second]
 
 
-def test_spare_node_replaces_a_missing_one(nodes, tmp_path):
+def test_spare_node_replaces_a_missing_one(tmp_path):
     first, third = (comes_up(tmp_path, name) for name in ("n1", "n3"))
-    assert asyncio.run(nodes.gather(2, deadline=0.5)) == [first, third]
+    assert asyncio.run(find_nodes(tmp_path, 2, deadline=0.5)) == [first, third]
 
 
-def test_missing_nodes_are_named_at_the_deadline(nodes, tmp_path):
+def test_missing_nodes_are_named_at_the_deadline(tmp_path):
     comes_up(tmp_path, "n2")
     with pytest.raises(NodeLost, match="no worker came up within 0 s on n1, n3; "):
-        asyncio.run(nodes.gather(2, deadline=0.3))
+        asyncio.run(find_nodes(tmp_path, 2, deadline=0.3))
 
 
-def test_gather_does_not_wait_for_nodes_that_have_ended(nodes, tmp_path):
+def test_gather_does_not_wait_for_nodes_that_have_ended(tmp_path):
     comes_up(tmp_path, "n1")
     comes_up(tmp_path, "n2")
     for name in ("n2", "n3"):
@@ -47,14 +44,14 @@ def test_gather_does_not_wait_for_nodes_that_have_ended(nodes, tmp_path):
     with pytest.raises(
         NodeLost, match=r"no worker came up .* on n2 \(it ended with 1\), n3 \(it ended with 1\); "
     ):
-        asyncio.run(nodes.gather(2, deadline=3600))
+        asyncio.run(find_nodes(tmp_path, 2, deadline=3600))
 
 
-def test_ended_worker_of_the_run_is_a_lost_node(nodes, tmp_path):
+def test_ended_worker_of_the_run_is_a_lost_node(tmp_path):
     workers = [comes_up(tmp_path, name) for name in ("n1", "n2", "n3")]
 
     async def watch() -> None:
-        watching = asyncio.create_task(nodes.lost(workers[:2]))
+        watching = asyncio.create_task(lost_node(tmp_path, workers[:2]))
         (tmp_path / "n3.ended").write_text("ended with 1")
         await asyncio.sleep(0.5)
         assert not watching.done()
@@ -66,7 +63,5 @@ def test_ended_worker_of_the_run_is_a_lost_node(nodes, tmp_path):
 
 
 def test_run_without_nodes_has_this_host(monkeypatch, tmp_path):
-    monkeypatch.delenv("TILLER_NODES", raising=False)
-    monkeypatch.delenv("TILLER_NODE", raising=False)
-    nodes = Nodes(tmp_path)
-    assert (asyncio.run(nodes.gather(1, deadline=0)), nodes.own) == ([], "")
+    monkeypatch.delenv("TILLER_NODES")
+    assert asyncio.run(find_nodes(tmp_path, 1, deadline=0)) == []

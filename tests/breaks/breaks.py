@@ -137,14 +137,14 @@ BREAKS = (
     # session
     Break(
         "rl/session/push.py",
-        "await self._changed.until(lambda: self.state.may_change)",
+        "await self._changed.until(self._may_change)",
         "pass",
         "session/test_push.py trainers/test_loop.py",
     ),
     Break(
         "rl/session/router.py",
-        "return place.load, place.turn, next(self._count), place",
-        "return -place.load, place.turn, next(self._count), place",
+        "return replica.load, replica.turn, next(self._count), replica",
+        "return -replica.load, replica.turn, next(self._count), replica",
         "session/test_router.py",
     ),
     Break(
@@ -154,9 +154,9 @@ BREAKS = (
         "session/test_models.py",
     ),
     Break(
-        "rl/session/session.py",
-        "self._lost_in_a_row > self.config.max_restarts",
-        "self._lost_in_a_row >= 0",
+        "rl/session/losses.py",
+        "if is_final or lost > self._max_restarts:",
+        "if is_final or lost >= 0:",
         "trainers session/test_restart.py",
     ),
     # trainers
@@ -282,9 +282,7 @@ BREAKS = (
     ),
     Break("rl/frozen.py", "return [frozen(v) for v in value]", "return [*value]", "test_frozen.py"),
     Break("rl/errors.py", "n=3, cutoff=0.5", "n=3, cutoff=1.0", "config test_program.py"),
-    Break(
-        "rl/config/clusters.py", "if len(parts) > 3:", "if len(parts) > 4:", "launch config"
-    ),
+    Break("rl/config/clusters.py", "if len(parts) > 3:", "if len(parts) > 4:", "launch config"),
     Break(
         "rl/plan/collectives.py", 'passes = 2 if kind == "all-reduce" else 1', "passes = 1", "plan"
     ),

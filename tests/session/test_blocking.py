@@ -216,7 +216,7 @@ def test_fine_tuning_needs_no_generators(tmp_path):
         assert session.weight_digest() == digest
         session.export_hf(tmp_path / "export")
         assert (tmp_path / "export/model.safetensors").is_file()
-        for verb in (session.push, session.start_push, lambda: session.sample([])):
+        for verb in (session.push, session.publish, lambda: session.sample([])):
             with pytest.raises(ConfigError, match="no generators; set generator"):
                 verb()
         session.forward_backward(text(), loss)

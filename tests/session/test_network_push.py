@@ -19,8 +19,7 @@ from rl.session.config import SessionConfig
 from rl.session.push import WeightPush
 from rl.session.residency import Residency
 from rl.step_folders import StepFolders
-from rl.weights.config import WeightPushConfig
-from rl.weights.transport import TransferFailed, VersionGone
+from rl.weights.transport import TransferFailed, VersionGone, WeightPushConfig
 from tests.trainers.fakes import WAIT_S, Generator, Trainer
 
 TOO_SLOW = TransferFailed("fetch of version 1: 15.0 MiB did not arrive within 60 s")
@@ -77,11 +76,11 @@ class Scene:
     def step(self) -> None:
         """Give the trainer new weights."""
         self.trainer.version += 1
-        self.push.start()
+        self.push.publish()
 
     async def arrived(self, step: int) -> None:
         async with asyncio.timeout(WAIT_S), background(self.push.run()):
-            await self.push.wait(step)
+            await self.push.pull(step)
 
 
 async def connected(**options) -> Scene:
@@ -134,7 +133,7 @@ async def test_too_slow_generator_pulls_the_newest():
     async def slow():
         generator.pulling = None
         scene.step()
-        await scene.changed.until(lambda: scene.push.state.published == 2)
+        await scene.changed.until(lambda: scene.push.published == 2)
         raise failure(VersionGone("fetch of version 1: trainer rank 0 overwrote it meanwhile"))
 
     generator.pulling = slow
@@ -192,7 +191,7 @@ async def test_generator_that_joins_in_order_has_the_same_version():
     scene = await connected(pipeline="deterministic", replicas=2)
     async with asyncio.timeout(WAIT_S), background(scene.push.run()):
         scene.step()
-        await scene.changed.until(lambda: scene.push.state.published == 1)
+        await scene.changed.until(lambda: scene.push.published == 1)
         fail_pulls(scene.generators[1], TOO_SLOW)
         await scene.push.join(scene.generators[1])
     assert [generator.version for generator in scene.generators] == [0, 0]

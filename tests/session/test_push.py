@@ -11,7 +11,7 @@ from rl.generation.config import GeneratorConfig
 from rl.model.digest import merge_digests
 from rl.session.session import Session
 from rl.types import GenerationRequest, Sampling
-from rl.weights.config import WeightPushConfig
+from rl.weights.transport import WeightPushConfig
 from tests.session.sessions import DEADLINES, Sessions, batch, on_its_loop, trainer_config
 from tests.session.test_layouts import assert_equal_weights
 

@@ -36,11 +36,11 @@ class Replica:
                 each.set_exception(error) if error else each.set_result(None)
 
 
-def failure(kind: str) -> ActorFailure:
+def failure(kind: str, replica: Replica) -> ActorFailure:
     kind_of = ActorFailure if kind == "raised" else RankLost
     return kind_of(
-        "generator-0 rank 0, generate: gone",
-        actor="generator-0",
+        f"{replica.name} rank 0, generate: gone",
+        actor=replica.name,
         rank=0,
         call="generate",
         kind=kind,
@@ -127,7 +127,7 @@ def test_affinity_keeps_a_generator_until_it_is_lost(monkeypatch):
 def test_requests_of_a_lost_generator_go_to_another():
     async def scenario(router, a, b, ask):
         first = await ask("1")
-        a.answer(failure("died"))
+        a.answer(failure("died", a))
         await asyncio.sleep(0.01)
         assert b.asked == [["1"]]
         await ask("2")
@@ -157,7 +157,7 @@ def test_requests_wait_for_a_generator_to_join():
 def test_exception_of_a_generator_is_not_retried():
     async def scenario(router, a, b, ask):
         first = await ask("1")
-        a.answer(failure("raised"))
+        a.answer(failure("raised", a))
         with pytest.raises(ActorFailure, match="gone"):
             await first
         assert not b.asked
@@ -170,7 +170,7 @@ def test_late_failure_does_not_remove_a_generator_that_joined_again():
         await ask("1")
         router.leave(a)
         router.join(a)
-        a.answer(failure("died"))
+        a.answer(failure("died", a))
         await asyncio.sleep(0.01)
         assert {*router.replicas} == {a, b}
 

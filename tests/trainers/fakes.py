@@ -293,6 +293,7 @@ class Generator(Mesh):
     def __init__(self, log: list[str], number: int = 0, slots: list[int] | None = None):
         super().__init__()
         self.name = f"generator-{number}"
+        self.number = number
         self._slots = slots
         self.log = log
         self.version = None
@@ -315,10 +316,9 @@ class Generator(Mesh):
     async def layouts(self) -> list[Any]:
         return [("here", LAYOUT)]
 
-    async def connect(self, transfer: Any, addresses: list[Any], *, generator: int) -> None:
+    async def connect(self, transfer: Any, addresses: list[Any]) -> None:
         self.alive()
         await self.abort()
-        self.number = generator
         self.version = None
 
     async def abort(self) -> None:

@@ -7,7 +7,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from rl.weights import streams, tcp
-from rl.weights.streams import Shelf
+from rl.weights.streams import SharedBuffers
 from rl.weights.tcp import TcpSubscriber
 from tests.weights.network import RANKS, live_parts, same
 
@@ -29,18 +29,18 @@ async def _read(
 ) -> None:
     streams.PIECE_BYTES = PIECE_BYTES
     tcp.STALL_S = STALL_S
-    arrive = Shelf.arrive
+    arrive = SharedBuffers.arrive
     got = 0
     lock = threading.Lock()
 
-    def noted(shelf, pieces):
+    def noted(buffers, pieces):
         nonlocal got
-        arrive(shelf, pieces)
+        arrive(buffers, pieces)
         with lock:
             got += sum(piece.stop - piece.start for piece in pieces)
             says.send(f"got {got}")
 
-    Shelf.arrive = noted
+    SharedBuffers.arrive = noted
     subscribers = [
         TcpSubscriber(addresses, live_parts(rank), moved, rank=rank, generator=number)
         for rank in range(RANKS)

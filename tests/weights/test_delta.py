@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl.weights import delta
+from rl.weights import packed
 
 INTEGERS = {
     torch.float32: torch.int32,
@@ -34,14 +34,14 @@ def test_any_bits_arrive_and_nothing_is_written_beyond_the_capacity(
     old, new = (tensor.to(INTEGERS[dtype]).view(dtype) for tensor in (old, new))
     memory = torch.full((int(room * old.nbytes) + 8,), 77, dtype=torch.uint8)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(delta, "BLOCK", block)
-        size = delta.encode(new, old, memory[:-8])
+        patch.setattr(packed, "BLOCK", block)
+        size = packed.encode_delta(new, old, memory[:-8])
         assert (memory[-8:] == 77).all()
         changed = int((old.view(INTEGERS[dtype]) != new.view(INTEGERS[dtype])).sum())
         needed = 4 * -(-numel // block) + changed * (2 + dtype.itemsize)
         assert size == (needed if needed <= len(memory) - 8 else 0)
         if size:
-            delta.apply(memory[:size].clone(), old)
+            packed.apply_delta(memory[:size].clone(), old)
             assert torch.equal(old.view(torch.uint8), new.view(torch.uint8))
 
 
@@ -49,16 +49,16 @@ def test_negative_zero_differs_from_zero_and_nan_equals_itself():
     old = torch.tensor([0.0, float("nan"), 1.0])
     new = torch.tensor([-0.0, float("nan"), 1.0])
     code = torch.zeros(100, dtype=torch.uint8)
-    size = delta.encode(new, old, code)
+    size = packed.encode_delta(new, old, code)
     assert size == 4 + 1 * (2 + 4)
-    delta.apply(code[:size], old)
+    packed.apply_delta(code[:size], old)
     assert torch.equal(old.view(torch.int32), new.view(torch.int32))
 
 
 def test_the_last_element_of_a_full_block_is_encoded():
-    old = torch.zeros(2 * delta.BLOCK + 1, dtype=torch.bfloat16)
+    old = torch.zeros(2 * packed.BLOCK + 1, dtype=torch.bfloat16)
     new = old.clone()
-    new[[delta.BLOCK - 1, delta.BLOCK, 2 * delta.BLOCK]] = 1.0
+    new[[packed.BLOCK - 1, packed.BLOCK, 2 * packed.BLOCK]] = 1.0
     code = torch.zeros(100, dtype=torch.uint8)
-    delta.apply(code[: delta.encode(new, old, code)], old)
+    packed.apply_delta(code[: packed.encode_delta(new, old, code)], old)
     assert torch.equal(old, new)

@@ -4,7 +4,7 @@ import pytest
 
 from rl.platform import memory_domain
 from rl.weights import shared_memory
-from rl.weights.open import choose_transport
+from rl.weights.transport import choose_transport
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from rl.errors import RunError
-from rl.weights import delta
+from rl.weights import packed
 from tests.weights.network import (
     RANKS,
     MemoryPublisher,
@@ -33,7 +33,7 @@ class Pushes(RuleBasedStateMachine):
     @initialize(use_delta=st.booleans())
     def start(self, use_delta):
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(delta, "BLOCK", 32)
+        self.patch.setattr(packed, "BLOCK", 32)
         self.loop = asyncio.new_event_loop()
         self.options = {"delta": use_delta, "patience": 0.0, "generators": REPLICAS}
         self.weights = initial()

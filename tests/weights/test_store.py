@@ -7,8 +7,8 @@ import torchstore.api
 from torchstore.controller import Controller
 
 from rl.weights import store
-from rl.weights.blobs import plan_blobs
 from rl.weights.packed import SLOTS
+from rl.weights.routes import plan_blobs
 from tests.weights.network import RANKS, layouts
 from tests.weights.ranks import SHAPES, check_a_killed_reader, check_pushes
 

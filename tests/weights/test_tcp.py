@@ -5,7 +5,6 @@ import os
 import random
 import signal
 import socket
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
@@ -15,7 +14,7 @@ from monarch.actor import ActorError
 
 from rl.weights import streams
 from rl.weights.relays import RelayTree
-from rl.weights.streams import Address, Buffer, Server, Shelf, ask
+from rl.weights.streams import Address, Buffer, Server, SharedBuffers, ask
 from rl.weights.tcp import TcpPublisher, TcpSubscriber
 from rl.weights.transport import VersionGone
 from tests.warm import FORK
@@ -147,10 +146,10 @@ def test_a_reader_of_an_older_version_is_not_served_a_newer_one(opened):
     run(work)
 
 
-def half_served(publisher) -> Shelf:
-    """Have a publisher serve half of its only push; return the shelf, which lacks the rest."""
-    ((slot, whole),) = publisher._server._shelves.items()
-    half = Shelf(whole._memory)
+def half_served(publisher) -> SharedBuffers:
+    """Have a publisher serve half of its only push; return the buffers, which lack the rest."""
+    ((slot, whole),) = publisher._server._slots.items()
+    half = SharedBuffers(whole._memory)
     half.arrive(half.pieces[::2])
     publisher._server.offer(slot, half)
     return half
@@ -164,7 +163,7 @@ def test_a_version_that_is_overwritten_during_a_fetch_is_gone(opened):
         for publisher in publishers:
             half_served(publisher)
         fetching = asyncio.create_task(subscriber.fetch(0))
-        while not (shelves := subscriber._server._shelves) or not shelves[0]._arrived:
+        while not (slots := subscriber._server._slots) or not slots[0]._arrived:
             await asyncio.sleep(0.01)
         await publish(publishers, 1)
         await publish(publishers, 2)
@@ -180,11 +179,11 @@ def test_readers_after_one_that_ends_or_hangs_get_the_whole_version(opened, fate
         weights = initial()
         publishers, _ = opened(weights, [], generators=3)
         whole = await publish(publishers, 0)
-        shelves = [half_served(publisher) for publisher in publishers]
+        halves = [half_served(publisher) for publisher in publishers]
         half = sum(
             (piece.stop - piece.start) * len(publisher.blobs[piece.buffer.blob].readers)
-            for publisher, shelf in zip(publishers, shelves, strict=True)
-            for piece in shelf.pieces[::2]
+            for publisher, buffers in zip(publishers, halves, strict=True)
+            for piece in buffers.pieces[::2]
         )
         addresses = [publisher.address for publisher in publishers]
         readers = []
@@ -194,8 +193,8 @@ def test_readers_after_one_that_ends_or_hangs_get_the_whole_version(opened, fate
                 while await said_by(readers[-1]) != f"got {half}":
                     pass
             os.kill(readers[0][0].pid, fate)
-            for shelf in shelves:
-                shelf.arrive(shelf.pieces[1::2])
+            for buffers in halves:
+                buffers.arrive(buffers.pieces[1::2])
             for reader in readers[1:]:
                 while (said := await said_by(reader)).startswith("got"):
                     pass
@@ -228,14 +227,13 @@ async def said_by(reader) -> str:
 def test_memory_is_not_sent_after_it_was_withdrawn():
     memory = torch.zeros(8 << 20, dtype=torch.uint8)
     buffer = Buffer(0, 2, 0, False)
-    shelf = Shelf({buffer: memoryview(memory.numpy())})
-    shelf.arrive(shelf.pieces)
+    buffers = SharedBuffers({buffer: memoryview(memory.numpy())})
+    buffers.arrive(buffers.pieces)
     here, there = socket.socketpair()
     with ThreadPoolExecutor(1) as pool, here, there:
-        sending = pool.submit(shelf.send, here, shelf.pieces)
-        while not shelf._sending:
-            time.sleep(0.001)
-        shelf.withdraw()
+        sending = pool.submit(buffers.send, here, buffers.pieces)
+        there.recv(1, socket.MSG_PEEK)  # it has begun
+        buffers.withdraw()
         memory.fill_(255)
         assert isinstance(sending.exception(WAIT_S), OSError)
         received = bytearray(len(memory))

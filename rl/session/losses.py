@@ -1,0 +1,60 @@
+"""What the loss of a rank means: which meshes are started again, and which calls are given up."""
+
+from collections import Counter
+from collections.abc import Awaitable
+from typing import TypeVar
+
+from rl.actors.generator import GeneratorMesh
+from rl.errors import ActorFailure, RankLost, RunError
+from rl.observe.events import Events
+
+T = TypeVar("T")
+
+
+class Losses:
+    """Decides which failures of meshes the session survives.
+
+    - A mesh that lost a rank is started again, at most ``max_restarts`` times in a row.
+    - An exception of an actor is final, since it would be raised again.
+    """
+
+    def __init__(self, max_restarts: int, events: Events):
+        self.restarts = 0
+        """Number of times that a mesh was started again."""
+        self._max_restarts = max_restarts
+        self._events = events
+        self._in_a_row = Counter[str]()
+
+    def progressed(self, generator: str = "") -> None:
+        """Note a completion of ``generator``, or without a name a checkpoint of the models."""
+        self._in_a_row[generator] = 0
+
+    def survive(self, failure: ActorFailure, then: str, *, generator: str = "") -> None:
+        """Return if the mesh of ``failure`` is to be started again. ``then`` says what follows.
+
+        Raises ``failure`` otherwise; for a ``generator`` that was lost too often RunError, since no
+        checkpoint mends that.
+        """
+        self._in_a_row[generator] += 1
+        lost = self._in_a_row[generator]
+        is_final = not isinstance(failure, RankLost)
+        if not is_final and generator and lost > self._max_restarts:
+            often = f"it was lost {lost} times without a completion in between"
+            raise RunError(f"{failure}\n{often}") from failure
+        if is_final or lost > self._max_restarts:
+            raise failure
+        self.restarts += 1
+        text = f"{str(failure).splitlines()[0]}; {then}"
+        self._events.emit("lost", process=generator or failure.actor, text=text)
+
+
+async def unless_lost(mesh: GeneratorMesh, call: Awaitable[T]) -> T | None:
+    """Return the result of a call to a generator; None if the generator is lost, since its pool
+    starts it again.
+    """
+    try:
+        return await call
+    except RankLost as lost:
+        if lost.actor != mesh.name:
+            raise
+        return None

@@ -26,7 +26,7 @@ STOP_S = 5.0  # for Monarch and the kernel to see that killed processes have end
 LONGEST_LINE = 500  # characters of a line of a log, which a message repeats
 REMOTE_STOP_S = 30.0  # Monarch ends processes of other hosts; it waits 20 s for a hanging one
 
-Stretch = tuple[str, float, float]
+Span = tuple[str, float, float]
 """Name of some work, and its begin and end in Unix seconds of the rank's host."""
 
 PerRank = Mapping[int, Sequence[Any]]
@@ -39,7 +39,7 @@ class Timed(NamedTuple):
     """Answer of an endpoint with the times of the rank's own work, which the group takes out."""
 
     answer: Any
-    work: Sequence[Stretch]
+    work: Sequence[Span]
 
 
 class Heartbeat(Actor):
@@ -92,7 +92,7 @@ class ActorGroup:
         hosts: Hosts,
         *,
         heartbeat: float = 0.0,
-        worked: Callable[[int, Stretch], None] = lambda rank, work: None,
+        worked: Callable[[int, Span], None] = lambda rank, work: None,
     ):
         """``worked`` is called with a rank and work of its own, when an answer reports it."""
         self.name = name

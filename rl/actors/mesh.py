@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from monarch.actor import Actor
 
-from rl.actors.group import ActorGroup, Stretch
+from rl.actors.group import ActorGroup, Span
 from rl.actors.hosts import Hosts
 from rl.errors import ActorFailure
 from rl.model.digest import ShardDigests
@@ -51,7 +51,7 @@ class Mesh:
         )
         self._started = False
 
-    def _worked(self, rank: int, work: Stretch) -> None:
+    def _worked(self, rank: int, work: Span) -> None:
         if self.watch is not None and rank < RECORDED_RANKS:
             self.watch.worked(f"{self.name}[{rank}]", *work)
 

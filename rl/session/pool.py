@@ -11,10 +11,10 @@ from rl.errors import ActorFailure
 from rl.observe.events import Events
 from rl.session.concurrency import background
 from rl.session.config import SessionConfig
-from rl.session.losses import Losses, unless_lost
 from rl.session.meshes import ensure_running
 from rl.session.placement import Placement
 from rl.session.push import UNLIMITED, WeightPush
+from rl.session.recovery import Recovery, unless_lost
 from rl.session.router import Router
 
 LOOK_EVERY_S = 1.0
@@ -44,13 +44,13 @@ class GeneratorPool:
     events: Events
 
     def __post_init__(self) -> None:
-        self.losses = Losses(self.config.max_restarts, self.events)
+        self.recovery = Recovery(self.config.max_restarts, self.events)
         replicas = self.config.generator.replicas if self.config.generator else 0
         self._meshes = {number: self.make(number) for number in range(replicas)}
         hardware = self.config.hardware
         on_gpus = bool(replicas) and hardware.kind != "cpu"
         self._most = Placement(self.config, hardware.gpus).replicas if on_gpus else UNLIMITED
-        self._leaving: list[GeneratorMesh] = []
+        self._leaving: list[GeneratorMesh] = []  # until their processes have ended
 
     @property
     def meshes(self) -> list[GeneratorMesh]:
@@ -59,8 +59,8 @@ class GeneratorPool:
 
     async def start(self) -> None:
         """Start all generators that are not running; first stop generators that left."""
-        while self._leaving:
-            await self._stop(self._leaving[0])
+        await asyncio.gather(*(mesh.stop() for mesh in self._leaving))
+        self._leaving.clear()
         if self._meshes:
             async with self.router.resident(), background() as work:
                 for mesh in self.meshes:
@@ -108,7 +108,9 @@ class GeneratorPool:
                     keepers.pop(number).cancel()
                     self.events.emit("left", process=mesh.name, text=f"{mesh.name} leaves")
                     await self.router.drain(mesh)
-                    await self._stop(mesh)
+                    await self.push.remove(mesh)
+                    await mesh.stop()
+                    self._leaving.remove(mesh)
 
     async def close(self) -> None:
         """Let vLLM clean up. Ignores failures."""
@@ -128,9 +130,10 @@ class GeneratorPool:
                 raise await mesh.failed()
             except ActorFailure as failure:
                 if self.router.served.pop(mesh, 0):
-                    self.losses.progressed(mesh.name)
-                self._leave(mesh)
-                self.losses.survive(failure, "starting it again", generator=mesh.name)
+                    self.recovery.progressed(mesh.name)
+                self.router.leave(mesh)
+                self.recovery.survive(failure, "starting it again", generator=mesh.name)
+                await self.push.remove(mesh)
 
     async def _join(self, mesh: GeneratorMesh) -> None:
         """Start the generator unless it runs, bring it weights, and send it requests."""
@@ -140,21 +143,10 @@ class GeneratorPool:
         self.router.join(mesh)
         self.events.emit("joined", process=mesh.name, text=f"{mesh.name} has joined")
 
-    def _leave(self, mesh: GeneratorMesh) -> None:
-        """Send the generator neither requests nor weights."""
-        self.router.leave(mesh)
-        self.push.remove(mesh)
-
     async def _start(self, mesh: GeneratorMesh) -> None:
         mesh.watch = self.push.watch
         with self.push.watch.span("start", mesh.name):
             await ensure_running(mesh)
-
-    async def _stop(self, mesh: GeneratorMesh) -> None:
-        """End a generator that leaves; it is in ``_leaving`` until its processes have ended."""
-        self._leave(mesh)
-        await mesh.stop()
-        self._leaving.remove(mesh)
 
     def _count_asked(self) -> int:
         """Return the number of generators that the file asks for, or the current number if the file

@@ -16,8 +16,8 @@ from rl.observe.spans import Stopwatch
 from rl.platform import has_rdma
 from rl.session.concurrency import Signal, background
 from rl.session.config import SessionConfig
-from rl.session.losses import unless_lost
 from rl.session.push_checks import Arrival, PushChecks
+from rl.session.recovery import unless_lost
 from rl.session.residency import Residency
 from rl.weights.transport import Transfer, TransferFailed, VersionGone, choose_transport
 
@@ -75,7 +75,6 @@ class WeightPush:
         self._is_changing = False  # the weights, which must not be compared then
         self._unchecked: deque[Arrival] = deque()
         self._generators: list[GeneratorMesh] = []
-        self._removed: list[GeneratorMesh] = []
         self._joining = asyncio.Lock()  # no pull while a generator joins or leaves
         self._changed = Signal()
         self._addresses: list[Any] = []
@@ -92,7 +91,6 @@ class WeightPush:
         generators'.
         """
         self._generators = [*generators]
-        self._removed = []
         self._unchecked.clear()
         self.checks.forget()
         self.arrived = self.published = self.publish()
@@ -109,19 +107,16 @@ class WeightPush:
             await self._connect(generator)
             await self._pull(generator, self.arrived if self._in_order else self.published)
 
-    def remove(self, generator: GeneratorMesh) -> None:
-        """Leave a generator out until it joins again."""
+    async def remove(self, generator: GeneratorMesh) -> None:
+        """Leave a generator out until it joins again. A publish under way stops waiting for it."""
         if generator in self._generators:
             self._generators.remove(generator)
-            self._removed.append(generator)
-            self._changed.notify()
+            await self.trainer.excuse(generator.number)
 
     async def run(self) -> None:
         """Publish versions that were started, and compare versions that have arrived."""
-        async with background(self._publish_each(), self._compare_each()):
-            while True:
-                await self._changed.until(lambda: self._removed)
-                await self.trainer.excuse(self._removed.pop().number)
+        async with background(self._publish_each()):
+            await self._compare_each()
 
     def publish(self) -> int:
         """Have ``run`` make the trainer's weights readable, if they changed since the last time;

@@ -11,7 +11,7 @@ from rl.errors import RunError
 from rl.model.digest import ShardDigests, differing, merge_digests
 from rl.model.shape import shape_of
 from rl.session.config import SessionConfig
-from rl.session.losses import unless_lost
+from rl.session.recovery import unless_lost
 from rl.session.residency import Residency
 from rl.types import Batch, Completion, GenerationRequest, Sampling
 

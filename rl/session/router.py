@@ -10,7 +10,7 @@ from itertools import count
 from rl.actors.generator import GeneratorMesh
 from rl.observe.spans import Stopwatch
 from rl.session.concurrency import Signal
-from rl.session.losses import unless_lost
+from rl.session.recovery import unless_lost
 from rl.types import Completion, GenerationRequest
 
 AFFINITIES = 4096  # number of affinities, the latest ones, with a known generator

@@ -19,11 +19,11 @@ from rl.observe.spans import Stopwatch
 from rl.session.blocking import BlockingSession
 from rl.session.concurrency import background
 from rl.session.config import SessionConfig
-from rl.session.losses import Losses
 from rl.session.meshes import Meshes, ensure_running
 from rl.session.models import Models
 from rl.session.pool import GeneratorPool
 from rl.session.push import WeightPush
+from rl.session.recovery import Recovery
 from rl.session.router import Router
 from rl.session.scoring import TaskRollouters, rollouter_of
 from rl.tasks.base import Task
@@ -103,7 +103,7 @@ class Session(Models):
         self.rollouter = rollouter_of(task, self._rewards, **options)
         limit = config.deadlines.reward
         self._rollouters = TaskRollouters(task, self.rollouter, limit=limit, **options)
-        self._losses = Losses(config.max_restarts, events)
+        self._recovery = Recovery(config.max_restarts, events)
 
     @classmethod
     async def on_nodes(
@@ -182,7 +182,7 @@ class Session(Models):
         It cannot be mended if an actor raised, or if ranks were lost more than ``max_restarts``
         times without a checkpoint of the trainer in between.
         """
-        self._losses.survive(failure, "going back to the newest checkpoint")
+        self._recovery.survive(failure, "going back to the newest checkpoint")
 
     async def close(self) -> None:
         """Let every engine clean up, after saves that are still being written."""
@@ -317,14 +317,14 @@ class Session(Models):
         """Write checkpoint ``step``: see :meth:`Models.save`."""
         await super().save(step, state, role=role)
         if role == "trainer":
-            self._losses.progressed()
+            self._recovery.progressed()
 
     @property
     def restarts(self) -> dict[str, int]:
         """Number of times that meshes were started again."""
         return {
-            "restarts/trainer": self._losses.restarts,
-            "restarts/generators": self.pool.losses.restarts,
+            "restarts/trainer": self._recovery.restarts,
+            "restarts/generators": self.pool.recovery.restarts,
             "restarts/reward": self._rewards.restarts if self._rewards is not None else 0,
         }
 

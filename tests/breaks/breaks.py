@@ -154,9 +154,9 @@ BREAKS = (
         "session/test_models.py",
     ),
     Break(
-        "rl/session/losses.py",
-        "if is_final or lost > self._max_restarts:",
-        "if is_final or lost >= 0:",
+        "rl/session/recovery.py",
+        "if lost > self._max_restarts:",
+        "if lost >= 0:",
         "trainers session/test_restart.py",
     ),
     # trainers

@@ -11,10 +11,11 @@ from rl.observe.events import Events
 T = TypeVar("T")
 
 
-class Losses:
+class Recovery:
     """Decides which failures of meshes the session survives.
 
-    - A mesh that lost a rank is started again, at most ``max_restarts`` times in a row.
+    - A mesh that lost a rank is started again, at most ``max_restarts`` times without progress in
+      between.
     - An exception of an actor is final, since it would be raised again.
     """
 
@@ -37,12 +38,13 @@ class Losses:
         """
         self._in_a_row[generator] += 1
         lost = self._in_a_row[generator]
-        is_final = not isinstance(failure, RankLost)
-        if not is_final and generator and lost > self._max_restarts:
+        if not isinstance(failure, RankLost):
+            raise failure
+        if lost > self._max_restarts:
+            if not generator:
+                raise failure
             often = f"it was lost {lost} times without a completion in between"
             raise RunError(f"{failure}\n{often}") from failure
-        if is_final or lost > self._max_restarts:
-            raise failure
         self.restarts += 1
         text = f"{str(failure).splitlines()[0]}; {then}"
         self._events.emit("lost", process=generator or failure.actor, text=text)

@@ -37,10 +37,7 @@ class Route:
 class PushPlan:
     """All routes from a trainer to one generator."""
 
-    sources: tuple[Layout, ...]
-    """Layouts by trainer rank."""
-    wanted: tuple[Layout, ...]
-    """Layouts by generator rank."""
+    trainer_ranks: int
     routes: tuple[list[Route], ...]
     """Routes by generator rank."""
 
@@ -62,8 +59,8 @@ class PushPlan:
 
         elements = self.elements()
         lines = [
-            f"{counted(len(self.sources), 'trainer rank')} -> "
-            f"{counted(len(self.wanted), 'generator rank')}: "
+            f"{counted(self.trainer_ranks, 'trainer rank')} -> "
+            f"{counted(len(self.routes), 'generator rank')}: "
             f"{mib(sum(each.total() for each in elements))} MiB in {dtype}, "
             f"{sum(map(len, self.routes)):,} routes",
             "reader    routes         MiB  from rank: MiB",
@@ -89,7 +86,7 @@ def plan_push(sources: Sequence[Layout], wanted: Sequence[Layout]) -> PushPlan:
     routes = tuple(_routes(offers, layout, rank) for rank, layout in enumerate(wanted))
     for name, (shape, boxes) in _offers(wanted).items():
         _check_partition(name, tuple(boxes), Box.whole(shape), "generator")
-    return PushPlan(tuple(sources), tuple(wanted), routes)
+    return PushPlan(len(sources), routes)
 
 
 def plan_routes(sources: Sequence[Layout], wanted: Layout, *, reader: int) -> list[Route]:

@@ -60,7 +60,7 @@ class WeightPush:
     published: int = field(default=0, init=False)
     """Newest version that generators can read."""
     arrived: int = field(default=0, init=False)
-    """Version that every generator holds, or a newer one."""
+    """Version that every generator holds, or a newer one; -1 until the first one."""
     metrics: dict[str, float] = field(default_factory=dict, init=False)
     """Metrics of the last push."""
 
@@ -93,10 +93,11 @@ class WeightPush:
         self._generators = [*generators]
         self._unchecked.clear()
         self.checks.forget()
-        self.arrived = self.published = self.publish()
+        self.published = self.publish()
+        self.arrived = -1
         plan = await self._open()
         await self._publish()
-        await self._pull_all()
+        await self.pull(self.published)
         return plan
 
     async def join(self, generator: GeneratorMesh) -> None:
@@ -115,8 +116,10 @@ class WeightPush:
 
     async def run(self) -> None:
         """Publish versions that were started, and compare versions that have arrived."""
-        async with background(self._publish_each()):
-            await self._compare_each()
+        async with background(self._compare_each()):
+            while True:
+                await self._changed.until(self._may_publish)
+                await self._publish()
 
     def publish(self) -> int:
         """Have ``run`` make the trainer's weights readable, if they changed since the last time;
@@ -134,9 +137,25 @@ class WeightPush:
         """
         await self._changed.until(lambda: self.published >= version)
         async with self._joining:
-            if self.arrived < version:
-                await self._pull_all()
-        return self.arrived
+            if self.arrived >= version:
+                return self.arrived
+            version = self.published
+            behind = [each for each in self._generators if each.version != version]
+            with self.watch.span("push"):
+                if self._rolling:
+                    pauses = [
+                        await unless_lost(each, self._pull(each, version))
+                        for each in behind
+                        if each in self._generators  # it may have left during the pulls of others
+                    ]
+                else:
+                    pauses = await asyncio.gather(
+                        *(unless_lost(each, self._pull(each, version)) for each in behind)
+                    )
+            self.metrics["timing/push_pause"] = max(filter(None, pauses), default=0.0)
+            self.arrived = version
+            self._changed.notify()
+            return version
 
     async def settle(self) -> None:
         """Wait until nothing reads the trainer's weights, not even a check."""
@@ -186,11 +205,6 @@ class WeightPush:
         async with self.residency.of("generator", "model"):
             await generator.connect(self._transfer, self._addresses)
 
-    async def _publish_each(self) -> None:
-        while True:
-            await self._changed.until(self._may_publish)
-            await self._publish()
-
     async def _publish(self) -> None:
         async with self.residency.of("trainer", "model"):
             with self.watch.span("push"), self.watch.span("publish", "trainer"):
@@ -198,25 +212,6 @@ class WeightPush:
         self.metrics = {"push/bytes": sent.bytes_full, "push/bytes_sent": sent.bytes_sent}
         self.events.emit("pushed", version=version, metrics=self.metrics)
         self.published = self.begun
-        self._changed.notify()
-
-    async def _pull_all(self) -> None:
-        """Have every generator pull the version that is published now."""
-        version = self.published
-        behind = [generator for generator in self._generators if generator.version != version]
-        with self.watch.span("push"):
-            if self._rolling:
-                pauses = [
-                    await unless_lost(each, self._pull(each, version))
-                    for each in behind
-                    if each in self._generators  # it may have left during the pulls of others
-                ]
-            else:
-                pauses = await asyncio.gather(
-                    *(unless_lost(each, self._pull(each, version)) for each in behind)
-                )
-        self.metrics["timing/push_pause"] = max(filter(None, pauses), default=0.0)
-        self.arrived = version
         self._changed.notify()
 
     async def _pull(self, generator: GeneratorMesh, version: int) -> float:

@@ -285,7 +285,8 @@ class Session(Models):
 
     async def push(self) -> int:
         """Bring every generator the trainer's weights; return their policy version."""
-        return await self.pull(self.publish())
+        self._require_generators()
+        return await self._push.pull(self._push.publish())
 
     def publish(self) -> int:
         """Make the trainer's weights readable, in the background; return their version."""

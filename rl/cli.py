@@ -39,7 +39,13 @@ from rl.help import (
 from rl.other_names import OTHER_NAMES
 from rl.rules import range_text
 from rl.validation import validate
-from rl.validation.values import ConfigValue, choices_of, validate_types, values
+from rl.validation.values import (
+    ConfigValue,
+    choices_of,
+    docstrings_of,
+    validate_types,
+    values,
+)
 
 LARGE = 10_000
 COPIES = ("critic.", "reference.", "roles.")
@@ -69,9 +75,10 @@ def read_config(arguments: Sequence[str], *, program: str) -> tuple[str, RunConf
     assert given is not None
     name, base = load_config(given)
     if asks_for_help(overrides):
-        in_full = "--help-all" in overrides
-        fields = all_fields(base) if in_full else common_fields(base)
-        print((all_help if in_full else config_help)(program, given, fields))
+        if "--help-all" in overrides:
+            print(all_help(program, given, all_fields(base)))
+        else:
+            print(config_help(program, given, common_fields(base)))
         raise SystemExit(0)
     if isinstance(base, RLConfig):
         overrides = _choose_algorithm(base, overrides)
@@ -254,17 +261,24 @@ def _import(module_name: str, name: str) -> ModuleType:
             raise
 
 
-def all_fields(config: RunConfig) -> dict[str, tuple[str, str]]:
-    """Return default and range of the fields of a config, by name."""
-    return {
-        value.name: (_default_text(value.content), _limits_text(value))
-        for value in values(config)
-        if isinstance(value.content, bool | int | float | str | None)
-    }
+def all_fields(config: RunConfig) -> dict[str, tuple[str, str, str]]:
+    """Return default, range and the first sentence of the docstring of the fields of a config, by
+    name.
+    """
+    texts = dict[str, str]()
+    found = {}
+    for value in values(config):
+        for name, text in docstrings_of(type(value.content)).items():
+            sentence = re.split(r"(?<=[.:]) |\n\n", " ".join(text.split("\n\n")[0].split()))[0]
+            texts[f"{value.name}.{name}".removeprefix(".")] = sentence
+        if isinstance(value.content, bool | int | float | str | None):
+            text = texts.get(value.name, "")
+            found[value.name] = (_default_text(value.content), _limits_text(value), text)
+    return found
 
 
-def common_fields(config: RunConfig) -> dict[str, tuple[str, str]]:
-    """Return default and range of the common fields of a config, by name."""
+def common_fields(config: RunConfig) -> dict[str, tuple[str, str, str]]:
+    """Return default, range and text of the common fields of a config, by name."""
     return {name: row for name, row in all_fields(config).items() if is_common(name)}
 
 

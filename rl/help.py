@@ -15,8 +15,8 @@ from rl.errors import ConfigError, nearest
 
 SHIPPED = Path(__file__).parents[1] / "configs"
 """Folder of the configs that ship with Tiller: next to its package."""
-RECORD = Path(__file__).with_name("help.json")
-"""Fields of the shipped configs; ``scripts/make_configuration_md.py`` writes it."""
+COMMON_FIELDS = Path(__file__).with_name("common_fields.json")
+"""Ranges and defaults of the common fields; ``scripts/make_configuration_md.py`` writes them."""
 
 GROUPS = {
     "run": {
@@ -165,35 +165,31 @@ def quick_help(arguments: Sequence[str], program: str, usage: str = USAGE) -> st
         return ""
     if name is None:
         return usage.format(program=program, common=COMMON, configs=configs_text())
-    if name not in shipped_sources():
+    if name not in shipped_sources() or "--help-all" in rest:
         return ""
-    known = json.loads(RECORD.read_text())
+    known = json.loads(COMMON_FIELDS.read_text())
     source = shipped_sources()[name][0]
     if known["sources"].get(source.name) != digest(source):
         return ""
-    if "--help-all" in rest:
-        return all_help(program, name, known["configs"][name], known["texts"])
-    return config_help(program, name, known["configs"][name])
+    rows = zip(known["configs"][name], known["ranges"].items(), strict=True)
+    fields = {field: (default, limits) for default, (field, limits) in rows if default is not None}
+    return config_help(program, name, fields)
 
 
-def all_help(
-    program: str, name: str, fields: dict[str, Any], texts: Mapping[str, str] | None = None
-) -> str:
-    """Return the help text of every field of a config, given default, range and perhaps a text of
-    each field by name. ``texts`` are those of the shipped configs by default.
+def all_help(program: str, name: str, fields: Mapping[str, tuple[str, str, str]]) -> str:
+    """Return the help text of every field of a config, given default, range and text of each field
+    by name.
     """
-    texts = json.loads(RECORD.read_text())["texts"] if texts is None else texts
     rows = []
-    for field, (default, limits, *own) in fields.items():
+    for field, (default, limits, text) in fields.items():
         rows.append(f"  {f'--{field} {default}':<70} {limits}".rstrip())
-        text = own[0] if own else texts.get(field, "")
         rows.append(textwrap.fill(text, 100, initial_indent=" " * 6, subsequent_indent=" " * 6))
     description = _description(name)
     lines = "\n".join(filter(None, rows))
     return ALL_PAGE.format(program=program, name=name, description=description, fields=lines)
 
 
-def config_help(program: str, name: str, fields: dict[str, Any]) -> str:
+def config_help(program: str, name: str, fields: Mapping[str, tuple[str, ...]]) -> str:
     """Return the help text of a config, given default and range of its common fields by name."""
     rows = []
     for group, patterns in GROUPS.items():

@@ -1,8 +1,7 @@
 """Write docs/configuration.md: every config field with its type, default, bounds, effect and
-docstring. Write rl/help.json: the fields of the shipped configs that ``--help`` shows.
+docstring. Write rl/common_fields.json: what ``--help`` shows of the shipped configs.
 """
 
-import ast
 import dataclasses
 import importlib
 import inspect
@@ -12,7 +11,6 @@ import re
 import textwrap
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, field
-from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -21,11 +19,11 @@ from torchtitan.config import Configurable
 
 import rl.algorithms
 import rl.tasks
-from rl.cli import all_fields, shipped_configs
+from rl.cli import common_fields, shipped_configs
 from rl.config import PreferenceConfig, RewardModelConfig, RLConfig, SFTConfig
-from rl.help import RECORD, digest, shipped_sources
+from rl.help import COMMON_FIELDS, digest, shipped_sources
 from rl.rules import Bounds, Effect, range_text, rule_of
-from rl.validation.values import fields_of
+from rl.validation.values import docstrings_of, fields_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 REQUIRED = object()
@@ -63,47 +61,22 @@ class Section:
 def main() -> None:
     """Write the page, and the fields that the programs show with ``--help``."""
     PAGE.write_text(page())
-    RECORD.write_text(record())
-    print(f"wrote {PAGE} and {RECORD}")
+    COMMON_FIELDS.write_text(common())
+    print(f"wrote {PAGE} and {COMMON_FIELDS}")
 
 
-def record() -> str:
-    """Return default, range and text of each field of the shipped configs, as JSON."""
-    sources = {path for path, _ in shipped_sources().values()}
-    texts = dict[str, str]()
-    configs = dict[str, dict[str, list[str]]]()
-    for name in shipped_sources():
-        config = shipped_configs()[name]()
-        own = dict(field_texts(config))
-        fields = configs[name] = {}
-        for field_name, row in all_fields(config).items():
-            text = own.get(field_name, "")
-            is_shared = texts.setdefault(field_name, text) == text
-            fields[field_name] = [*row] if is_shared else [*row, text]
-    rows = ",\n".join(f" {json.dumps(name)}: {json.dumps(row)}" for name, row in configs.items())
-    digests = json.dumps({path.name: digest(path) for path in sorted(sources)})
-    lines = json.dumps(texts, indent=0)
-    return f'{{"sources": {digests},\n"texts": {lines},\n"configs": {{\n{rows}\n}}}}\n'
-
-
-def field_texts(part: Any, place: str = "") -> Iterator[tuple[str, str]]:
-    """Yield name and first sentence of each field of a config, down to all parts."""
-    for item in dataclasses.fields(part):
-        name = f"{place}.{item.name}".removeprefix(".")
-        kinds = [kind for kind in type(part).__mro__ if dataclasses.is_dataclass(kind)]
-        text = next(filter(None, (docstrings(kind).get(item.name) for kind in kinds)), "")
-        yield name, re.split(r"(?<=[.:]) |\n\n", " ".join(text.split("\n\n")[0].split()))[0]
-        content = getattr(part, item.name)
-        parts = {f"{name}.{key}": each for key, each in _items(content)}
-        for inner, each in (parts | {name: content}).items():
-            if dataclasses.is_dataclass(each):
-                yield from field_texts(each, inner)
-
-
-def _items(content: Any) -> list[tuple[Any, Any]]:
-    if isinstance(content, dict):
-        return [*content.items()]
-    return [*enumerate(content)] if isinstance(content, (list, tuple)) else []
+def common() -> str:
+    """Return the range of each common field, and its default in each shipped config, as JSON."""
+    configs = {name: common_fields(make()) for name, make in shipped_configs().items()}
+    ranges = {field: row[1] for fields in configs.values() for field, row in fields.items()}
+    defaults = {
+        name: [fields[field][0] if field in fields else None for field in ranges]
+        for name, fields in configs.items()
+    }
+    sources = {path.name: digest(path) for path, _ in shipped_sources().values()}
+    rows = ",\n".join(f" {json.dumps(name)}: {json.dumps(row)}" for name, row in defaults.items())
+    head = f'"sources": {json.dumps(sources)},\n"ranges": {json.dumps(ranges, indent=1)}'
+    return f'{{{head},\n"configs": {{\n{rows}\n}}}}\n'
 
 
 def page() -> str:
@@ -221,7 +194,7 @@ def _field_text(section: Section, name: str, hint: Any) -> list[str]:
         *(f"*{effect}*" for effect in dict.fromkeys(effects) if effect),
     ]
     lines = [f"- **`{f'{place}.{name}'.removeprefix('.')}`**: {'; '.join(facts)}"]
-    text = docstrings(section.kind).get(name)
+    text = docstrings_of(section.kind).get(name)
     return [*lines, "", textwrap.indent(_markdown(text), "  ")] if text else lines
 
 
@@ -309,22 +282,6 @@ def _class_doc(kind: type) -> str:
     if text.startswith(f"{source.__name__}("):  # written by dataclass
         return ""
     return text.partition("\n\n")[0] if kind.__module__.startswith("torchtitan.") else text
-
-
-@cache
-def docstrings(kind: type) -> dict[str, str]:
-    """Return the docstrings of a class's fields, which stand below them in its source."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
-    assert isinstance(body, ast.ClassDef)
-    return {
-        above.target.id: inspect.cleandoc(below.value.value)
-        for above, below in zip(body.body, body.body[1:], strict=False)
-        if isinstance(above, ast.AnnAssign)
-        and isinstance(above.target, ast.Name)
-        and isinstance(below, ast.Expr)
-        and isinstance(below.value, ast.Constant)
-        and isinstance(below.value.value, str)
-    }
 
 
 def _link(kind: type) -> str:

@@ -21,8 +21,8 @@ def test_the_page_is_up_to_date(script):
 
 
 def test_the_fields_that_help_shows_are_up_to_date(script):
-    up_to_date = script.record() == script.RECORD.read_text()
-    assert up_to_date, f"run {SCRIPT}: rl/help.json is out of date"
+    up_to_date = script.common() == script.COMMON_FIELDS.read_text()
+    assert up_to_date, f"run {SCRIPT}: rl/common_fields.json is out of date"
 
 
 def test_every_field_of_ours_has_a_docstring(script):
@@ -31,7 +31,7 @@ def test_every_field_of_ours_has_a_docstring(script):
         for kind in script.sections()
         if kind.__module__.startswith("rl.")
         for name, hint in script.own_fields(kind)
-        if name not in script.docstrings(kind) and not [*script.dataclasses_in(hint)]
+        if name not in script.docstrings_of(kind) and not [*script.dataclasses_in(hint)]
     ]
     assert not bare, f"write a docstring below the fields {bare}"
 

@@ -10,7 +10,7 @@ from dataclasses import asdict
 
 from rl.doctor.findings import Finding
 from rl.errors import EXIT_CONFIG, counted, end_program
-from rl.help import CONFIGS, quick_help
+from rl.help import CONFIGS, asks_for_help, quick_help
 from rl.program import exit_code
 
 PROGRAM = "python -m rl.doctor"
@@ -41,9 +41,13 @@ def _doctor(arguments: list[str]) -> int:
     if text := quick_help(arguments, PROGRAM, USAGE):
         print(text)
         return 0
+    rest = [each for each in arguments if each != "--json"]
+    if asks_for_help(rest):
+        from rl.cli import parse_config
+
+        parse_config(rest, program=PROGRAM)  # prints the help and exits
     from rl.doctor.host import Host, check_host  # imports torch, which --help does without
 
-    rest = [each for each in arguments if each != "--json"]
     host = Host.here()
     found = list[Finding]()
     _report(found, check_host(host))

@@ -1,7 +1,10 @@
 """Every value of a config by its full name, and checks of its declared type and its rule."""
 
+import ast
 import dataclasses
+import inspect
 import math
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -117,6 +120,26 @@ def defaults_of(kind: type) -> dict[str, Any]:
             found[field.name] = field.default
         elif field.default_factory is not dataclasses.MISSING:
             found[field.name] = field.default_factory()
+    return found
+
+
+@cache
+def docstrings_of(kind: type) -> dict[str, str]:
+    """Return the docstrings of a dataclass's fields, by name; empty for other types."""
+    if not dataclasses.is_dataclass(kind):
+        return {}
+    found = {name: text for base in kind.__bases__ for name, text in docstrings_of(base).items()}
+    body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    for above, below in zip(body.body, body.body[1:], strict=False):
+        if (
+            isinstance(above, ast.AnnAssign)
+            and isinstance(above.target, ast.Name)
+            and isinstance(below, ast.Expr)
+            and isinstance(below.value, ast.Constant)
+            and isinstance(below.value.value, str)
+        ):
+            found[above.target.id] = inspect.cleandoc(below.value.value)
     return found
 
 

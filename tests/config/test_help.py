@@ -39,7 +39,7 @@ def test_help_all_shows_each_field_with_its_default_and_its_text(capsys):
         rows = [" ".join(line.split()) for line in lines if line.startswith("  --")]
         fields = all_fields(shipped_configs()[name]())
         assert len(fields) > 100
-        for field, (default, limits) in fields.items():
+        for field, (default, limits, _) in fields.items():
             (row,) = [row for row in rows if row.split(" ", 1)[0] == f"--{field}"]
             assert row == " ".join(f"--{field} {default} {limits}".split())
         seed = lines.index(next(line for line in lines if line.startswith("  --seed ")))

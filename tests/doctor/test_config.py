@@ -6,6 +6,7 @@ import pytest
 
 from rl.cli import find_config
 from rl.config import RoleConfig
+from rl.doctor.__main__ import main
 from rl.doctor.config import check_settings
 from rl.frozen import frozen
 from rl.model.shape import ModelConfig
@@ -135,3 +136,9 @@ def test_a_config_of_a_run_with_a_wrong_value_is_found(tmp_path, doctor, matches
     code, found = doctor("--config", path)
     assert code == 2
     matches(found, "error", "colocate", "is 'some'", "'none' or 'models' or 'all'")
+
+
+def test_help_of_all_fields_is_printed_alone(capsys):
+    with pytest.raises(SystemExit):
+        main(["--config", "quickstart", "--help-all"])
+    assert capsys.readouterr().out.startswith("usage: python -m rl.doctor --config quickstart")

@@ -268,7 +268,8 @@ def all_fields(config: RunConfig) -> dict[str, tuple[str, str, str]]:
     texts = dict[str, str]()
     found = {}
     for value in values(config):
-        for name, text in docstrings_of(type(value.content)).items():
+        docstrings = docstrings_of(type(value.content))  # type: ignore[arg-type]
+        for name, text in docstrings.items():
             sentence = re.split(r"(?<=[.:]) |\n\n", " ".join(text.split("\n\n")[0].split()))[0]
             texts[f"{value.name}.{name}".removeprefix(".")] = sentence
         if isinstance(value.content, bool | int | float | str | None):

@@ -12,6 +12,7 @@ from rl.cli import load_config
 from rl.config import EvaluationConfig, RolloutConfig
 from rl.errors import ConfigError
 from rl.model.shape import ModelConfig
+from rl.trainers import start
 from rl.trainers.rl import RLTrainer
 from rl.trainers.start import MAX_TURNS
 from tests.tiny_tokenizers import make_model
@@ -186,8 +187,9 @@ def sources():
 
 @pytest.mark.parametrize(("source", "said", "fields"), sources())
 def test_an_environment_that_fails_is_refused_before_anything_starts(
-    construct, tmp_path, source, said, fields
+    construct, tmp_path, monkeypatch, source, said, fields
 ):
+    monkeypatch.setattr(start, "END_S", 0.0)
     with pytest.raises(ConfigError) as error:
         construct(source, **fields)
     text = str(error.value)

@@ -30,6 +30,7 @@ from rl.types import Completion, Prompt
 LINE_EVERY_S = 5.0
 MAX_TRIED = 1000  # number of prompts, and of groups of completions
 MAX_TURNS = 4  # number of answers in the episode that is played
+END_S = 5.0  # for an agent and its gateway to end
 MADE_UP = "I do not know."
 """Answer to a prompt that has no reference answer."""
 
@@ -89,7 +90,8 @@ def _try_episode(task: EnvironmentTask, prompt: Prompt, max_tokens: int) -> None
         f"this was an episode of the first prompt, with the answer {shown(text)}; correct the "
         "environment, or start what it needs"
     )
-    deadline = (MAX_TURNS + 3) * task.config.step_s  # also for environment, reset and close
+    calls = MAX_TURNS + 3  # environment, reset and close too; a coroutine may block all of them
+    deadline = calls * task.config.step_s + END_S
     episode = partial(played, task, prompt, answer, turns=MAX_TURNS)
     _finish(lambda: asyncio.run(episode()), what, deadline, advice)
 

@@ -87,8 +87,8 @@ BREAKS = (
     # weights
     Break(
         "rl/weights/shared_memory.py",
-        "if self.version != version or not self.lock(fcntl.LOCK_SH):",
-        "if not self.lock(fcntl.LOCK_SH):",
+        "if self.version == version:",
+        "if True:",
         "weights/test_shared_memory.py weights/test_shared_memory_protocol.py",
     ),
     Break(

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from rl.errors import ConfigError, end_program, require
 from rl.program import exit_code, reader_of_a_run
-from rl.training.config import degrees_of
 
 if TYPE_CHECKING:
     from rl.config import RLConfig
@@ -55,7 +54,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _compare(arguments: Sequence[str] | None) -> int:
     own, overrides = _parser().parse_known_args(arguments)
     require(own.step >= 1, f"--step is {own.step}; it must be at least 1")
-    layout = {} if own.under is None else degrees_of(own.under, option="--under")
 
     # these import torch, which --help does without
     from rl.actors import fork_server
@@ -66,7 +64,9 @@ def _compare(arguments: Sequence[str] | None) -> int:
     from rl.saved_run import require_one_host, require_run
     from rl.trainers.compare import examples_of
     from rl.trainers.replay import RolloutReplay
+    from rl.training.config import degrees_of
 
+    layout = {} if own.under is None else degrees_of(own.under, option="--under")
     path = require_run(own.run)
     _, config = parse_config(["--config", str(path), *overrides], program=PROGRAM)
     if not isinstance(config, RLConfig):

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rl.errors import ConfigError, Interrupted, counted, end_program, nearest, require
 from rl.program import exit_code, reader_of_a_run
-from rl.training.config import degrees_of
 
 if TYPE_CHECKING:
     from rl.config import RLConfig, RunConfig
@@ -85,9 +84,6 @@ def _replay(arguments: Sequence[str] | None) -> int:
         "--failed and --step are different questions; give one of them",
     )
     require(own.failed or own.step >= 1, f"--step is {own.step}; it must be at least 1")
-    if own.under is not None:
-        for field, degree in degrees_of(own.under, option="--under").items():
-            overrides += [f"--trainer.parallelism.{field}", str(degree)]
     if own.lr is not None:
         overrides += ["--trainer.optimizer.param_groups.0.optimizer_kwargs.lr", own.lr]
 
@@ -97,8 +93,12 @@ def _replay(arguments: Sequence[str] | None) -> int:
     fork_server.start()
     from rl.cli import parse_config
     from rl.saved_run import require_one_host, require_run
+    from rl.training.config import degrees_of
     from rl.validation import validate
 
+    if own.under is not None:
+        for field, degree in degrees_of(own.under, option="--under").items():
+            overrides += [f"--trainer.parallelism.{field}", str(degree)]
     path = require_run(own.run)
     _, config = parse_config(["--config", str(path), *overrides], program=PROGRAM)
     if own.loss is not None:

@@ -1,4 +1,4 @@
-"""What the loss of a rank means: which meshes are started again, and which calls are given up."""
+"""Judgement of the loss of a rank: the meshes to start again, and the calls that are lost."""
 
 from collections import Counter
 from collections.abc import Awaitable

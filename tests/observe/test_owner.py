@@ -205,7 +205,7 @@ def test_a_lock_on_a_replaced_file_does_not_count(tmp_path, writer, monkeypatch)
 
 def test_two_runs_of_one_second_get_two_default_folders(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("rl.observe.record.time.strftime", lambda form: "20260101-000000")
+    monkeypatch.setattr("rl.observe.owner.time.strftime", lambda form: "20260101-000000")
     folders = []
     gate = threading.Barrier(4)
 

@@ -35,7 +35,44 @@ def end_program(code: int) -> NoReturn:
 
 
 class ConfigError(ValueError):
-    """Error in the config or in its input; raised before any process starts."""
+    """Error in the config or in its input; raised before any process starts.
+
+    Either a sentence, or what is wrong as data: the ``value`` of a ``field``, what is ``allowed``,
+    and a ``fix`` or reason.
+    """
+
+    def __init__(
+        self,
+        sentence: str = "",
+        *,
+        field: str = "",
+        value: object = None,
+        allowed: str = "",
+        fix: str = "",
+    ):
+        self.field = field
+        self.value = value
+        self.allowed = allowed
+        self.fix = fix
+        super().__init__(sentence or f"{self.fault}; {self.remedy}")
+
+    @property
+    def fault(self) -> str:
+        """Field and value."""
+        value = self.value.__qualname__ if isinstance(self.value, type) else shown(self.value)
+        return f"{self.field} is {value}"
+
+    @property
+    def remedy(self) -> str:
+        """Allowed values, and the fix."""
+        return ": ".join(filter(None, [f"it must be {self.allowed}", self.fix]))
+
+    def inside(self, place: str) -> "ConfigError":
+        """Return the same error with ``place`` before its text."""
+        if not self.field:
+            return ConfigError(f"{place}: {self}")
+        field = f"{place}: {self.field}"
+        return ConfigError(field=field, value=self.value, allowed=self.allowed, fix=self.fix)
 
 
 def require(condition: bool, message: str) -> None:
@@ -46,9 +83,10 @@ def require(condition: bool, message: str) -> None:
         raise ConfigError(message)
 
 
-def require_value(holds: bool, field: str, value: object, allowed: str) -> None:
-    """Raise ConfigError, "``field`` is ``value``; it must be ``allowed``", unless ``holds``."""
-    require(holds, f"{field} is {value!r}; it must be {allowed}")
+def require_value(holds: bool, field: str, value: object, allowed: str, fix: str = "") -> None:
+    """Raise ConfigError with these data unless ``holds``."""
+    if not holds:
+        raise ConfigError(field=field, value=value, allowed=allowed, fix=fix)
 
 
 def nearest(name: str, known: Collection[str], *, prefix: str = "") -> str:

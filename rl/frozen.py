@@ -156,12 +156,12 @@ def _takes(kind: Any, data: Any) -> bool:
     return isinstance(data, list) and get_origin(kind) in (list, tuple)
 
 
-def changed_fields(before: Any, after: Any, name: str = "") -> list[str]:
-    """Return ``field: old → new`` for every leaf in which two frozen configs differ."""
+def changed_fields(before: Any, after: Any, name: str = "") -> dict[str, str]:
+    """Return ``old → new`` by field for every leaf in which two frozen configs differ."""
     if isinstance(before, dict) and isinstance(after, dict):
         prefix = f"{name}." if name else ""
-        changes = list[str]()
+        changes = dict[str, str]()
         for key in {**before, **after}:
-            changes += changed_fields(before.get(key), after.get(key), f"{prefix}{key}")
+            changes |= changed_fields(before.get(key), after.get(key), f"{prefix}{key}")
         return changes
-    return [] if before == after else [f"{name}: {before} → {after}"]
+    return {} if before == after else {name: f"{before} → {after}"}

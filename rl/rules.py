@@ -1,7 +1,9 @@
 """Rules that config fields carry as ``Annotated`` metadata."""
 
-from dataclasses import dataclass
+import dataclasses
+from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cache
 from types import UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
@@ -44,21 +46,39 @@ class Bounds:
     """Values outside the range that are allowed too, such as -1 for "the newest"."""
 
     def complaint(self, value: float) -> str:
-        """Return the violated condition as text; empty if ``value`` is allowed. NaN violates the
-        lower bound.
+        """Return the violated condition; empty if ``value`` is allowed. NaN violates the lower
+        bound.
         """
         if value in self.also or (self._reaches(value) and self._stays_within(value)):
             return ""
         others = "".join(f"{other:,}, or " for other in self.also)
         if not self._reaches(value):
-            return f"it must be {others}{'above' if self.above else 'at least'} {self.least:,}"
-        return f"it must be {others}{'below' if self.below else 'at most'} {self.most:,}"
+            return f"{others}{'above' if self.above else 'at least'} {self.least:,}"
+        return f"{others}{'below' if self.below else 'at most'} {self.most:,}"
 
     def _reaches(self, value: float) -> bool:
         return value > self.least if self.above else value >= self.least
 
     def _stays_within(self, value: float) -> bool:
         return value < self.most if self.below else value <= self.most
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """Rule of a field that changes nothing, so that it has to keep its default."""
+
+    default: Any = field(hash=False)
+    fix: str
+    """Reason, and what to set instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class NeedsCuda:
+    """Rule of a field with values that a run on CPU cannot have."""
+
+    values: tuple[Any, ...]
+    otherwise: str
+    """Allowed values on CPU."""
 
 
 def at_least(least: float, most: float = 10**9, *, also: tuple[float, ...] = ()) -> Bounds:
@@ -89,6 +109,20 @@ def rule_of(hint: Any, kind: type[Rule]) -> Rule | None:
         if found:
             return found
     return None
+
+
+@cache
+def defaults_of(kind: type) -> dict[str, Any]:
+    """Return the defaults of a dataclass's fields that have one, by name. They must not be
+    changed.
+    """
+    found = {}
+    for each in dataclasses.fields(kind):
+        if each.default is not dataclasses.MISSING:
+            found[each.name] = each.default
+        elif each.default_factory is not dataclasses.MISSING:
+            found[each.name] = each.default_factory()
+    return found
 
 
 def range_text(bounds: Bounds) -> str:

@@ -6,8 +6,8 @@ import os
 import shlex
 from typing import Any
 
-from rl.cli import parse_config
-from rl.config import RLConfig, RunConfig
+from rl.cli import read_config
+from rl.config import RunConfig
 from rl.errors import ConfigError, Interrupted, NodeLost, end_program, require
 from rl.trainers.endings import Interrupts, fail
 from rl.trainers.run_folder import RunFolder, claim_run
@@ -20,8 +20,8 @@ def run(arguments: list[str], *, program: str) -> int:
     Raises ConfigError before anything has started, RunError if the run folder cannot be written or
     is in use.
     """
-    name, config = parse_config(arguments, program=program)
-    trainer = trainer_of(config)
+    name, config = read_config(arguments, program=program)
+    trainer = trainer_of(config)  # which validates the config
     _check_hosts(config, len(os.environ.get("TILLER_NODES", "").split()) or 1)
     command = f"{program} {shlex.join(arguments)}"
     with claim_run(config, trainer.total_steps, name=name, command=command) as folder:
@@ -70,8 +70,9 @@ def _check_hosts(config: RunConfig, present: int) -> None:
     """Raise ConfigError unless the config can run on ``present`` nodes like this one."""
     config.hardware.require_here()
     fields = {"trainer.nodes": (config.trainer.nodes, 1)}
-    if isinstance(config, RLConfig):
-        fields["generator.nodes"] = (config.generator.nodes, 0)
+    sampling = config.sampling_run()
+    if sampling is not None:
+        fields[f"{config.generator_section}generator.nodes"] = (sampling.generator.nodes, 0)
     given = " and ".join(f"{name}={nodes}" for name, (nodes, _) in fields.items())
     here = " ".join(f"--{name} {nodes}" for name, (_, nodes) in fields.items())
     require(

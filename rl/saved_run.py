@@ -13,7 +13,6 @@ from rl.cli import parse_config, read_config
 from rl.config import RLConfig, RunConfig
 from rl.errors import Interrupted, end_program, require
 from rl.program import LEAVING
-from rl.roles import session_config
 from rl.session.config import SessionConfig
 from rl.session.session import Session
 from rl.step_folders import StepFolders
@@ -43,7 +42,7 @@ class SavedRun:
         Raises ConfigError if this host alone cannot hold it.
         """
         config = self.config
-        session = session_config(config)
+        session = config.session()
         generator = session.generator if evaluates else None
         require_one_host(config, 0 if generator is None else generator.nodes)
         checkpoint = replace(config.trainer.checkpoint, load_only=True)

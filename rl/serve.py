@@ -136,11 +136,10 @@ def make_gateway(
 def _fresh(arguments: list[str]) -> "tuple[RunConfig, SessionConfig]":
     """Return a config, and a session with the weights that its run would start from."""
     from rl.cli import parse_config
-    from rl.roles import session_config
 
     _, config = parse_config(arguments, program=PROGRAM)
     config.hardware.require_here()
-    session = replace(session_config(config), trainer=None, roles={})
+    session = replace(config.session(), trainer=None, roles={})
     if session.generator is not None and session.generator.nodes:
         raise ConfigError(
             f"generator.nodes is {session.generator.nodes}, and this program runs on one host; add "

@@ -22,7 +22,7 @@ import rl.tasks
 from rl.cli import common_fields, shipped_configs
 from rl.config import PreferenceConfig, RewardModelConfig, RLConfig, SFTConfig
 from rl.help import COMMON_FIELDS, digest, shipped_sources
-from rl.rules import Bounds, Effect, range_text, rule_of
+from rl.rules import Bounds, Effect, Fixed, range_text, rule_of
 from rl.validation.values import docstrings_of, fields_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
@@ -34,8 +34,8 @@ Every field of a config, by dataclass, starting with the configs of the trainers
 [RLConfig](#rlconfig), [SFTConfig](#sftconfig), [PreferenceConfig](#preferenceconfig) and
 [RewardModelConfig](#rewardmodelconfig). A field is set in a
 config function or on the command line by its full name, for example `--rollout.max_tokens 512`.
-Dataclasses of torchtitan are shown with torchtitan's own documentation; Tiller may accept less than
-they describe.
+Dataclasses of torchtitan are shown with torchtitan's own documentation. Fields of them that change
+nothing in Tiller must keep their defaults.
 
 Each entry gives the type, the default, the allowed range, and the effect of a change, which
 `python -m rl.plan --diff` reports:
@@ -186,6 +186,9 @@ def _origin(kind: type) -> str:
 
 def _field_text(section: Section, name: str, hint: Any) -> list[str]:
     place = next(iter(section.places))
+    title = f"- **`{f'{place}.{name}'.removeprefix('.')}`**"
+    if fixed := rule_of(hint, Fixed):
+        return [f"{title}: must be `{fixed.default!r}`: {fixed.fix}"]
     effects = [rule_of(hint, Effect) or effect for _, effect in section.places.values()]
     facts = [
         _type_text(inspect.get_annotations(section.kind, eval_str=True)[name]),
@@ -193,7 +196,7 @@ def _field_text(section: Section, name: str, hint: Any) -> list[str]:
         *_bounds_texts(hint),
         *(f"*{effect}*" for effect in dict.fromkeys(effects) if effect),
     ]
-    lines = [f"- **`{f'{place}.{name}'.removeprefix('.')}`**: {'; '.join(facts)}"]
+    lines = [f"{title}: {'; '.join(facts)}"]
     text = docstrings_of(section.kind).get(name)
     return [*lines, "", textwrap.indent(_markdown(text), "  ")] if text else lines
 

@@ -143,14 +143,17 @@ def test_experts_can_be_divided_in_many_ways(fields):
         (
             {EP: 2},
             (
-                rf"{EP} is 2; .*data_parallel_shard\*context_parallel\*tensor_parallel=1: allowed "
-                r"are \[1\]"
+                rf"{EP} is 2; .*data_parallel_shard\*context_parallel\*tensor_parallel=1: one "
+                r"of \[1\]"
             ),
         ),
-        ({EP: 3, DP: 3}, rf"{EP} is 3; it must divide model.num_experts=4 .*=3: allowed are \[1\]"),
+        (
+            {EP: 3, DP: 3},
+            rf"{EP} is 3; it must be a divisor of model.num_experts=4 .*=3: one of \[1\]",
+        ),
         (
             {EP: 8, DP: 8},
-            rf"{EP} is 8; it must divide model.num_experts=4 .*=8: allowed are \[1, 2, 4\]",
+            rf"{EP} is 8; it must be a divisor of model.num_experts=4 .*=8: one of \[1, 2, 4\]",
         ),
         (
             {TP: 2, "model.moe_hidden_dim": 21},
@@ -181,17 +184,17 @@ def test_experts_are_refused_where_they_cannot_be_divided_as_asked(fields, messa
     [
         (
             ["trainer.float8:linear"],
-            "trainer.float8.emulate is False; it must be True where .* is 'auto': .*SM89",
+            "trainer.float8.emulate is False; it must be True with .*='auto': .*SM89",
         ),
         (
             ["trainer.float8:linear", "--trainer.float8.emulate", "--trainer.compile.enable"],
-            "trainer.float8.emulate is True; with trainer.compile.enable=True it must be False",
+            "trainer.float8.emulate is True; it must be False with trainer.compile.enable=True",
         ),
         (
             ["trainer.activation-checkpoint:memory-budget"],
             (
-                "trainer.activation_checkpoint is memory-budget, .*set trainer.compile.enable to "
-                "True, or choose selective"
+                "trainer.compile.enable is False; it must be True with "
+                "trainer.activation_checkpoint=memory-budget: or choose selective"
             ),
         ),
         ([*LORA, "--trainer.lora.rank", "0"], "trainer.lora.rank is 0; it must be at least 1"),
@@ -212,11 +215,11 @@ def test_experts_are_refused_where_they_cannot_be_divided_as_asked(fields, messa
         ),
         (
             [*LORA, "trainer.float8:linear", "--trainer.float8.emulate"],
-            "trainer.lora is on; it must be none with .*float8",
+            "trainer.lora is LoRAConverter.Config; it must be None with .*float8",
         ),
         (
             [*LORA, *(f"--{name}={value}" for name, value in MIXTURE.items())],
-            "trainer.lora is on; .* model's 4 experts",
+            "trainer.lora is LoRAConverter.Config; .* model's 4 experts",
         ),
     ],
 )
@@ -301,11 +304,11 @@ def test_models_beside_the_policy_have_layouts_of_their_own():
         ),
         (
             lambda c: setattr(c.roles["judge"], "checkpoint", None),
-            ("roles.judge.checkpoint is not set; it must"),
+            ("roles.judge.checkpoint is None; it must be the folder of the weights"),
         ),
         (
             lambda c: setattr(c.roles["judge"], "checkpoint", "some/step-3"),
-            "roles.judge.checkpoint is 'some/step-3', where no complete checkpoint is",
+            "roles.judge.checkpoint is 'some/step-3'; it must be the folder of a complete",
         ),
         (
             lambda c: setattr(c.roles["teacher"], "model", replace(c.model, vocab_size=32)),

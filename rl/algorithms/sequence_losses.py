@@ -81,6 +81,8 @@ class SequenceLoss(Configurable):
     """Output of the model that scores are computed from."""
     needs_reference = False
     """Whether the loss compares scores with those of a reference policy."""
+    is_unpaired = False
+    """Whether examples are single answers with a label."""
 
     def __init__(self, config: Config):
         self.config = config
@@ -276,6 +278,7 @@ class KTOLoss(SequenceLoss):
 
     config: Config
     needs_reference = True
+    is_unpaired = True
 
     def count(self, labels: Labels) -> int:
         """Return the number of desirable and undesirable sequences."""

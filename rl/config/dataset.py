@@ -38,3 +38,26 @@ class DatasetRunConfig(RunConfig):
     validate_at_start: Annotated[bool, COSMETIC] = False
     """Whether to validate the initial weights before the first step too. The results are those of
     step 0."""
+
+    @property
+    def sequences(self) -> int:
+        """Number of sequences that a step trains on."""
+        return self.examples_per_step
+
+    @property
+    def optimizer_steps(self) -> int | None:
+        """Number of optimizer steps of the run; None if it follows from the data."""
+        return None if self.epochs else self.steps
+
+    def unused(self) -> dict[str, str]:
+        """Return the fields that concern rollouts, and those of generators if there are none."""
+        names = (
+            *("zero_std", "zero_std_steps", "starving", "starving_share", "starving_steps"),
+            *("drift", "drift_max"),
+        )
+        fix = "the run has no rollouts; set watchdog.non_finite or watchdog.stalled"
+        found = {f"watchdog.{name}": fix for name in names}
+        if self.sampling_run() is None:
+            fix = "the run has no generators; set deadlines.call"
+            found |= {"deadlines.push": fix, "deadlines.reward": fix}
+        return found

@@ -9,6 +9,7 @@ from rl.algorithms.sequence_losses import BradleyTerryLoss, DPOLoss, SequenceLos
 from rl.config.dataset import DatasetConfig, DatasetRunConfig
 from rl.data.examples import EncodingConfig
 from rl.rules import NUMERICS, PERFORMANCE
+from rl.session.config import Role
 from rl.training.config import one_rank
 
 
@@ -50,6 +51,35 @@ class PreferenceConfig(DatasetRunConfig):
 
     reference: InitialPolicyConfig = field(default_factory=InitialPolicyConfig)
     """Policy that the loss compares with."""
+
+    @property
+    def longest(self) -> int:
+        """Maximum length of a sequence that is trained on, in tokens."""
+        return self.task.max_tokens
+
+    @property
+    def sequences(self) -> int:
+        """Number of sequences that a step trains on: of pairs, or answers and mismatched ones."""
+        return 2 * self.examples_per_step
+
+    def models(self) -> dict[str, Role]:
+        """Return the models by role, in the order in which they take devices."""
+        loss = self.loss.build()
+        models = {"trainer": Role("trainer", self.trainer, self.model, loss.head)}
+        if loss.needs_reference:
+            models["reference"] = self.reference_model(self.reference.parallelism)
+        return models
+
+    def unused(self) -> dict[str, str]:
+        """Return the fields that concern rollouts or entropy, and a reference that is missing."""
+        fix = "the loss has no entropy; set watchdog.non_finite or watchdog.stalled"
+        names = ("entropy", "entropy_min", "entropy_max")
+        found = DatasetRunConfig.unused(self) | {f"watchdog.{name}": fix for name in names}
+        loss = self.loss.build()
+        if not loss.needs_reference:
+            name = type(loss).__name__
+            found["reference"] = f"{name} compares with no reference; choose a loss that does"
+        return found
 
 
 @dataclass(kw_only=True, slots=True)

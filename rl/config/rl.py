@@ -1,8 +1,10 @@
 """RLConfig: all that a run of the RL trainer depends on."""
 
-from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Literal
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
 
+from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.optimizer import (
     LRSchedulersContainer,
     OptimizersContainer,
@@ -25,9 +27,9 @@ from rl.rules import (
     above,
     at_least,
 )
-from rl.session.config import Colocate
+from rl.session.config import Colocate, Role
 from rl.tasks.base import Task
-from rl.training.config import one_rank
+from rl.training.config import TrainerConfig, one_rank
 from rl.types import MAX_TEMPERATURE, MIN_TEMPERATURE, Head
 from rl.weights.transport import WeightPushConfig
 
@@ -263,11 +265,94 @@ class RLConfig(RunConfig):
     ``algorithm.prompts_per_minibatch``."""
 
     @property
-    def nodes(self) -> int:
-        """Number of nodes that all meshes need together."""
-        return self.trainer.nodes + self.generator.nodes
-
-    @property
     def updates_per_step(self) -> int:
         """Number of optimizer steps per step."""
         return self.algorithm.updates(self.rollout.prompts_per_step)
+
+    @property
+    def longest(self) -> int:
+        """Maximum length of a sequence that is trained on, in tokens."""
+        return self.task.longest_sequence(self.rollout.max_tokens)
+
+    @property
+    def sequences(self) -> int:
+        """Number of sequences that a step trains on."""
+        return self.rollout.prompts_per_step * self.rollout.samples_per_prompt
+
+    def models(self) -> dict[str, Role]:
+        """Return the models by role, in the order in which they take devices."""
+        models = {"trainer": Role("trainer", self.trainer, self.model)}
+        needed = self.algorithm.roles()
+        if "reference" in needed:
+            models["reference"] = self.reference_model(self.reference.parallelism)
+        if "critic" in needed:
+            models["critic"] = Role("critic", self._critic_trainer(), self.model, "values")
+        for name, role in self.roles.items():
+            checkpoint = _starting_from(role.checkpoint, self.trainer.checkpoint)
+            trainer = replace(
+                self.trainer,
+                parallelism=role.parallelism,
+                checkpoint=replace(checkpoint, folder=name, enable=False),
+                lora=None,
+            )
+            models[name] = Role(f"roles.{name}", trainer, role.model, role.head)
+        return models
+
+    def _critic_trainer(self) -> TrainerConfig:
+        """Return the trainer's config with the critic's own fields in place of the trainer's."""
+        keep = self.trainer.checkpoint.keep_latest_k
+        checkpoint = replace(
+            _starting_from(self.critic.checkpoint, self.trainer.checkpoint),
+            folder="critic",
+            # the critic's checkpoint must be complete before the trainer's: the run resumes at that
+            async_mode="disabled",
+            keep_latest_k=keep + 1 if keep else 0,  # plus that saved before the trainer's
+        )
+        return replace(
+            self.trainer,
+            parallelism=self.critic.parallelism,
+            optimizer=self.critic.optimizer,
+            lr_scheduler=self.critic.lr_scheduler,
+            lora=None,  # with a frozen trunk, only the head would learn
+            checkpoint=checkpoint,
+        )
+
+    def sampling_run(self) -> "RLConfig":
+        """Return this config."""
+        return self
+
+    def generation(self) -> dict[str, Any]:
+        """Return the fields of the session that concern generators."""
+        return {
+            "generator": self.generator,
+            "weights": self.weights,
+            "colocate": self.colocate,
+            "reward_workers": self.rollout.reward_workers,
+            "pushes": "in_order" if self.rollout.pipeline == "deterministic" else "newest",
+            "compares_all": self.rollout.max_staleness <= 1,
+            "longest": self.longest,
+        }
+
+    def unused(self) -> dict[str, str]:
+        """Return the sections of models that the algorithm does not have."""
+        fixes = {
+            "reference": "the algorithm has no reference; set algorithm.loss.kl_coef above 0",
+            "critic": "the algorithm has no critic; choose an algorithm.advantage with values",
+        }
+        needed = self.algorithm.roles()
+        return {name: fix for name, fix in fixes.items() if name not in needed}
+
+
+def _starting_from(
+    folder: str | None, config: CheckpointManager.Config
+) -> CheckpointManager.Config:
+    """Return ``config`` with initial weights from ``folder``, a checkpoint or a Hugging Face
+    folder. None selects the weights of the model.
+    """
+    path = Path(folder).resolve() if folder else None
+    return replace(
+        config,
+        initial_load_path=str(path) if path is not None else None,
+        initial_load_model_only=path is not None,
+        initial_load_in_hf=path is not None and (path / "config.json").is_file(),
+    )

@@ -1,16 +1,21 @@
 """RunConfig: fields that the configs of all trainers share."""
 
-from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Literal
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from torchtitan.config import ParallelismConfig
 
 from rl.config.clusters import KubernetesConfig, SlurmConfig
 from rl.model.shape import ModelConfig
 from rl.observe.sinks import Sink
 from rl.observe.trackers import TensorBoard, Trackio, WeightsAndBiases
 from rl.rules import COSMETIC, NUMERICS, PERFORMANCE, SECONDS, at_least, between
-from rl.session.config import DeadlineConfig
+from rl.session.config import DeadlineConfig, Role, SessionConfig
 from rl.session.hardware import HardwareConfig
 from rl.training.config import TrainerConfig
+
+if TYPE_CHECKING:
+    from rl.config.rl import RLConfig
 
 Action = Literal["ignore", "warn", "fail"]
 """Consequence of an alarm: nothing, a warning, or the end of the run. An alarm is counted in any
@@ -118,6 +123,9 @@ class RunConfig:
     trainer_class: ClassVar[str]
     """``MODULE:CLASS`` of the trainer that runs this config."""
 
+    generator_section: ClassVar[str] = ""
+    """Section that holds the fields of the generators, with a dot; empty for the config itself."""
+
     model: Annotated[ModelConfig, NUMERICS] = field(default_factory=ModelConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     deadlines: Annotated[DeadlineConfig, COSMETIC] = field(default_factory=DeadlineConfig)
@@ -155,7 +163,64 @@ class RunConfig:
     @property
     def nodes(self) -> int:
         """Number of nodes that all meshes need together."""
-        return self.trainer.nodes
+        sampling = self.sampling_run()
+        return self.trainer.nodes + (sampling.generator.nodes if sampling is not None else 0)
+
+    @property
+    def longest(self) -> int:
+        """Maximum length of a sequence that is trained on, in tokens."""
+        raise NotImplementedError
+
+    @property
+    def sequences(self) -> int:
+        """Number of sequences that a step trains on."""
+        raise NotImplementedError
+
+    @property
+    def optimizer_steps(self) -> int | None:
+        """Number of optimizer steps of the run; None if it follows from the data."""
+        return self.steps * self.updates_per_step
+
+    def models(self) -> dict[str, Role]:
+        """Return the models by role, in the order in which they take devices."""
+        return {"trainer": Role("trainer", self.trainer, self.model)}
+
+    def reference_model(self, parallelism: ParallelismConfig) -> Role:
+        """Return the initial policy, frozen, in a layout of its own."""
+        checkpoint = replace(self.trainer.checkpoint, folder="reference", enable=False)
+        trainer = replace(self.trainer, parallelism=parallelism, checkpoint=checkpoint)
+        return Role("reference", trainer, self.model)
+
+    def sampling_run(self) -> "RLConfig | None":
+        """Return the config of an RL run that samples with the same generators; None if the run
+        has no generators.
+        """
+        return None
+
+    def session(self) -> SessionConfig:
+        """Return the models and processes that the run starts."""
+        models = self.models()
+        head = models.pop("trainer").head
+        sampling = self.sampling_run()
+        return SessionConfig(
+            model=self.model,
+            head=head,
+            trainer=self.trainer,
+            roles=models,
+            hardware=self.hardware,
+            deadlines=self.deadlines,
+            optimizer_steps=self.steps * self.updates_per_step,
+            digests=self.record.digests,
+            max_restarts=self.max_restarts,
+            seed=self.seed,
+            **({"generator": None} if sampling is None else sampling.generation()),
+        )
+
+    def unused(self) -> dict[str, str]:
+        """Return the fields and sections that change nothing in this run, each with the reason and
+        what to set instead.
+        """
+        return {}
 
     @property
     def trainer_tflops(self) -> float:

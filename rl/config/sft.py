@@ -56,6 +56,7 @@ class SFTConfig(DatasetRunConfig):
     """Config of a run that trains a model on given conversations or texts."""
 
     trainer_class: ClassVar[str] = "rl.trainers.sft:SFTTrainer"
+    generator_section: ClassVar[str] = "evaluation."
 
     task: Annotated[SFTDataConfig, NUMERICS] = field(default_factory=SFTDataConfig)
     loss: Annotated[PolicyLoss.Config, NUMERICS] = field(default_factory=CrossEntropyLoss.Config)
@@ -67,10 +68,9 @@ class SFTConfig(DatasetRunConfig):
     """Evaluation of completions, during training and at its end. None starts no generators."""
 
     @property
-    def nodes(self) -> int:
-        """Number of nodes that all meshes need together."""
-        generators = self.evaluation.generator.nodes if self.evaluation is not None else 0
-        return self.trainer.nodes + generators
+    def longest(self) -> int:
+        """Maximum length of a sequence that is trained on, in tokens."""
+        return self.task.max_tokens
 
     def sampling_run(self) -> RLConfig | None:
         """Return the config of an RL run in lockstep that starts the same processes and evaluates

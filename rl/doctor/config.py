@@ -6,12 +6,10 @@ from typing import Any
 from rl.algorithms.losses import CrossEntropyLoss
 from rl.algorithms.policy_gradient import PolicyGradient
 from rl.config import RLConfig, RunConfig
-from rl.config.dataset import DatasetRunConfig
 from rl.doctor.findings import Finding, refused, warning
 from rl.errors import ConfigError
 from rl.plan.plan import Plan
 from rl.platform import device_type
-from rl.roles import roles_of
 from rl.validation import checks
 
 BFLOAT16_NOISE = 0.05  # log-probs of trainer and generators differ by up to half of it
@@ -59,7 +57,7 @@ def check_cluster(config: RunConfig, nodes: int) -> Iterator[Finding]:
         fix = "start it by python -m rl.launch, or give --trainer.nodes 1 --generator.nodes 0"
         yield warning("config", "trainer.nodes", what, fix)
     slurm = config.slurm
-    ranks = sum(role.trainer.ranks for role in roles_of(config).values()) // config.trainer.nodes
+    ranks = sum(role.trainer.ranks for role in config.models().values()) // config.trainer.nodes
     if 0 < slurm.cpus_per_node < ranks:
         what = f"is {slurm.cpus_per_node}; a node of the trainer has {ranks} ranks"
         yield warning("config", "slurm.cpus_per_node", what, f"set it to {2 * ranks} or more")
@@ -93,10 +91,8 @@ def _check_precision(config: RLConfig) -> Iterator[Finding]:
 
 
 def _check_learning(config: RunConfig) -> Iterator[Finding]:
-    total = config.steps * config.updates_per_step
-    if isinstance(config, DatasetRunConfig) and config.epochs:
-        total = 0  # the data decides
-    for role in roles_of(config).values():
+    total = config.optimizer_steps or 0
+    for role in config.models().values():
         if role.field not in ("trainer", "critic"):
             continue
         field = role.field

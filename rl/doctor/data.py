@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rl.config import RLConfig, RunConfig
 from rl.dialects.base import ConversationError
@@ -16,6 +15,7 @@ from rl.rollout.prompts import training_prompt
 from rl.tasks.base import Task
 from rl.trainers.evaluation import held_out_prompts
 from rl.trainers.start import build_task, check_algorithm
+from rl.trainers.trainer import trainer_of
 from rl.types import Prompt
 
 if TYPE_CHECKING:
@@ -28,9 +28,8 @@ QUESTION = [{"role": "user", "content": "What is it?"}]
 
 def check_trainer(config: RunConfig) -> Iterator[Finding]:
     """Yield why a trainer without a task refuses its data, or what is wrong with its examples."""
-    module, _, kind = config.trainer_class.partition(":")
     try:
-        trainer = getattr(import_module(module), kind)(replace(config, quiet=True))
+        trainer: Any = trainer_of(replace(config, quiet=True))
     except ConfigError as reason:
         yield refused("data", reason)
         return

@@ -4,6 +4,8 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from rl.errors import ConfigError
+
 CORRECT = "correct it there"
 
 
@@ -36,7 +38,9 @@ def warning(room: str, where: str, what: str, fix: str) -> Finding:
 
 
 def refused(room: str, reason: Exception | str, cut: str = "; ") -> Finding:
-    """Return the finding of a sentence of the form ``PLACE …; FIX``, as a ConfigError has it."""
+    """Return the finding of an error: of its data, or of a sentence ``PLACE …; FIX``."""
+    if isinstance(reason, ConfigError) and reason.field:
+        return error(room, reason.field, reason.fault, reason.remedy)
     text = str(reason).splitlines()[0]
     what, _, fix = text.rpartition(cut)
     first = re.match(r"--config \S+|\S+", text)

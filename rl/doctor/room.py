@@ -4,8 +4,8 @@ import os
 import shutil
 from collections.abc import Iterator
 
-from rl.config import RLConfig, RunConfig
-from rl.doctor.findings import Finding, error, warning
+from rl.config import RunConfig
+from rl.doctor.findings import Finding, error, refused, warning
 from rl.doctor.host import COMPILERS, Host
 from rl.errors import ConfigError
 from rl.model.shape import shape_of
@@ -13,7 +13,6 @@ from rl.observe.owner import run_folder
 from rl.plan.memory import GIB
 from rl.plan.plan import Plan
 from rl.plan.speed import sizes_of
-from rl.roles import roles_of
 
 SHARED_BYTES = 256 * 2**20  # of each rank of a mesh; containers have 64 MiB by default
 FILES = (256, 32)  # open files of the controller, and for each process of a run
@@ -23,13 +22,15 @@ def check_room(host: Host, config: RunConfig) -> Iterator[Finding]:
     """Yield what the host lacks for a run that is started there."""
     if (config.hardware.kind == "cuda") != host.cuda:
         return
-    meshes = [role.trainer.ranks for role in roles_of(config).values()]
+    meshes = [role.trainer.ranks for role in config.models().values()]
     compiles = config.trainer.compile.enable
     workers = 0
-    if isinstance(config, RLConfig):
-        meshes += [config.generator.tensor_parallel_degree] * config.generator.replicas
-        compiles = compiles or not config.generator.enforce_eager
-        workers = config.rollout.reward_workers
+    sampling = config.sampling_run()
+    if sampling is not None:
+        generator = sampling.generator
+        meshes += [generator.tensor_parallel_degree] * generator.replicas
+        compiles = compiles or not generator.enforce_eager
+        workers = sampling.rollout.reward_workers
     ranks = -(-sum(meshes) // config.nodes)
     processes = ranks + workers + 1
     if not host.cuda and ranks > 2 * host.cores:
@@ -67,8 +68,7 @@ def check_output(name: str, config: RunConfig) -> Iterator[Finding]:
     try:
         folder = run_folder(name, config.output_dir, resume=config.resume).absolute()
     except ConfigError as reason:
-        what, _, fix = str(reason).rpartition("; ")
-        yield error("host", "output_dir", what, fix)
+        yield refused("host", reason)
         return
     above = next(path for path in (folder, *folder.parents) if path.exists())
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
@@ -88,7 +88,7 @@ def check_output(name: str, config: RunConfig) -> Iterator[Finding]:
 def checkpoint_bytes(config: RunConfig) -> tuple[int, int]:
     """Return the size of a checkpoint and the number of checkpoints that are kept."""
     size = 0
-    for role in roles_of(config).values():
+    for role in config.models().values():
         if role.field in ("trainer", "critic"):
             sizes = sizes_of(shape_of(role.model), fuse_qkv=role.model.fuse_qkv)
             size += sizes.total * (4 if role.trainer.lora else 12)  # Adam's two states

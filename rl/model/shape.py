@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from rl.errors import require
 from rl.model.hugging_face import ARCHITECTURES, EXPERT_SIZES, QWEN3_NORM_EPS, SIZES, read_config
-from rl.rules import PERFORMANCE, above, at_least
+from rl.rules import PERFORMANCE, NeedsCuda, above, at_least
 
 
 @dataclass(kw_only=True, slots=True)
@@ -59,7 +59,11 @@ class ModelConfig:
     fuse_qkv: bool = True
     """Whether the q, k and v projections share one weight."""
 
-    attention: Annotated[Literal["auto", "dense", "varlen", "flex"], PERFORMANCE] = "auto"
+    attention: Annotated[
+        Literal["auto", "dense", "varlen", "flex"],
+        PERFORMANCE,
+        NeedsCuda(("varlen", "flex"), "'auto' or 'dense'"),
+    ] = "auto"
     """Attention of the trainer. ``auto`` is dense on CPU, and on CUDA varlen, or flex with context
     parallelism, in float32, or without the FlashAttention package that varlen needs from H100
     on."""

@@ -5,11 +5,10 @@ from typing import Any
 
 from torchtitan.config import CompileConfig
 
-from rl.config import PreferenceConfig, RLConfig, RunConfig, SFTConfig
+from rl.config import RLConfig, RunConfig
 from rl.model.shape import ModelShape, shape_of
 from rl.model.shards import Layout
 from rl.model.tp_plan import generator_layout
-from rl.roles import roles_of, session_config
 from rl.session.config import Role
 from rl.session.placement import Placement
 from rl.tasks.environment import EnvironmentTask
@@ -35,8 +34,8 @@ class PlannedRun:
         self.device = config.hardware.figures
         self.cuda = config.hardware.kind == "cuda"
         self.shape: ModelShape = shape_of(config.model)
-        self.roles: dict[str, Role] = roles_of(config)
-        placement = Placement(session_config(config), config.hardware.gpus)
+        self.roles: dict[str, Role] = config.models()
+        placement = Placement(config.session(), config.hardware.gpus)
         self.hosts = config.nodes
         self.places: dict[str, Place] = placement.models
         self.held = {name: _layouts(role) for name, role in self.roles.items()}
@@ -45,8 +44,8 @@ class PlannedRun:
         """Places of the generators, if the run has any."""
         self.shared = frozenset[str]()
         """Roles that take turns on shared devices: only one at a time has its memory there."""
-        sampling = config.sampling_run() if isinstance(config, SFTConfig) else config
-        if isinstance(sampling, RLConfig):
+        sampling = config.sampling_run()
+        if sampling is not None:
             self._add_generators(sampling, placement)
 
     def _add_generators(self, config: RLConfig, placement: Placement) -> None:
@@ -66,7 +65,7 @@ class PlannedRun:
         )
         ends = (self.places["trainer"], *self.generators)
         hosts = {host for place in ends for host in hosts_of(place)}
-        self.section = "evaluation." if config is not self.config else ""
+        self.section = self.config.generator_section
         """Config section that holds the fields of the generators, with a dot; empty for none."""
         self.transport = choose_transport(
             config.weights.transport, [str(host) for host in hosts], has_rdma=self.cuda
@@ -78,30 +77,24 @@ class PlannedRun:
     @property
     def longest(self) -> int:
         """Number of tokens of the longest sequence that is trained on."""
-        if isinstance(self.config, SFTConfig | PreferenceConfig):
-            return self.config.task.max_tokens
-        return self.longest_sampled
+        return self.config.longest
 
     @property
     def longest_sampled(self) -> int:
         """Number of tokens of the longest prompt and completion of the generators."""
-        return self.rl.task.longest_sequence(self.rl.rollout.max_tokens)
+        return self.rl.longest
 
     @property
     def sequences(self) -> int:
         """Number of sequences that a step trains on."""
-        if isinstance(self.config, SFTConfig):
-            return self.config.examples_per_step
-        if isinstance(self.config, PreferenceConfig):
-            return 2 * self.config.examples_per_step  # pairs, or answers and mismatched ones
-        return self.sequences_sampled
+        return self.config.sequences
 
     @property
     def sequences_sampled(self) -> int:
         """Number of sequences that generators may have at once."""
-        if isinstance(self.config, SFTConfig):
+        if self.rl is not self.config:  # that evaluates alone
             return self.rl.evaluation.prompts * max(1, self.rl.evaluation.samples)
-        return self.rl.rollout.prompts_per_step * self.rl.rollout.samples_per_prompt
+        return self.rl.sequences
 
     @property
     def episodes(self) -> EnvironmentTask.Config | None:

@@ -41,8 +41,8 @@ def changes(before: RunConfig, after: RunConfig) -> list[Change]:
     """Return the differences between two configs, those with an effect on numerics first."""
     effects = {value.name: value.effect for each in (before, after) for value in values(each)}
     found = [
-        Change(_effect(text.partition(": ")[0], effects), text)
-        for text in changed_fields(frozen(before), frozen(after))
+        Change(_effect(name, effects), f"{name}: {change}")
+        for name, change in changed_fields(frozen(before), frozen(after)).items()
     ]
     return sorted(found, key=lambda change: [*Effect].index(change.mark))
 

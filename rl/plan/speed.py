@@ -12,7 +12,6 @@ from functools import cache
 
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
-from rl.algorithms.sequence_losses import KTOLoss
 from rl.config import PreferenceConfig, RLConfig
 from rl.generation.config import kv_bytes_per_token
 from rl.model.qwen3 import parameter_shapes
@@ -213,7 +212,7 @@ def _passes(run: PlannedRun) -> tuple[list[str], float]:
         return [], 1.0
     cached = config.reference.scores == "cached"
     asked = [name for name in run.roles if name == "trainer" or not cached]
-    return asked, 0.5 if isinstance(config.loss, KTOLoss.Config) else 1.0
+    return asked, 0.5 if config.loss.build().is_unpaired else 1.0
 
 
 def _generation(run: PlannedRun, prompt: float, completion: float) -> tuple[float, int]:

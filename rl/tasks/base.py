@@ -68,6 +68,9 @@ class Task(Configurable, ABC):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
+        is_episodic: ClassVar[bool] = False
+        """Whether rollouts are episodes of an environment."""
+
         max_prompt_tokens: Annotated[int, at_least(1, 10**8)] = 1024
         """Maximum length of a prompt, in tokens. Longer prompts are refused before the run
         starts."""

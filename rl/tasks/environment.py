@@ -167,6 +167,9 @@ class EnvironmentTask(Task):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Task.Config):
+        is_episodic: ClassVar[bool] = True
+        """Whether rollouts are episodes of an environment."""
+
         max_prompt_tokens: Annotated[int, at_least(1, 10**8)] = 1024
         """Maximum length of the messages before the first answer, tools included, in tokens. Longer
         ones cost their group."""

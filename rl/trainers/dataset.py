@@ -19,7 +19,6 @@ from rl.errors import RunError, require
 from rl.model.reward_model import describe_stops
 from rl.model.shape import shape_of
 from rl.model.tokenizer import missing_stop_tokens, require_room
-from rl.roles import session_config
 from rl.session.config import SessionConfig
 from rl.session.session import Session
 from rl.trainers.attempt import Again
@@ -68,7 +67,7 @@ class DatasetTrainer(Trainer[Run], Generic[Run, Item]):
         """Return bytes that are the same for equal examples."""
 
     def configure_model(self) -> SessionConfig:
-        return session_config(self.arguments)
+        return self.arguments.session()
 
     def configure_dataloaders(self) -> None:
         data = self.data

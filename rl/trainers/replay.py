@@ -13,7 +13,6 @@ from rl.errors import require
 from rl.model.digest import differing
 from rl.observe.record import rows_of
 from rl.observe.rollouts import Chunk, RolloutFolder, read_rollouts
-from rl.roles import session_config
 from rl.session.config import SessionConfig
 from rl.session.models import StepDigests
 from rl.session.session import Session
@@ -172,7 +171,7 @@ class Replay(ABC, Generic[Config]):
     @property
     def session_config(self) -> SessionConfig:
         """Session with the models of the run, without generators, that saves nothing."""
-        config = session_config(self.config)
+        config = self.config.session()
         assert config.trainer is not None, "a run has a trainer"
         checkpoint = replace(config.trainer.checkpoint, load_only=True)
         trainer = replace(config.trainer, checkpoint=checkpoint)

@@ -15,7 +15,6 @@ from rl.disk import replace_folder
 from rl.errors import RunError
 from rl.observe.record import failing_loudly
 from rl.observe.rollouts import Chunk
-from rl.roles import session_config
 from rl.rollout.metrics import rollout_metrics
 from rl.session.config import SessionConfig
 from rl.step_folders import ROLLOUTS
@@ -50,7 +49,7 @@ class RLTrainer(Trainer[RLConfig]):
     dataset_eval: list[Prompt]
 
     def configure_model(self) -> SessionConfig:
-        return session_config(self.arguments)
+        return self.arguments.session()
 
     def configure_dataloaders(self) -> None:
         check_algorithm(self.arguments)

@@ -16,10 +16,9 @@ from rl.observe.owner import claim
 from rl.observe.progress import Progress, summary_text
 from rl.observe.record import RunRecord
 from rl.observe.sinks import Sinks
-from rl.roles import roles_of
 from rl.step_folders import StepFolders
 
-UNCHANGED = ("resume:", "quiet:", "output_dir:")
+UNCHANGED = ("resume", "quiet", "output_dir")
 """Fields that may differ between attempts without a note."""
 
 
@@ -127,7 +126,7 @@ def claim_run(config: RunConfig, total_steps: int, *, name: str, command: str) -
             f"checkpoint of step {run.saved}; raise steps, or start a new run from that checkpoint "
             "with --trainer.checkpoint.initial_load_path",
         )
-        changes = list[str]()
+        changes = dict[str, str]()
         if config.resume:
             frozen_before = read_config_file(before, f"--resume: {before}")["config"]
             changes = changed_fields(frozen_before, resolved)
@@ -136,15 +135,15 @@ def claim_run(config: RunConfig, total_steps: int, *, name: str, command: str) -
         owner.release()
         raise
     progress.note(f"run folder: {record.folder}")
-    for change in changes:
-        if not change.startswith(UNCHANGED):
-            run.events.note(f"resuming with another {change}")
+    for field, change in changes.items():
+        if field not in UNCHANGED:
+            run.events.note(f"resuming with another {field}: {change}")
     _warn_of_long_warmups(run, total_steps * config.updates_per_step)
     return run
 
 
 def _warn_of_long_warmups(run: RunFolder, updates: int) -> None:
-    for role in roles_of(run.config).values():
+    for role in run.config.models().values():
         warm = role.trainer.lr_scheduler.warmup_steps
         if role.field in ("trainer", "critic") and warm > updates:
             run.events.warn(

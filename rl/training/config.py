@@ -207,11 +207,6 @@ class TrainerConfig:
         return parallelism.data_parallel_replicate_degree * parallelism.data_parallel_shard_degree
 
     @property
-    def compiles_model(self) -> bool:
-        """Whether torch.compile is applied to the model, not to the loss alone."""
-        return self.compile.enable and "model" in self.compile.components
-
-    @property
     def ranks(self) -> int:
         """Number of processes of the mesh."""
         return ranks_of(self.parallelism)

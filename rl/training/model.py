@@ -116,7 +116,7 @@ def sharded_model(
             config.float8,
             # Rounding must change neither log-probs nor the choice of a token's experts.
             filter_fqns=[*config.float8.filter_fqns, "lm_head", "router.gate"],
-            model_compile_enabled=config.compiles_model,
+            model_compile_enabled=config.compile.enable,
         )
         model_config = float8.build().convert(model_config)
     titan.set_layout(model_config, config)

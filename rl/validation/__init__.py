@@ -4,144 +4,91 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from torchtitan.components.optimizer import LRSchedulersContainer
 from torchtitan.distributed.activation_checkpoint import MemoryBudgetAC
 
-from rl.algorithms.sequence_losses import KTOLoss
-from rl.config import PreferenceConfig, RLConfig, RunConfig, SFTConfig
-from rl.errors import ConfigError, require, require_value
-from rl.model.shape import shape_of
-from rl.tasks.environment import EnvironmentTask
-from rl.training.config import adaptable_layers
-from rl.validation.engines import validate_engines
-from rl.validation.episodes import validate_episodes
-from rl.validation.folders import validate_folders
-from rl.validation.layouts import validate_layouts
-from rl.validation.unused import validate_unused
-from rl.validation.values import validate_numbers, validate_types
-
-RESERVED = (
-    *("critic", "export", "exports", "launch", "lock", "logs", "reference", "replicas"),
-    *("rollouts", "tensorboard", "tokenizer", "unevaluated", "wandb"),
+from rl.algorithms import losses
+from rl.config import (
+    DatasetRunConfig,
+    PreferenceConfig,
+    RewardModelConfig,
+    RLConfig,
+    RunConfig,
+    SFTConfig,
 )
-"""Names in a run folder that Tiller uses."""
+from rl.errors import ConfigError, require_value
+from rl.model.shape import shape_of
+from rl.rules import NeedsCuda, rule_of
+from rl.training.config import adaptable_layers
+from rl.validation.engines import validate_optimizers
+from rl.validation.folders import RESERVED, validate_folders
+from rl.validation.layouts import validate_devices, validate_layouts, validate_nodes
+from rl.validation.rollouts import ROLLOUT_CHECKS
+from rl.validation.values import check, validate_numbers, validate_types, validate_unused, values
+
+NEEDS_ROLLOUTS = (
+    *(losses.ClippedLoss.Config, losses.CISPOLoss.Config, losses.DPPOLoss.Config),
+    *(losses.ImportanceSamplingLoss.Config, losses.DistillationLoss.Config),
+)
 
 
 def validate(config: RunConfig) -> None:
     """Raise ConfigError, naming field, value and what is allowed, if the run cannot work."""
-    for check in checks(config):
-        check(config)
+    for each in checks(config):
+        each(config)
 
 
 def checks(config: RunConfig) -> list[Callable[[Any], None]]:
     """Return the parts of ``validate``, in order. All but the first two rely on those two."""
-    found: list[Callable[[Any], None]] = [validate_types, validate_numbers, validate_unused]
-    if isinstance(config, RLConfig):
-        found += [_validate_sampling]
-    found += [validate_folders, validate_layouts, _validate_checkpoint]
-    found += [_validate_training_modes, validate_engines]
-    if isinstance(config, RLConfig):
-        found += [_validate_lengths, _validate_push, _validate_chunks]
-        found += [_validate_algorithm, _validate_roles]
-    elif isinstance(config, SFTConfig | PreferenceConfig):
-        found += [_validate_dataset, _validate_sampled_evaluation]
-    return [*found, _validate_lora, _validate_watchdog, _validate_slurm, _validate_sinks]
+    return [each for kind in reversed(type(config).__mro__) for each in CHECKS.get(kind, ())]
 
 
-def _validate_sinks(config: RunConfig) -> None:
-    for sink in config.sinks.all():
-        sink.check()
-
-
-def _validate_dataset(config: SFTConfig | PreferenceConfig) -> None:
-    room = shape_of(config.model).max_seq_len
-    longest = config.task.max_tokens
-    rule = f"at most model.max_seq_len={room}"
-    require_value(longest <= room, "task.max_tokens", longest, rule)
-    count = config.examples_per_step
-    rule = "at least 2 with KTOLoss, whose baseline compares answers of a step"
-    require_value(
-        count > 1 or not isinstance(config.loss, KTOLoss.Config), "examples_per_step", count, rule
-    )
-    budget = config.trainer.micro_batch_tokens
-    rule = f"at least task.max_tokens={longest}"
-    require_value(budget is None or budget >= longest, "trainer.micro_batch_tokens", budget, rule)
-    if isinstance(config, SFTConfig):
-        penalty = config.loss.kl_coef
-        require_value(penalty == 0, "loss.kl_coef", penalty, "0: the run has no reference policy")
-    require(
-        config.model.hf_path is not None,
-        "model.hf_path is not set; it must be the folder of the model and its tokenizer",
-    )
-
-
-def _validate_sampled_evaluation(config: SFTConfig | PreferenceConfig) -> None:
-    sampling = config.sampling_run() if isinstance(config, SFTConfig) else None
-    if sampling is None:
+def _validate_cuda(config: RunConfig) -> None:
+    if config.hardware.kind == "cuda":
         return
-    prompts = sampling.evaluation.prompts
-    require_value(prompts > 0, "evaluation.prompts", prompts, "above 0; or set evaluation to None")
-    colocate = sampling.colocate
-    rule = "'none' or 'all': the trainer is the only model"
-    require_value(colocate != "models", "evaluation.colocate", colocate, rule)
-    try:
-        validate(sampling)
-    except ConfigError as error:
-        raise ConfigError(f"evaluation: {error}") from None
-
-
-def _validate_sampling(config: RLConfig) -> None:
-    resampled = config.rollout.max_resampled_groups
-    samples = config.rollout.samples_per_prompt
-    rule = "0 with rollout.samples_per_prompt=1: the rewards of every group are equal"
-    require_value(samples > 1 or resampled == 0, "rollout.max_resampled_groups", resampled, rule)
+    for value in values(config):
+        if rule := rule_of(value.hint, NeedsCuda):
+            holds = value.content not in rule.values
+            require_value(holds, value.name, value.content, f"{rule.otherwise} on CPU")
 
 
 def _validate_checkpoint(config: RunConfig) -> None:
-    checkpoint = config.trainer.checkpoint
-    field = "trainer.checkpoint"
-    folder = checkpoint.folder
-    taken = (*RESERVED, *(config.roles if isinstance(config, RLConfig) else ()))
-    require_value(
+    folder = config.trainer.checkpoint.folder
+    taken = (*RESERVED, *(name for name in config.models() if name not in (*RESERVED, "trainer")))
+    check(
+        config,
+        "trainer.checkpoint.folder",
         bool(re.fullmatch(r"[\w-]+", folder)) and folder not in taken,
-        f"{field}.folder",
-        folder,
         f"a name of letters, digits, _ and -, and none of {', '.join(taken)}",
-    )
-    require(
-        not checkpoint.load_only,
-        f"{field}.load_only is True; it must be False, or no step would be saved: to start from "
-        f"another run's checkpoint, set {field}.initial_load_path",
-    )
-    step = checkpoint.load_step
-    rule = "-1: --resume goes on from the newest checkpoint"
-    require_value(step == -1, f"{field}.load_step", step, rule)
-    require(
-        checkpoint.async_mode != "async_with_pinned_mem" or config.hardware.kind == "cuda",
-        f"{field}.async_mode is 'async_with_pinned_mem', which needs CUDA; on CPU 'disabled' and "
-        "'async' are allowed",
     )
 
 
 def _validate_training_modes(config: RunConfig) -> None:
     trainer = config.trainer
-    hardware = config.hardware
-    if trainer.float8 is not None:
-        emulate = trainer.float8.emulate
-        require(
-            emulate or hardware.computes_float8,
-            "trainer.float8.emulate is False; it must be True where hardware.device is "
-            f"{hardware.device!r}: float8 needs NVIDIA SM89, AMD gfx942, or a later GPU",
+    compiles = trainer.compile.enable
+    float8 = trainer.float8
+    if float8 is not None:
+        field = "trainer.float8.emulate"
+        device = config.hardware.device
+        rule = f"True with hardware.device={device!r}"
+        fix = "float8 needs NVIDIA SM89, AMD gfx942, or a later GPU"
+        check(config, field, float8.emulate or config.hardware.computes_float8, rule, fix)
+        check(
+            config,
+            field,
+            not (float8.emulate and compiles),
+            "False with trainer.compile.enable=True",
         )
-        require(
-            not (emulate and trainer.compiles_model),
-            "trainer.float8.emulate is True; with trainer.compile.enable=True it must be False",
-        )
+        holds = not float8.emulate or float8.recipe_name == "rowwise"
+        rule = "'rowwise' with trainer.float8.emulate=True, which computes by no recipe"
+        check(config, "trainer.float8.recipe_name", holds, rule)
     budget = isinstance(trainer.activation_checkpoint, MemoryBudgetAC.Config)
-    require(
-        trainer.compiles_model or not budget,
-        "trainer.activation_checkpoint is memory-budget, which needs a compiled model: set "
-        "trainer.compile.enable to True, or choose selective, full or none",
-    )
+    rule = "True with trainer.activation_checkpoint=memory-budget"
+    fix = "or choose selective, full or none"
+    check(config, "trainer.compile.enable", compiles or not budget, rule, fix)
+    known = trainer.compile.backend in ("inductor", "aot_eager")
+    rule = "'inductor' or 'aot_eager', which torchtitan's attention can be compiled by"
+    check(config, "trainer.compile.backend", known, rule)
 
 
 def _validate_lora(config: RunConfig) -> None:
@@ -150,28 +97,42 @@ def _validate_lora(config: RunConfig) -> None:
         return
     allowed = adaptable_layers(config.model)
     chosen = lora.target_modules
-    require_value(
-        chosen is None or (bool(chosen) and set(chosen) <= set(allowed)),
+    check(
+        config,
         "trainer.lora.target_modules",
-        chosen,
+        chosen is None or (bool(chosen) and set(chosen) <= set(allowed)),
         f"None, for all, or some of {allowed} with model.fuse_qkv={config.model.fuse_qkv}",
     )
     experts = shape_of(config.model).num_experts
-    scores = isinstance(config, PreferenceConfig) and config.loss.build().head == "values"
     for other, clashes in (
-        ("a reward model, whose value head would be frozen", scores),
+        (
+            "a reward model, whose value head would be frozen",
+            config.models()["trainer"].head == "values",
+        ),
         (f"the model's {experts} experts", experts > 0),
         ("trainer.float8", config.trainer.float8 is not None),
     ):
-        require(not clashes, f"trainer.lora is on; it must be none with {other}")
+        require_value(not clashes, "trainer.lora", type(lora), f"None with {other}")
+
+
+def _validate_schedules(config: RunConfig) -> None:
+    """Check that no schedule ends before the run: torchtitan's would go on below 0."""
+    steps = config.optimizer_steps
+    if steps is None:
+        return
+    for value in values(config):
+        if type(value.content) is LRSchedulersContainer.Config:
+            total = value.content.total_steps
+            rule = f"None or at least the run's {steps} optimizer steps"
+            name = f"{value.name}.total_steps"
+            require_value(total is None or total >= steps, name, total, rule)
 
 
 def _validate_watchdog(config: RunConfig) -> None:
     low = config.watchdog.entropy_min
     high = config.watchdog.entropy_max
-    require_value(
-        high == 0 or high > low, "watchdog.entropy_max", high, f"0 or above entropy_min={low}"
-    )
+    holds = high == 0 or high > low
+    check(config, "watchdog.entropy_max", holds, f"0 or above entropy_min={low}")
 
 
 def _validate_slurm(config: RunConfig) -> None:
@@ -180,99 +141,74 @@ def _validate_slurm(config: RunConfig) -> None:
         limit = slurm.time_s
     except ValueError:
         allowed = (
-            "minutes, minutes:seconds, hours:minutes:seconds or days-hours[:minutes[:seconds]]"
+            "empty, or minutes, minutes:seconds, hours:minutes:seconds or "
+            "days-hours[:minutes[:seconds]]"
         )
-        raise ConfigError(f"slurm.time is {slurm.time!r}; it must be empty, or {allowed}") from None
-    require_value(
-        limit is None or limit > slurm.warn_s,
-        "slurm.warn_s",
-        slurm.warn_s,
-        f"less than slurm.time={slurm.time!r}, which is {limit} s, or each attempt leaves at once",
-    )
+        raise ConfigError(field="slurm.time", value=slurm.time, allowed=allowed) from None
+    rule = f"less than slurm.time={slurm.time!r}, which is {limit} s"
+    holds = limit is None or limit > slurm.warn_s
+    check(config, "slurm.warn_s", holds, rule, "each attempt would leave at once")
 
 
-def _validate_lengths(config: RLConfig) -> None:
-    """Check the lengths of prompts and completions, in tokens."""
-    completion = config.rollout.max_tokens
+def _validate_sinks(config: RunConfig) -> None:
+    for sink in config.sinks.all():
+        sink.check()
+
+
+def _validate_examples(config: SFTConfig | PreferenceConfig) -> None:
     room = shape_of(config.model).max_seq_len
-    longest = config.task.longest_sequence(completion)
-    if isinstance(config.task, EnvironmentTask.Config):
-        fields = "task.max_episode_tokens"
-    else:
-        prompt = config.task.max_prompt_tokens
-        fields = f"task.max_prompt_tokens={prompt} + rollout.max_tokens={completion}"
-    require_value(longest <= room, fields, longest, f"at most model.max_seq_len={room}")
+    longest = config.longest
+    check(config, "task.max_tokens", longest <= room, f"at most model.max_seq_len={room}")
     budget = config.trainer.micro_batch_tokens
-    rule = f"at least {longest}, the longest prompt and completion"
-    require_value(budget is None or budget >= longest, "trainer.micro_batch_tokens", budget, rule)
+    holds = budget is None or budget >= longest
+    check(config, "trainer.micro_batch_tokens", holds, f"at least task.max_tokens={longest}")
+    rule = "the folder of the model and its tokenizer"
+    check(config, "model.hf_path", config.model.hf_path is not None, rule)
 
 
-def _validate_push(config: RLConfig) -> None:
-    transport = config.weights.transport
-    require(
-        transport != "cuda_ipc" or config.hardware.kind == "cuda",
-        "weights.transport is 'cuda_ipc', which needs CUDA; on CPU 'auto', 'shared_memory', 'tcp', "
-        "'rdma' and 'torchstore' are allowed",
-    )
-    require(
-        not config.weights.delta or transport not in ("shared_memory", "cuda_ipc"),
-        f"weights.delta is True; with weights.transport={transport!r} it must be False",
-    )
-    fan_out = config.weights.fan_out
-    rule = f"1 with weights.transport={transport!r}: only with 'tcp' readers serve each other"
-    require_value(fan_out == 1 or transport in ("auto", "tcp"), "weights.fan_out", fan_out, rule)
+def _validate_supervision(config: SFTConfig) -> None:
+    rule = "a loss of log-probs and entropy, such as CrossEntropyLoss.Config"
+    fix = "the loss needs advantages or a teacher"
+    holds = not isinstance(config.loss, NEEDS_ROLLOUTS)
+    require_value(holds, "loss", type(config.loss), rule, fix)
+    fix = "the run has no reference policy"
+    check(config, "loss.kl_coef", config.loss.kl_coef == 0, "0", fix)
+    sampling = config.sampling_run()
+    if sampling is None:
+        return
+    rule = "above 0; or set evaluation to None"
+    check(config, "evaluation.prompts", sampling.evaluation.prompts > 0, rule)
+    rule = "'none' or 'all': the trainer is the only model"
+    check(config, "evaluation.colocate", sampling.colocate != "models", rule)
+    try:
+        validate(sampling)
+    except ConfigError as error:
+        raise error.inside("evaluation") from None
 
 
-def _validate_chunks(config: RLConfig) -> None:
-    field = "rollout.stream_chunks"
-    chunks = config.rollout.stream_chunks
-    prompts = config.rollout.prompts_per_step
-    rule = f"at most rollout.prompts_per_step={prompts}"
-    require_value(chunks <= prompts, field, chunks, rule)
-    if chunks > 1:
-        rule = (
-            "1 unless rollout.pipeline is 'asynchronous': the order in which groups finish would "
-            "change the numbers"
-        )
-        require_value(config.rollout.pipeline == "asynchronous", field, chunks, rule)
-        rule = (
-            "1 where a step has several updates or its advantages are compared over all groups: "
-            "both need the whole batch"
-        )
-        whole = config.updates_per_step > 1 or not config.algorithm.by_group
-        require_value(not whole, field, chunks, rule)
+def _validate_preferences(config: PreferenceConfig) -> None:
+    rule = "at least 2 with KTOLoss, whose baseline compares answers of a step"
+    holds = config.examples_per_step > 1 or not config.loss.build().is_unpaired
+    check(config, "examples_per_step", holds, rule)
 
 
-def _validate_algorithm(config: RLConfig) -> None:
-    config.algorithm.check(config.rollout)
-    validate_episodes(config)
-    in_turns = config.rollout.max_staleness == 0 and config.generator.enforce_eager
-    require(
-        config.colocate != "all" or in_turns,
-        "colocate is 'all'; it must be 'none' or 'models' unless rollout.max_staleness is 0 "
-        "(nothing is generated while the trainer has the devices) and generator.enforce_eager is "
-        "True (compiled code keeps addresses)",
-    )
+def _validate_reward_model(config: RewardModelConfig) -> None:
+    rule = "a loss of values, such as BradleyTerryLoss.Config"
+    fix = "the loss is one of log-probs; train a policy with a PreferenceConfig"
+    require_value(config.loss.build().head == "values", "loss", type(config.loss), rule, fix)
 
 
-def _validate_roles(config: RLConfig) -> None:
-    vocabulary = shape_of(config.model).vocab_size
-    longest = config.task.longest_sequence(config.rollout.max_tokens)
-    taken = (*RESERVED, "checkpoints", "generator", "policy", "reward", "trainer")
-    for name, role in config.roles.items():
-        field = f"roles.{name}"
-        require(
-            name.isidentifier() and name not in taken,
-            f"roles: {name!r} cannot be the name of a role; it must be an identifier other than "
-            f"{', '.join(taken)}",
-        )
-        shape = shape_of(role.model)
-        size = shape.vocab_size
-        rule = f"that of the policy, {vocabulary}"
-        require_value(size == vocabulary, f"{field}.model.vocab_size", size, rule)
-        room = shape.max_seq_len
-        rule = f"at least {longest}, the longest prompt and completion"
-        require_value(room >= longest, f"{field}.model.max_seq_len", room, rule)
-        weight = role.reward_weight
-        rule = f"0 unless {field}.head is 'values'"
-        require_value(weight == 0 or role.head == "values", f"{field}.reward_weight", weight, rule)
+CHECKS: dict[type, list[Callable[[Any], None]]] = {
+    RunConfig: [
+        *(validate_types, validate_numbers, validate_unused, validate_folders, validate_layouts),
+        *(_validate_cuda, _validate_checkpoint, _validate_training_modes, validate_optimizers),
+        *(_validate_schedules, _validate_lora, _validate_watchdog, _validate_slurm),
+        _validate_sinks,
+    ],
+    DatasetRunConfig: [validate_nodes, validate_devices, _validate_examples],
+    SFTConfig: [_validate_supervision],
+    PreferenceConfig: [_validate_preferences],
+    RewardModelConfig: [_validate_reward_model],
+    RLConfig: ROLLOUT_CHECKS,
+}
+"""Checks by kind of config. Those of its base classes come first."""

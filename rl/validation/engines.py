@@ -4,67 +4,76 @@ from rl.config import RLConfig, RunConfig
 from rl.errors import require, require_value
 from rl.generation.config import check_variables, kv_bytes_at_least
 from rl.model.shape import shape_of
-from rl.roles import roles_of
 from rl.session.config import Role
+from rl.validation.values import check
 
-OPTIMIZERS = ("Adam", "AdamW", "DistMuon")
+ADAM_OPTIONS = (
+    *("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "foreach", "fused"),
+    *("capturable", "differentiable"),
+)
+OPTIMIZERS: dict[str, tuple[str, ...]] = {
+    "Adam": (*ADAM_OPTIONS, "decoupled_weight_decay"),
+    "AdamW": ADAM_OPTIONS,
+    "DistMuon": (),
+}
+"""Options of a parameter group by optimizer; empty if they are not checked. torch keeps other
+options in the group and ignores them."""
 MAX_CUDA_HEAD_DIM = 256
 
 
-def validate_engines(config: RunConfig) -> None:
-    """Raise ConfigError, naming field, value and what is allowed, if an engine could not start or
-    would compute something wrong.
+def validate_optimizers(config: RunConfig) -> None:
+    """Raise ConfigError, naming field, value and what is allowed, if an optimizer could not start
+    or would ignore an option.
     """
-    for role in roles_of(config).values():
-        if role.field in ("trainer", "critic"):
-            _validate_optimizer(role)
-    require(
-        not config.trainer.training.enable_cpu_offload,
-        "trainer.training.enable_cpu_offload is True; it must be False: set colocate to 'models' "
-        "to have memory in turns, or data_parallel_shard_degree to more",
-    )
-    if isinstance(config, RLConfig):
-        _validate_generator(config)
+    for name, model in config.models().items():
+        if name in ("trainer", "critic"):
+            _validate_optimizer(model)
 
 
-def _validate_optimizer(role: Role) -> None:
-    groups = role.trainer.optimizer.param_groups
-    field = f"{role.field}.optimizer.param_groups"
+def _validate_optimizer(model: Role) -> None:
+    optimizer = model.trainer.optimizer
+    field = f"{model.field}.optimizer"
+    groups = optimizer.param_groups
+    rule = "one or more groups, as default_adamw(lr=...) has"
+    require_value(bool(groups), f"{field}.param_groups", groups, rule)
+    names = sorted({group.optimizer_name for group in groups})
+    for name in optimizer.optimizer_factory_kwargs_by_name:
+        rule = f"the optimizer_name of one of {field}.param_groups: {names}"
+        place = f"{field}.optimizer_factory_kwargs_by_name"
+        require(name in names, f"{place} has {name!r}; it must be {rule}")
     for number, group in enumerate(groups):
+        place = f"{field}.param_groups.{number}"
         name = group.optimizer_name
-        have = ", ".join(map(repr, OPTIMIZERS))
-        require(
-            name in OPTIMIZERS,
-            f"{field}.{number}.optimizer_name is {name!r}; torchtitan has {have}",
-        )
-    require(bool(groups), f"{field} is empty; it must have one: default_adamw(lr=...)")
+        rule = f"one of {', '.join(map(repr, OPTIMIZERS))}"
+        require_value(name in OPTIMIZERS, f"{place}.optimizer_name", name, rule)
+        options = OPTIMIZERS[name]
+        for key in group.optimizer_kwargs:
+            require(
+                not options or key in options,
+                f"{place}.optimizer_kwargs has {key!r}; {name} takes {', '.join(options)}",
+            )
 
 
-def _validate_generator(config: RLConfig) -> None:
+def validate_generator(config: RLConfig) -> None:
+    """Raise ConfigError, naming field, value and what is allowed, if an engine could not start."""
     check_variables()
     cuda = config.hardware.kind == "cuda"
     generator = config.generator
     shape = shape_of(config.model)
     running = generator.max_running_requests
     batched = generator.max_batched_tokens
-    require_value(
-        (batched if cuda else max(batched, shape.max_seq_len)) >= running,
-        "generator.max_batched_tokens",
-        batched,
-        f"at least generator.max_running_requests={running}: each has a token in an engine step",
-    )
+    holds = (batched if cuda else max(batched, shape.max_seq_len)) >= running
+    rule = f"at least generator.max_running_requests={running}: each has a token in an engine step"
+    check(config, "generator.max_batched_tokens", holds, rule)
     size = generator.block_size
     unit, device = (16, "CUDA") if cuda else (32, "CPU")
     rule = f"None or a multiple of {unit}, as vLLM's attention needs on {device}"
-    require_value(size is None or size % unit == 0, "generator.block_size", size, rule)
+    check(config, "generator.block_size", size is None or size % unit == 0, rule)
     if cuda:
-        require(
-            shape.head_dim % 8 == 0 and shape.head_dim <= MAX_CUDA_HEAD_DIM,
-            f"model.head_dim is {shape.head_dim}; vLLM's attention on CUDA allows multiples of 8 "
-            f"up to {MAX_CUDA_HEAD_DIM}",
-        )
+        holds = shape.head_dim % 8 == 0 and shape.head_dim <= MAX_CUDA_HEAD_DIM
+        rule = f"a multiple of 8 up to {MAX_CUDA_HEAD_DIM} for vLLM's attention on CUDA"
+        require_value(holds, "model.head_dim", shape.head_dim, rule)
         return
-    cache = generator.kv_cache_gib
     least = kv_bytes_at_least(generator, shape, cuda=False) / 2**30
     rule = f"at least {least:.6f}, for one sequence of model.max_seq_len={shape.max_seq_len}"
-    require_value(cache >= least, "generator.kv_cache_gib", cache, rule)
+    check(config, "generator.kv_cache_gib", generator.kv_cache_gib >= least, rule)

@@ -3,36 +3,46 @@
 import dataclasses
 from pathlib import Path
 
-from rl.config import PreferenceConfig, RLConfig, RoleConfig, RunConfig
-from rl.errors import ConfigError, require
+from rl.config import RLConfig, RoleConfig, RunConfig
+from rl.errors import ConfigError, require_value
 from rl.model.shape import ModelConfig, ModelShape, shape_of
 from rl.training.hugging_face_files import check_folder
 from rl.types import Head
 
+COMPLETE = "the folder of a complete checkpoint, such as RUN/checkpoints/step-100"
 OWN_FIELDS = ("max_seq_len", "dtype")
 """Fields of ModelShape in which a folder of initial weights may differ from the model."""
 
 
+RESERVED = (
+    *("critic", "export", "exports", "launch", "lock", "logs", "reference", "replicas"),
+    *("rollouts", "tensorboard", "tokenizer", "unevaluated", "wandb"),
+)
+"""Names in a run folder that Tiller uses."""
+
+
 def validate_folders(config: RunConfig) -> None:
     """Raise ConfigError, naming field, file and tensor, if a folder does not hold the weights that
-    a model needs.
+    the trained model needs.
     """
     if config.model.hf_path is not None:
         validate_start("model.hf_path", config.model.hf_path, config)
     _validate_initial_load(config)
-    if isinstance(config, RLConfig):
-        folder = config.critic.checkpoint
-        if folder is not None:
-            _check_start("critic.checkpoint", folder, config.model, "values")
-        for name, role in config.roles.items():
-            _validate_role(f"roles.{name}", role)
+
+
+def validate_other_folders(config: RLConfig) -> None:
+    """Raise ConfigError likewise for the folders of critic and roles."""
+    if config.critic.checkpoint is not None:
+        _check_start("critic.checkpoint", config.critic.checkpoint, config.model, "values")
+    for name, role in config.roles.items():
+        _validate_role(f"roles.{name}", role)
 
 
 def validate_start(field: str, path: str, config: RunConfig) -> None:
     """Raise ConfigError, naming ``field``, unless the trained model of ``config`` can start from
     the Hugging Face folder ``path``.
     """
-    head: Head = config.loss.build().head if isinstance(config, PreferenceConfig) else "logprobs"
+    head = config.models()["trainer"].head
     _check_shape(field, path, config.model)
     _check(field, path, shape_of(config.model), head, needs_head=False)
 
@@ -43,12 +53,9 @@ def _validate_role(field: str, role: RoleConfig) -> None:
         _check_start(f"{field}.checkpoint", role.checkpoint, role.model, role.head)
         return
     folder = role.model.hf_path
-    require(
-        folder is not None,
-        f"{field}.checkpoint is not set; it must name the folder of the weights, or "
-        f"{field}.model.hf_path must",
-    )
-    assert folder is not None, "it is set"
+    if folder is None:
+        rule = f"the folder of the weights, unless {field}.model.hf_path is"
+        raise ConfigError(field=f"{field}.checkpoint", allowed=rule)
     _check(f"{field}.model.hf_path", folder, shape, role.head)
 
 
@@ -56,11 +63,8 @@ def _check_start(field: str, path: str, model: ModelConfig, head: Head) -> None:
     """Raise ConfigError, naming ``field``, unless a model with ``head`` can start from ``path``."""
     folder = Path(path)
     if not (folder / "config.json").is_file():
-        require(
-            (folder / ".metadata").is_file(),
-            f"{field} is {path!r}, where no complete checkpoint is; name a folder such as "
-            "RUN/checkpoints/step-100, or a Hugging Face folder",
-        )
+        holds = (folder / ".metadata").is_file()
+        require_value(holds, field, path, f"{COMPLETE}, or a Hugging Face folder")
         return
     _check_shape(field, path, model)
     _check(field, path, shape_of(model), head)
@@ -73,11 +77,8 @@ def _validate_initial_load(config: RunConfig) -> None:
     if not path:
         return
     if not checkpoint.initial_load_in_hf:
-        require(
-            Path(path, ".metadata").is_file(),
-            f"{field} is {path!r}, where no complete checkpoint is; name the folder of one, as "
-            "RUN/checkpoints/step-100, or set initial_load_in_hf for a Hugging Face folder",
-        )
+        fix = "set initial_load_in_hf for a Hugging Face folder"
+        require_value(Path(path, ".metadata").is_file(), field, path, COMPLETE, fix)
         return
     validate_start(field, path, config)
 
@@ -89,11 +90,8 @@ def _check_shape(field: str, path: str, model: ModelConfig) -> None:
     for key in (each.name for each in dataclasses.fields(ModelShape)):
         found = getattr(theirs, key)
         needed = getattr(ours, key)
-        require(
-            key in OWN_FIELDS or found == needed,
-            f"{field} is {path!r}, a model whose {key} is {found}; it must be the model's, "
-            f"{needed}",
-        )
+        rule = f"the folder of a model whose {key} is {needed}, not {found}"
+        require_value(key in OWN_FIELDS or found == needed, field, path, rule)
 
 
 def _check(
@@ -102,4 +100,4 @@ def _check(
     try:
         check_folder(Path(folder), shape, head, needs_head=needs_head)
     except ConfigError as error:
-        raise ConfigError(f"{field}: {error}") from None
+        raise error.inside(field) from None

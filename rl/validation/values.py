@@ -11,8 +11,8 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from rl.errors import require, shown
-from rl.rules import Bounds, Effect, rule_of
+from rl.errors import require_value
+from rl.rules import Bounds, Effect, Fixed, defaults_of, rule_of
 from rl.training.titan_fields import titan_rules
 
 FINITE = Bounds(-math.inf, math.inf, above=True, below=True)
@@ -44,7 +44,7 @@ def validate_types(config: Any) -> None:
     """
     for value in values(config):
         fits = _fits(value.content, value.hint)
-        require(fits, f"{value.name} is {shown(value.content)}; it must be {_allowed(value.hint)}")
+        require_value(fits, value.name, value.content, _allowed(value.hint))
 
 
 def validate_numbers(config: Any) -> None:
@@ -54,8 +54,57 @@ def validate_numbers(config: Any) -> None:
     """
     for value in values(config):
         if _is_number(value.content):
-            complaint = (value.bounds or FINITE).complaint(value.content)
-            require(not complaint, f"{value.name} is {value.content}; {complaint}")
+            allowed = (value.bounds or FINITE).complaint(value.content)
+            require_value(not allowed, value.name, value.content, allowed)
+
+
+def validate_unused(config: Any) -> None:
+    """Raise ConfigError, naming field, value and what to use instead, if a field that changes
+    nothing is not at its default.
+    """
+    for value in values(config):
+        if fixed := rule_of(value.hint, Fixed):
+            default = fixed.default
+            require_value(
+                value.content == default, value.name, value.content, repr(default), fixed.fix
+            )
+    for name, fix in config.unused().items():
+        section, _, field = name.rpartition(".")
+        holder = value_of(config, section)
+        defaults = defaults_of(type(holder))  # type: ignore[arg-type]
+        own = _leaves(getattr(holder, field), name)
+        usual = _leaves(defaults[field], name)
+        for leaf in own | usual:
+            content = own.get(leaf)
+            default = usual.get(leaf)
+            require_value(content == default, leaf, content, repr(default), fix)
+
+
+def check(config: Any, field: str, holds: bool, allowed: str, fix: str = "") -> None:
+    """Raise ConfigError unless ``holds``: whether the value of ``field`` can work."""
+    if not holds:
+        require_value(holds, field, value_of(config, field), allowed, fix)
+
+
+def value_of(config: Any, name: str) -> Any:
+    """Return the value of a config by its full name; ``config`` itself for an empty name."""
+    for key in filter(None, name.split(".")):
+        if isinstance(config, list | tuple):
+            config = config[int(key)]
+        else:
+            config = config[key] if isinstance(config, dict) else getattr(config, key)
+    return config
+
+
+def _leaves(content: Any, name: str) -> dict[str, Any]:
+    """Return the values below ``content`` that hold no other, by name."""
+    found = _walk(content, Any, name, None, None)
+    return {
+        each.name: each.content
+        for each in found
+        if not isinstance(each.content, dict | list | tuple)
+        and not dataclasses.is_dataclass(each.content)
+    }
 
 
 def values(config: Any) -> Iterator[ConfigValue]:
@@ -107,20 +156,6 @@ def fields_of(kind: type) -> list[tuple[str, Any]]:
         (field.name, hints[field.name] | None if field.default is None else hints[field.name])
         for field in dataclasses.fields(kind)
     ]
-
-
-@cache
-def defaults_of(kind: type) -> dict[str, Any]:
-    """Return the defaults of a dataclass's fields that have one, by name. They must not be
-    changed.
-    """
-    found = {}
-    for field in dataclasses.fields(kind):
-        if field.default is not dataclasses.MISSING:
-            found[field.name] = field.default
-        elif field.default_factory is not dataclasses.MISSING:
-            found[field.name] = field.default_factory()
-    return found
 
 
 @cache

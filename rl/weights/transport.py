@@ -12,7 +12,7 @@ import torch
 
 from rl.errors import RunError
 from rl.model.shards import Layout, Shard
-from rl.rules import COSMETIC, PERFORMANCE, above, at_least
+from rl.rules import COSMETIC, PERFORMANCE, NeedsCuda, above, at_least
 from rl.weights.routes import plan_push
 
 TransportName = Literal["shared_memory", "cuda_ipc", "rdma", "tcp", "torchstore"]
@@ -33,7 +33,11 @@ SLOTS = 2
 class WeightPushConfig:
     """Push of the weights from the trainer to the generators after each step."""
 
-    transport: Annotated[Literal["auto", TransportName], PERFORMANCE] = "auto"
+    transport: Annotated[
+        Literal["auto", TransportName],
+        PERFORMANCE,
+        NeedsCuda(("cuda_ipc",), "'auto', 'shared_memory', 'tcp', 'rdma' or 'torchstore'"),
+    ] = "auto"
     """Transport of the weights. ``auto`` uses shared memory if trainer and generators are on one
     host; otherwise RDMA if the controller's host has an RDMA device, else TCP. ``cuda_ipc`` copies
     from GPU to GPU of one host; ``torchstore`` goes through a store."""

@@ -11,7 +11,6 @@ from rl.config import RLConfig
 from rl.observe.events import Events, print_warnings
 from rl.observe.progress import Progress
 from rl.observe.record import RunRecord
-from rl.roles import session_config
 from rl.session.meshes import Meshes
 from rl.session.session import Session
 from rl.trainers.rl import RLTrainer
@@ -28,7 +27,7 @@ class Processes:
         self.record = RunRecord(folder)
         self.steps = 0
         hosts = Hosts(self.record.logs)
-        meshes = Meshes(session_config(config), hosts, folder)
+        meshes = Meshes(config.session(), hosts, folder)
         models = meshes.models()
         generator = meshes.generator(0)
         rewards = meshes.rewards(config.task, Events(print_warnings))

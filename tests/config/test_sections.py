@@ -7,7 +7,6 @@ from torchtitan.components.checkpointer import base as checkpointing
 
 from rl.cli import find_config
 from rl.config import RunConfig, SampledEvaluationConfig
-from rl.roles import roles_of, session_config
 from rl.tasks.copy_digits import CopyDigits
 from tests.trainers.tiny_chat import tiny_chat_model
 from tests.validation.full_config import full_config
@@ -30,7 +29,7 @@ def test_every_kind_of_run_gives_its_session_the_fields_of_its_config(config):
     config.max_restarts = 7
     config.seed = 11
     config.steps = 13
-    session = session_config(config)
+    session = config.session()
     assert session.model is config.model
     assert session.trainer is config.trainer
     assert session.hardware is config.hardware
@@ -45,7 +44,7 @@ def test_models_beside_the_policy_have_sections_of_their_own(tmp_path, monkeypat
     config.reference.parallelism = replace(config.reference.parallelism)
     warnings: list[str] = []
     monkeypatch.setattr(checkpointing.logger, "warning", warnings.append)
-    roles = roles_of(config)
+    roles = config.models()
     assert warnings == []
     critic = roles["critic"].trainer
     assert critic.parallelism is config.critic.parallelism
@@ -61,14 +60,14 @@ def test_models_beside_the_policy_have_sections_of_their_own(tmp_path, monkeypat
 def test_the_reference_of_preferences_has_a_layout_of_its_own(model):
     config = find_config("dpo_jsonl")()
     config.model.hf_path = str(model)
-    reference = roles_of(config)["reference"].trainer
+    reference = config.models()["reference"].trainer
     assert reference.parallelism is config.reference.parallelism
 
 
 def test_sampled_evaluations_have_the_fields_of_their_section(model):
     config = find_config("sft_jsonl")()
     config.model.hf_path = str(model)
-    assert session_config(config).generator is None
+    assert config.session().generator is None
     config.evaluation = SampledEvaluationConfig(
         task=CopyDigits.Config(),
         max_tokens=7,
@@ -76,7 +75,7 @@ def test_sampled_evaluations_have_the_fields_of_their_section(model):
         reward_workers=3,
         colocate="all",
     )
-    session = session_config(config)
+    session = config.session()
     assert session.generator is config.evaluation.generator
     assert session.weights is config.evaluation.weights
     assert (session.reward_workers, session.colocate) == (3, "all")

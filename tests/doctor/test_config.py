@@ -30,7 +30,12 @@ REFUSED = {
     ),
     "sequences that are too long": (
         ("--rollout.max_tokens", "600"),
-        ("error", "task.max_prompt_tokens=16", "is 616", "at most model.max_seq_len=32"),
+        (
+            "error",
+            "task.max_prompt_tokens=16 + rollout.max_tokens=600",
+            "is 616",
+            "at most model.max_seq_len=32",
+        ),
     ),
     "a cache for less than a sequence": (
         ("--generator.kv_cache_gib", "1e-6"),

@@ -7,7 +7,6 @@ import torch
 
 from rl.compat.torch_internals import local_tensor
 from rl.config import RLConfig
-from rl.roles import roles_of
 from rl.training.engine import TrainingEngine
 from rl.training.model import named_adapters, named_weights
 from rl.types import Batch
@@ -34,7 +33,7 @@ def batch_of(vocab_size: int) -> Batch:
 
 
 def engine_of(config: RLConfig, role: str, folder: str) -> TrainingEngine:
-    found = roles_of(config)[role]
+    found = config.models()[role]
     return TrainingEngine(
         found.trainer, found.model, head=found.head, seed=0, steps=5, folder=folder
     )

@@ -46,12 +46,12 @@ RULES = [
     (
         "quickstart",
         "--trainer.training.enable_cpu_offload",
-        "enable_cpu_offload is True; .* set colocate to 'models'",
+        "enable_cpu_offload is True; .* set colocate or data_parallel_shard_degree",
     ),
     (
         "quickstart",
         "--trainer.optimizer.param_groups.0.optimizer_name SGD",
-        "param_groups.0.optimizer_name is 'SGD'; torchtitan has 'Adam', 'AdamW', 'DistMuon'",
+        "optimizer_name is 'SGD'; it must be one of 'Adam', 'AdamW', 'DistMuon'",
     ),
     (
         "quickstart",
@@ -86,12 +86,12 @@ RULES = [
     (
         "qwen3_8b",
         "--model.head_dim 36",
-        "model.head_dim is 36; .* CUDA allows multiples of 8 up to 256",
+        "model.head_dim is 36; it must be a multiple of 8 up to 256 for .* CUDA",
     ),
     (
         "qwen3_8b",
         "--trainer.nodes 3",
-        r"trainer.nodes is 3; it must divide the trainer's 4 ranks: .*\[1, 2, 4\]",
+        r"trainer.nodes is 3; it must be a divisor of the trainer's 4 ranks: .*\[1, 2, 4\]",
     ),
     (
         "qwen3_8b",
@@ -107,16 +107,16 @@ RULES = [
     (
         "qwen3_8b_2_nodes",
         "--weights.transport shared_memory",
-        "transport is 'shared_memory', which stays on one host; .*'auto', 'tcp', 'rdma' and "
-        "'torchstore' are allowed",
+        "transport is 'shared_memory'; it must be 'auto', 'tcp', 'rdma' or 'torchstore' with "
+        "trainer.nodes=1 and generator.nodes=1",
     ),
     (
         "quickstart",
         "--model.num_experts 8 --model.experts_per_token 2 --model.moe_hidden_dim 64 "
         "--trainer.parallelism.data_parallel_shard_degree 2 "
         "--trainer.parallelism.expert_parallel_degree 4",
-        r"expert_parallel_degree is 4; it must divide model.num_experts=8 and .*=2: allowed "
-        r"are \[1, 2\]",
+        r"expert_parallel_degree is 4; it must be a divisor of model.num_experts=8 and .*=2: one "
+        r"of \[1, 2\]",
     ),
     ("quickstart", "--seed two", "--seed: invalid literal"),
     ("quickstar", "", "did you mean quickstart"),

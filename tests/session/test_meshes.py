@@ -9,13 +9,12 @@ from rl.actors.hosts import Hosts
 from rl.algorithms.advantages import GAE
 from rl.cli import find_config
 from rl.config import RLConfig, RoleConfig
-from rl.roles import session_config
 from rl.session.session import Session
 
 
 def session_of(config: RLConfig) -> Session:
     async def make() -> Session:
-        return Session(session_config(config), folder=Path("unused"), hosts=Hosts(Path("unused")))
+        return Session(config.session(), folder=Path("unused"), hosts=Hosts(Path("unused")))
 
     return asyncio.run(make())
 

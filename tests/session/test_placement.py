@@ -5,7 +5,6 @@ import pytest
 from rl.cli import find_config
 from rl.config import RLConfig
 from rl.errors import ConfigError
-from rl.roles import session_config
 from rl.session.placement import Placement
 from rl.types import Place
 from rl.validation import validate
@@ -26,7 +25,7 @@ def config_of(*, dp: int, nodes: int, generators: int = 0, tp: int = 1) -> RLCon
 def test_meshes_of_one_host_take_gpus_in_order():
     config = config_of(dp=4, nodes=1, tp=2)
     config.algorithm.reward_kl_coef = 0.1  # a reference of one rank
-    placement = Placement(session_config(config), gpus=8)
+    placement = Placement(config.session(), gpus=8)
     assert config.nodes == 1
     assert {
         name: (place.first_device, place.ranks) for name, place in placement.models.items()
@@ -40,7 +39,7 @@ def test_meshes_of_one_host_take_gpus_in_order():
 
 def test_ranks_go_to_nodes_in_order_and_generators_in_turns_to_those_after_them():
     config = config_of(dp=16, nodes=2, generators=2, tp=4)
-    placement = Placement(session_config(config), gpus=8)
+    placement = Placement(config.session(), gpus=8)
     assert config.nodes == 4
     policy = placement.models["trainer"]
     assert policy == Place(hosts=2, ranks=16)
@@ -58,17 +57,17 @@ def test_models_beside_the_policy_are_on_as_many_of_its_nodes_as_divide_their_ra
     config = config_of(dp=12, nodes=3)
     config.algorithm.reward_kl_coef = 0.1
     config.reference.parallelism.data_parallel_shard_degree = 3
-    assert Placement(session_config(config), gpus=8).models["reference"] == Place(
+    assert Placement(config.session(), gpus=8).models["reference"] == Place(
         hosts=3, ranks=3, first_device=4
     )
     config.reference.parallelism.data_parallel_shard_degree = 2
-    assert Placement(session_config(config), gpus=8).models["reference"] == Place(
+    assert Placement(config.session(), gpus=8).models["reference"] == Place(
         hosts=1, ranks=2, first_device=4
     )
 
 
 def test_generators_without_nodes_of_their_own_are_dealt_to_the_trainers_behind_its_gpus():
-    placement = Placement(session_config(config_of(dp=4, nodes=2, tp=2)), gpus=8)
+    placement = Placement(config_of(dp=4, nodes=2, tp=2).session(), gpus=8)
     places = [placement.generator(number) for number in range(4)]
     assert [(place.first_host, place.first_device) for place in places] == [
         (0, 2),
@@ -82,13 +81,13 @@ def test_meshes_that_share_start_at_the_first_gpu():
     config = config_of(dp=4, nodes=1, tp=2)
     config.algorithm.reward_kl_coef = 0.1
     config.colocate = "models"
-    placement = Placement(session_config(config), gpus=8)
+    placement = Placement(config.session(), gpus=8)
     assert {place.first_device for place in placement.models.values()} == {0}
     assert placement.generator(0).first_device == 4
     assert placement.needed == 6
     config.colocate = "all"
-    assert Placement(session_config(config), gpus=8).generator(0).first_device == 0
-    assert Placement(session_config(config), gpus=8).needed == 4
+    assert Placement(config.session(), gpus=8).generator(0).first_device == 0
+    assert Placement(config.session(), gpus=8).needed == 4
 
 
 @pytest.mark.parametrize(
@@ -121,7 +120,7 @@ def test_a_config_that_needs_more_gpus_than_a_node_has_is_refused(fields, needed
 )
 def test_generators_have_gpus_of_their_own_up_to_the_first_host_that_is_full(fields, replicas):
     config = config_of(**fields)
-    placement = Placement(session_config(config), gpus=8)
+    placement = Placement(config.session(), gpus=8)
     assert placement.replicas == replicas
     places = [placement.generator(number) for number in range(replicas)]
     assert len({(place.first_host, place.first_device) for place in places}) == replicas
@@ -136,5 +135,5 @@ def test_generators_have_gpus_of_their_own_up_to_the_first_host_that_is_full(fie
 def test_a_reference_on_one_host_leaves_fewer_generators():
     config = config_of(dp=4, nodes=2)
     config.algorithm.reward_kl_coef = 0.1  # a reference of one rank, on the first host
-    placement = Placement(session_config(config), gpus=4)
+    placement = Placement(config.session(), gpus=4)
     assert placement.replicas == 2

@@ -18,7 +18,6 @@ from rl.config import RoleConfig
 from rl.errors import ConfigError
 from rl.model.reward_model import describe_reward_model
 from rl.model.shape import ModelConfig
-from rl.roles import session_config
 from rl.session.session import Session
 from rl.trainers.preference import PreferenceTrainer
 from rl.trainers.rl import RLTrainer
@@ -134,12 +133,12 @@ def ppo(trained, export, chat_model, tmp_path):
 def test_critic_and_roles_start_from_a_reward_model(ppo, export, tmp_path):
     """The critic from a Hugging Face folder, one role from a checkpoint, one from its model."""
     validate(ppo)
-    roles = session_config(ppo).roles
+    roles = ppo.session().roles
     texts = [[5, 9, 7, 3, 11, 2], [8, 1, 4]]
     wanted = torch.cat([values_of(export, text) for text in texts])
 
     async def values():
-        config = session_config(ppo)
+        config = ppo.session()
         config.generator = None
         async with Session(config, folder=tmp_path / "session") as session:
             batch = batch_of(texts)
@@ -214,7 +213,7 @@ def test_folders_that_cannot_be_a_reward_model_are_refused(ppo, export, chat_mod
     for folder, message in (
         (language_model, "critic.checkpoint: .* lacks score.weight: it is a language model"),
         (two, r"critic.checkpoint: .* score.weight is \[2, \d+\], the model's is \[1, \d+\]"),
-        (str(tmp_path), "critic.checkpoint is .*, where no complete checkpoint is; name a folder"),
+        (str(tmp_path), "critic.checkpoint is .*; it must be the folder of a complete checkpoint"),
     ):
         ppo.critic.checkpoint = folder
         with pytest.raises(ConfigError, match=message):
@@ -235,7 +234,9 @@ def test_folders_that_cannot_be_a_reward_model_are_refused(ppo, export, chat_mod
 def test_a_reward_model_that_a_run_cannot_use_is_refused(ppo, trained):
     reward_model = trained[0].arguments
     reward_model.trainer.lora = LoRAConverter.Config(rank=2, alpha=4.0)
-    with pytest.raises(ConfigError, match="trainer.lora is on; it must be none with a reward mod"):
+    with pytest.raises(
+        ConfigError, match="trainer.lora is LoRAC.*; it must be None with a reward mod"
+    ):
         validate(reward_model)
     reward_model.trainer.lora = None
     ppo.algorithm.advantage = gsm8k_jsonl().algorithm.advantage

@@ -235,7 +235,10 @@ def split(trainer):
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda config: setattr(config.model, "hf_path", None), "model.hf_path is not set"),
+        (
+            lambda config: setattr(config.model, "hf_path", None),
+            "model.hf_path is None; it must be the folder",
+        ),
         (lambda config: setattr(config.task, "max_tokens", 999), "task.max_tokens is 999; it must"),
         (lambda config: setattr(config.loss, "kl_coef", 0.1), "loss.kl_coef is 0.1; it must be 0"),
         (lambda config: setattr(config.task, "held_out_fraction", 1.0), "leaves no example"),

@@ -11,7 +11,7 @@ from rl.algorithms.kl import AdaptiveKL
 from rl.algorithms.losses import CISPOLoss, ClippedLoss
 from rl.config import RLConfig
 from rl.errors import ConfigError
-from rl.rules import Bounds, rule_of
+from rl.rules import Bounds, Fixed, rule_of
 from rl.validation import validate
 from rl.validation.values import fields_of, is_number_field, validate_types, values
 from tests.validation.full_config import full_config, with_converters
@@ -63,11 +63,12 @@ def key_of(holder: Any, key: str) -> Any:
 
 
 def numbers(config: RLConfig) -> dict[str, Any]:
-    """Return every value of ``config`` that is or may be a number, by name."""
+    """Return every value of ``config`` that is or may be a number and that may change, by name."""
     return {
         value.name: value
         for value in values(config)
         if is_number_field(value.hint) or type(value.content) in (int, float)
+        if rule_of(value.hint, Fixed) is None
     }
 
 
@@ -86,7 +87,7 @@ def test_absurd_numbers_are_refused_by_name_unless_the_rule_allows_them(config, 
             else:
                 assert value.bounds.complaint(absurd) == "", f"{name} took {absurd}"
         put(config, name, value.content)
-    assert cases > 700
+    assert cases > 600
 
 
 def test_every_number_of_a_full_config_has_a_rule(config):
@@ -255,9 +256,12 @@ def test_a_run_that_would_never_save_is_refused(config):
     [
         (
             {"n_kv_heads": 3},
-            "roles.judge.model.n_kv_heads is 3; it must divide roles.judge.model.n_heads",
+            "roles.judge.model.n_kv_heads is 3; it must be a divisor of roles.judge.model.n_heads",
         ),
-        ({"attention": "varlen"}, "roles.judge.model.attention is 'varlen', which needs CUDA"),
+        (
+            {"attention": "varlen"},
+            "roles.judge.model.attention is 'varlen'; it must be 'auto' or 'dense' on CPU",
+        ),
         ({"num_experts": 4}, "roles.judge.model.experts_per_token is 0; it must be between 1"),
     ],
 )

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from rl.algorithms.batch import make_batch, whole_texts
-from rl.algorithms.sequence_losses import KTOLoss, Labels
+from rl.algorithms.sequence_losses import Labels
 from rl.algorithms.sequence_scores import (
     LinearLoss,
     coefficients,
@@ -127,7 +127,7 @@ def _preference_work(config: PreferenceConfig, name: str, lengths: Rows[int]) ->
     loss = config.loss.build()
     lengths = [*lengths, lengths[-1]] if len(lengths) % 2 else lengths
     examples = _examples(lengths, config.model.vocab_size)
-    if isinstance(config.loss, KTOLoss.Config):
+    if loss.is_unpaired:
         half = examples[: max(2, len(examples) // 2)]
         batch = with_mismatched(batch_of(half), max_tokens=config.task.max_tokens)
         labels = Labels.unpaired(torch.arange(len(half)) % 2 == 0)
@@ -143,7 +143,7 @@ def _preference_work(config: PreferenceConfig, name: str, lengths: Rows[int]) ->
         return Work(batch, forward=True)
     scores = sequence_scores(batch, torch.full((len(batch.tokens),), -1.0))
     weights, _, _ = coefficients(loss, scores, scores if loss.needs_reference else None, labels)
-    if isinstance(config.loss, KTOLoss.Config):
+    if loss.is_unpaired:
         weights = weights[: len(batch) // 2]
     learned = with_coefficients(batch, weights)
     linear = LinearLoss.Config(head=loss.head).build()

@@ -1,0 +1,145 @@
+"""Checks of RL runs: sampling, the algorithm, the push of weights and other models."""
+
+from collections.abc import Callable
+from typing import Any
+
+from rl.algorithms.advantages import GAE, ReinforcePlusPlus
+from rl.algorithms.policy_gradient import PolicyGradient
+from rl.config import RLConfig
+from rl.errors import require, require_value
+from rl.model.shape import shape_of
+from rl.validation.engines import validate_generator
+from rl.validation.folders import RESERVED, validate_other_folders
+from rl.validation.layouts import validate_devices, validate_generator_layout, validate_nodes
+from rl.validation.values import check
+
+ENVIRONMENT = "unless the task is an environment"
+RESERVED_ROLES = ("checkpoints", "generator", "policy", "reward", "trainer")
+
+
+def _validate_sampling(config: RLConfig) -> None:
+    """Check how many completions are sampled, and in which chunks they are trained on."""
+    rollout = config.rollout
+    holds = rollout.samples_per_prompt > 1 or rollout.max_resampled_groups == 0
+    rule = "0 with rollout.samples_per_prompt=1"
+    fix = "the rewards of every group are equal"
+    check(config, "rollout.max_resampled_groups", holds, rule, fix)
+    field = "rollout.stream_chunks"
+    prompts = rollout.prompts_per_step
+    holds = rollout.stream_chunks <= prompts
+    check(config, field, holds, f"at most rollout.prompts_per_step={prompts}")
+    if rollout.stream_chunks > 1:
+        rule = "1 unless rollout.pipeline is 'asynchronous'"
+        fix = "the order in which groups finish would change the numbers"
+        check(config, field, rollout.pipeline == "asynchronous", rule, fix)
+        holds = config.updates_per_step == 1 and config.algorithm.by_group
+        rule = "1 where a step has several updates or its advantages are compared over all groups"
+        check(config, field, holds, rule, "both need the whole batch")
+
+
+def _validate_lengths(config: RLConfig) -> None:
+    """Check the lengths of prompts and completions, in tokens."""
+    room = shape_of(config.model).max_seq_len
+    longest = config.longest
+    prompt = config.task.max_prompt_tokens
+    fields = f"task.max_prompt_tokens={prompt} + rollout.max_tokens={config.rollout.max_tokens}"
+    if config.task.is_episodic:
+        fields = "task.max_episode_tokens"
+    require_value(longest <= room, fields, longest, f"at most model.max_seq_len={room}")
+    budget = config.trainer.micro_batch_tokens
+    rule = f"at least {longest}, the longest prompt and completion"
+    check(config, "trainer.micro_batch_tokens", budget is None or budget >= longest, rule)
+
+
+def _validate_push(config: RLConfig) -> None:
+    """Check that the transport can push weights as configured, and between the run's nodes."""
+    transport = config.weights.transport
+    local = transport in ("shared_memory", "cuda_ipc")
+    own = f"weights.transport={transport!r}"
+    check(config, "weights.delta", not (config.weights.delta and local), f"False with {own}")
+    serves = config.weights.fan_out == 1 or transport in ("auto", "tcp")
+    fix = "only with 'tcp' readers serve each other"
+    check(config, "weights.fan_out", serves, f"1 with {own}", fix)
+    rule = (
+        f"'auto', 'tcp', 'rdma' or 'torchstore' with trainer.nodes={config.trainer.nodes} and "
+        f"generator.nodes={config.generator.nodes}"
+    )
+    check(config, "weights.transport", config.nodes == 1 or not local, rule)
+
+
+def _validate_algorithm(config: RLConfig) -> None:
+    """Check the algorithm's own fields, and when it may share devices with generators."""
+    config.algorithm.check(config.rollout)
+    in_turns = config.rollout.max_staleness == 0 and config.generator.enforce_eager
+    rule = "'none' or 'models' unless rollout.max_staleness is 0 and generator.enforce_eager True"
+    fix = "the devices are used in turns, and compiled code keeps addresses"
+    check(config, "colocate", config.colocate != "all" or in_turns, rule, fix)
+
+
+def validate_credit(config: RLConfig) -> None:
+    """Check the fields that act on episodes of several turns."""
+    algorithm = config.algorithm
+    is_episodic = config.task.is_episodic
+    least = config.rollout.min_episodes
+    samples = config.rollout.samples_per_prompt
+    field = "rollout.min_episodes"
+    fix = "other tasks lose whole groups"
+    check(config, field, is_episodic or least == 0, f"0 {ENVIRONMENT}", fix)
+    rule = f"less than rollout.samples_per_prompt={samples}, or 0 to drop the group"
+    check(config, field, least < samples or least == 0, rule)
+    if not isinstance(algorithm, PolicyGradient.Config):
+        return
+    advantage = algorithm.advantage
+    holds = least != 1 or not advantage.needs_group
+    fix = "the advantage compares the rollouts of a prompt"
+    check(config, field, holds, "0 or at least 2", fix)
+    fix = "other rollouts have one turn"
+    field = "algorithm.credit"
+    by_turn = algorithm.credit == "turn"
+    check(config, field, is_episodic or not by_turn, f"'episode' {ENVIRONMENT}", fix)
+    name = type(advantage).__qualname__.removesuffix(".Config")
+    rule = f"'episode' with algorithm.advantage={name}, which compares whole rollouts"
+    check(config, field, advantage.by_token or not by_turn, rule)
+    if isinstance(advantage, GAE.Config | ReinforcePlusPlus.Config):
+        field = "algorithm.advantage.discount_per"
+        by_token = advantage.discount_per == "token"
+        check(config, field, is_episodic or by_token, f"'token' {ENVIRONMENT}", fix)
+        rule = "'token' unless a discount is below 1"
+        fix = "otherwise there is nothing to discount"
+        check(config, field, advantage.has_discount or by_token, rule, fix)
+    holds = not (is_episodic and algorithm.overlong_buffer)
+    fix = "rollout.max_tokens limits one answer, not the rollout"
+    rule = "0 if the task is an environment"
+    check(config, "algorithm.overlong_buffer", holds, rule, fix)
+
+
+def _validate_roles(config: RLConfig) -> None:
+    """Check the names of other models, and that they take the policy's sequences."""
+    vocabulary = shape_of(config.model).vocab_size
+    longest = config.longest
+    taken = (*RESERVED, *RESERVED_ROLES)
+    for name, role in config.roles.items():
+        field = f"roles.{name}"
+        require(
+            name.isidentifier() and name not in taken,
+            f"roles: {name!r} cannot be the name of a role; it must be an identifier other than "
+            f"{', '.join(taken)}",
+        )
+        shape = shape_of(role.model)
+        size = shape.vocab_size
+        rule = f"that of the policy, {vocabulary}"
+        require_value(size == vocabulary, f"{field}.model.vocab_size", size, rule)
+        room = shape.max_seq_len
+        rule = f"at least {longest}, the longest prompt and completion"
+        require_value(room >= longest, f"{field}.model.max_seq_len", room, rule)
+        rule = f"0 unless {field}.head is 'values'"
+        holds = role.reward_weight == 0 or role.head == "values"
+        check(config, f"{field}.reward_weight", holds, rule)
+
+
+ROLLOUT_CHECKS: list[Callable[[Any], None]] = [
+    *(validate_other_folders, validate_generator_layout, validate_nodes, validate_devices),
+    *(validate_generator, _validate_lengths, _validate_push, _validate_sampling),
+    *(_validate_algorithm, validate_credit, _validate_roles),
+]
+"""Checks of RL runs, beside those of all runs."""

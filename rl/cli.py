@@ -44,6 +44,7 @@ from rl.validation.values import (
     choices_of,
     docstrings_of,
     validate_types,
+    value_of,
     values,
 )
 
@@ -96,7 +97,7 @@ def read_config(arguments: Sequence[str], *, program: str) -> tuple[str, RunConf
                 config=(tyro.conf.CascadeSubcommandArgs,),  # any field may follow a chosen part
             )
     except SystemExit:
-        raise ConfigError(_refusal(output.getvalue(), [*_field_names(base)])) from None
+        raise ConfigError(_refusal(output.getvalue(), _names(base))) from None
     except ValueError as error:  # a torchtitan dataclass refused its values
         raise ConfigError(str(error)) from error
     except Exception as error:
@@ -309,16 +310,18 @@ def _in_full(config: RunConfig, overrides: list[str]) -> list[str]:
 
     Raises ConfigError for a field that does not exist, and for an end that several fields have.
     """
-    known = {*_field_names(config)}
-    leaves = [value.name for value in values(config)]
+    known = _names(config)
     # the chosen class has fields of its own
     chosen = {argument.partition(":")[0].replace("-", "_") for argument in overrides}
-    return [_full_argument(config, argument, known, leaves, chosen) for argument in overrides]
+    return [_full_argument(config, argument, known, chosen) for argument in overrides]
 
 
-def _full_argument(
-    config: RunConfig, argument: str, known: set[str], leaves: list[str], chosen: set[str]
-) -> str:
+def _names(config: RunConfig) -> list[str]:
+    """Return the full names of all values of a config."""
+    return [value.name for value in values(config) if value.name]
+
+
+def _full_argument(config: RunConfig, argument: str, known: list[str], chosen: set[str]) -> str:
     written, equals, value = argument.removeprefix("--").partition("=")
     name = written.replace("-", "_")
     if not argument.startswith("--"):
@@ -327,17 +330,18 @@ def _full_argument(
     positive = re.sub(r"(^|\.)no_", r"\1", name)  # --no-flag negates
     section = positive.rpartition(".")[0]
     if positive in known or (
-        section in known and (section in chosen or not _has_fields(config, section))
+        section in known
+        and (section in chosen or not dataclasses.is_dataclass(value_of(config, section)))
     ):
         return argument  # tyro checks an entry of a field without declared fields, such as a dict
     require(name not in OTHER_NAMES, _other_name(f"--{written}"))
-    found = [leaf for leaf in leaves if leaf.endswith(f".{positive}")]
-    found = [leaf for leaf in found if not leaf.startswith(COPIES)] or found
+    found = [name for name in known if name.endswith(f".{positive}")]
+    found = [name for name in found if not name.startswith(COPIES)] or found
     if len(found) == 1:
         parent, _, last = found[0].rpartition(".")
         negation = "no_" if name != positive else ""
         return f"--{parent}.{negation}{last}{equals}{value}"
-    ends = ", ".join(f"--{leaf}" for leaf in found)
+    ends = ", ".join(f"--{name}" for name in found)
     require(not found, f"--{written} is the end of several fields; give one of {ends}")
     raise ConfigError(_unknown_field(positive, known))
 
@@ -347,7 +351,7 @@ def _other_name(written: str) -> str:
     return f"{written}: Tiller's name of this field is --{OTHER_NAMES.get(name)}"
 
 
-def _unknown_field(given: str, known: set[str]) -> str:
+def _unknown_field(given: str, known: list[str]) -> str:
     section = given.rpartition(".")[0]
     while section and not any(name.startswith(f"{section}.") for name in known):
         section = section.rpartition(".")[0]
@@ -358,38 +362,3 @@ def _unknown_field(given: str, known: set[str]) -> str:
     place = f"All in {section or 'the config'}: "
     names = textwrap.fill(place + ", ".join(siblings), 100, break_on_hyphens=False)
     return f"--{given}: there is no such field; {hint.rstrip()}\n{names}"
-
-
-def _has_fields(config: RunConfig, name: str) -> bool:
-    value: Any = config
-    for part in name.split("."):
-        value = (
-            dict(_items(value)).get(part)
-            if isinstance(value, list | dict)
-            else getattr(value, part)
-        )
-    return dataclasses.is_dataclass(value)
-
-
-def _field_names(value: Any, prefix: str = "") -> Iterator[str]:
-    for field in dataclasses.fields(value):
-        name = f"{prefix}{field.name}"
-        content = getattr(value, field.name)
-        yield name
-        if dataclasses.is_dataclass(content):
-            yield from _field_names(content, f"{name}.")
-        for key, item in _items(content):
-            if dataclasses.is_dataclass(item):
-                yield from _field_names(item, f"{name}.{key}.")
-
-
-def _items(value: Any) -> list[tuple[str, Any]]:
-    """Return the elements of a list or dict, each with its name on the command line."""
-    pairs = (
-        value.items()
-        if isinstance(value, dict)
-        else enumerate(value)
-        if isinstance(value, list)
-        else ()
-    )
-    return [(str(key), item) for key, item in pairs]

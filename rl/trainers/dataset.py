@@ -227,9 +227,13 @@ class DatasetTrainer(Trainer[Run], Generic[Run, Item]):
 
     async def before_steps(self) -> None:
         if self.step > self.report.evaluated:  # the start, or the run was left meanwhile
-            await self.after_step()
+            await self.evaluate_if_due()
 
     async def after_step(self) -> None:
+        await self.evaluate_if_due()
+
+    async def evaluate_if_due(self) -> None:
+        """Do the evaluations that are due after this step, unless the run is left meanwhile."""
         due = self.due() if self.step < self.total_steps else []
         if not due:
             return

@@ -86,7 +86,7 @@ MUTATIONS = {
     "a condition on a device tensor": Mutation(
         METRICS,
         "counted = weights > 0",
-        "counted = weights > 0 if weights.sum() > 0 else None",
+        "counted = weights > 0 if weights.sum() > 0 else weights > 1",
         "",
     ),
     "a mask that is an index": Mutation(

@@ -43,6 +43,7 @@ class Stopwatch:
         self._spans: defaultdict[str, float] = defaultdict(float)
         self._running: Counter[tuple[str, str]] = Counter()
         self._begun: dict[tuple[str, str], float] = {}
+        self._own: set[str] = set()  # running spans of the controller
         self._hidden = 0.0
         self._lapped = 1
         self._started = self._counted = time.perf_counter()
@@ -54,17 +55,22 @@ class Stopwatch:
         raises.
         """
         key = (process, name)
-        now = self._count()
+        is_own = process == CONTROLLER
+        now = self._count() if is_own else time.perf_counter()
         if not self._running[key]:
             self._begun[key] = now
+            if is_own:
+                self._own.add(name)
         self._running[key] += 1
         try:
             yield
         finally:
-            now = self._count()
+            now = self._count() if is_own else time.perf_counter()
             self._running[key] -= 1
             if not self._running[key]:
                 del self._running[key]
+                if is_own:
+                    self._own.remove(name)
                 self._emit(key, now)
 
     def worked(self, process: str, name: str, begin: float, end: float) -> None:
@@ -111,9 +117,8 @@ class Stopwatch:
         now = time.perf_counter()
         passed = now - self._counted
         self._counted = now
-        own = [name for process, name in self._begun if process == CONTROLLER]
-        for name in own:
+        for name in self._own:
             self._spans[name] += passed
-        stages = sum(name in own for name in STAGES)
+        stages = sum(name in self._own for name in STAGES)
         self._hidden += max(0, stages - 1) * passed
         return now

@@ -104,7 +104,7 @@ def test_a_model_of_other_sizes_than_the_runs_own_is_refused(run, model, tmp_pat
     own = shutil.copytree(model, tmp_path / "own")
     sizes = json.loads((own / "config.json").read_text())
     (own / "config.json").write_text(json.dumps(sizes | {"hidden_size": sizes["hidden_size"] * 2}))
-    message = f"DIR is '{own}', a model whose dim is .*; it must be the model's, "
+    message = f"DIR is '{own}'; it must be the folder of a model whose dim is "
     arguments = [str(own), "--config", "quickstart", "--model.hf_path", model]
     assert_refused(evaluate, arguments, message, capsys)
 

@@ -226,6 +226,12 @@ def test_a_good_environment_is_played_for_some_turns_and_draws_nothing(construct
     assert after == before
 
 
+def test_an_environment_that_fails_for_one_prompt_alone_is_not_refused(construct):
+    """It costs one group in a run."""
+    unlucky = "def environment(self, prompt, sample): return 1 / prompt.prompt_id and Game()"
+    assert construct(ENVIRONMENT.format(game="", task=unlucky)).dataset_train.prompt(0)
+
+
 ENDLESS_AGENT = """
     def agent(self, prompt, api):
         while True:

@@ -30,6 +30,7 @@ from rl.types import Completion, Prompt
 LINE_EVERY_S = 5.0
 MAX_TRIED = 1000  # number of prompts, and of groups of completions
 MAX_TURNS = 4  # number of answers in the episode that is played
+MAX_EPISODES = 3  # number of prompts whose episodes are played until one is not lost
 END_S = 5.0  # for an agent and its gateway to end
 MADE_UP = "I do not know."
 """Answer to a prompt that has no reference answer."""
@@ -61,39 +62,47 @@ def build_task(config: RLConfig) -> Task:
 
 def try_task(config: RLConfig, task: Task) -> None:
     """Score the reference answer of the first prompt. Of an environment, play an episode of at most
-    ``MAX_TURNS`` answers.
+    ``MAX_TURNS`` answers; if the episode is lost, try some more prompts, since a run survives a
+    prompt that fails.
 
     Random states of this process stay as they are. Raises ConfigError if the user's code raises,
     hangs or returns what a run could not use.
     """
-    with _before_start():
-        prompt = training_prompt(task, 0)
-    with _same_randomness(), reading(quiet=config.quiet):
+    with _same_randomness(), reading(quiet=config.quiet), _before_start():
         if isinstance(task, EnvironmentTask):
-            _try_episode(task, prompt, config.rollout.max_tokens)
+            _try_episodes(task, config.rollout.max_tokens)
         else:
-            _try_score(task, prompt, config.deadlines.reward)
+            _try_score(task, config.deadlines.reward)
 
 
-def _try_score(task: Task, prompt: Prompt, deadline: float) -> None:
+def _try_score(task: Task, deadline: float) -> None:
+    prompt = training_prompt(task, 0)
     answer = _written(task, prompt.answer)
     what = f"the reward of {type(task).__name__}"
     advice = "this was the reference answer of the first prompt; correct score"
-    _finish(lambda: score_group(task, prompt, [answer]), what, deadline, advice)
+    if lost := _lost(lambda: score_group(task, prompt, [answer]), what, deadline):
+        raise ConfigError(f"task: {lost}\n{advice}")
 
 
-def _try_episode(task: EnvironmentTask, prompt: Prompt, max_tokens: int) -> None:
-    text = prompt.answer or MADE_UP
-    answer = _written(task, text, max_tokens)
+def _try_episodes(task: EnvironmentTask, max_tokens: int) -> None:
     what = f"an episode of {type(task).__name__}"
-    advice = (
-        f"this was an episode of the first prompt, with the answer {shown(text)}; correct the "
-        "environment, or start what it needs"
-    )
     calls = MAX_TURNS + 3  # environment, reset and close too; a coroutine may block all of them
     deadline = calls * task.config.step_s + END_S
-    episode = partial(played, task, prompt, answer, turns=MAX_TURNS)
-    _finish(lambda: asyncio.run(episode()), what, deadline, advice)
+    reasons = list[str]()
+    for prompt_id in range(MAX_EPISODES):
+        prompt = training_prompt(task, prompt_id)
+        text = prompt.answer or MADE_UP
+        lost = _lost(partial(_play, task, prompt, _written(task, text, max_tokens)), what, deadline)
+        if lost is None:
+            return
+        reasons.append(f"{lost}\nthis was an episode with the answer {shown(text)}")
+        if not lost.reason:  # its thread goes on
+            break
+    raise ConfigError(f"task: {reasons[0]}; correct the environment, or start what it needs")
+
+
+def _play(task: EnvironmentTask, prompt: Prompt, answer: Completion) -> None:
+    asyncio.run(played(task, prompt, answer, turns=MAX_TURNS))
 
 
 def _written(task: Task, text: str, max_tokens: int | None = None) -> Completion:
@@ -103,9 +112,9 @@ def _written(task: Task, text: str, max_tokens: int | None = None) -> Completion
     return Completion.written([*tokens[:most], task.stop_token_ids[0]])
 
 
-def _finish(work: Callable[[], Any], what: str, deadline: float, advice: str) -> None:
-    """Run ``work`` in a thread of its own. Raises ConfigError, which ends in ``advice``, if it
-    raises GroupLost or does not end within ``deadline`` seconds.
+def _lost(work: Callable[[], Any], what: str, deadline: float) -> GroupLost | None:
+    """Run ``work`` in a thread of its own; return the GroupLost that it raises, or one without a
+    reason if it does not end within ``deadline`` seconds.
     """
     thread = DaemonThread()
     future = thread.submit(work)
@@ -114,14 +123,13 @@ def _finish(work: Callable[[], Any], what: str, deadline: float, advice: str) ->
         if wait([future], timeout=1.0).done:
             break
         tell_progress(f"trying {what}: {second + 1} s")
-    lost = f"{what} did not end in {deadline:g} s"
-    if future.done():
-        try:
-            future.result()
-            return
-        except GroupLost as error:
-            lost = str(error)
-    raise ConfigError(f"task: {lost}\n{advice}")
+    if not future.done():
+        return GroupLost("", f"{what} did not end in {deadline:g} s")
+    try:
+        future.result()
+    except GroupLost as lost:
+        return lost
+    return None
 
 
 def check_algorithm(config: RLConfig) -> None:

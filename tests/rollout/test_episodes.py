@@ -336,16 +336,31 @@ def test_episodes_are_closed_when_sampling_is_cancelled(model):
     asyncio.run(cancelled())
 
 
+WRONG = {
+    100: ({"tokens": [10**6]}, "give tokens below"),
+    101: ({"tokens": []}, "give tokens below"),
+    102: ({"tokens": [-1]}, "give tokens below"),
+    103: ({"tokens": "ab"}, "give tokens below"),
+    104: ({"tokens": None}, "give tokens below"),
+    105: ({"max_tokens": 0}, "give a max_tokens of at least 1"),
+    106: ({"max_tokens": "7"}, "give a max_tokens of at least 1"),
+    107: ({"top_logprobs": 21}, "give a top_logprobs from 0 to 20"),
+    108: ({"stop_reason": "bored"}, "give a stop_reason of done, turns"),
+}
+"""Fields of a first reply that cannot be used, by prompt_id, and what the error says."""
+
+
 class Rewriter(TokenEnvironment):
     """Answers in tokens; each third prompt leaves out the turns before."""
 
-    def __init__(self, opening):
-        self.opening = opening
-        self.tokens = [*opening]
+    def __init__(self, wrong):
+        self.opening = [1, 2, 3]
+        self.tokens = [*self.opening]
+        self.wrong = wrong
         self.turns = 0
 
     def reset(self):
-        return TokenReply(tokens=self.tokens, max_tokens=7)
+        return replace(TokenReply(tokens=self.tokens, max_tokens=7), **self.wrong)
 
     def step(self, answer):
         self.turns += 1
@@ -365,8 +380,7 @@ class Rewritten(moody.Moody):
         pass
 
     def environment(self, prompt, sample):
-        openings = {100: [10**6], 101: [], 102: [-1], 103: "ab"}
-        return Rewriter(openings.get(prompt.prompt_id, [1, 2, 3]))
+        return Rewriter(WRONG.get(prompt.prompt_id, ({},))[0])
 
 
 def test_an_environment_that_writes_tokens_may_rewrite_the_history(model):
@@ -395,8 +409,9 @@ def test_an_environment_that_writes_tokens_may_rewrite_the_history(model):
         assert rollout.sampled_count == sum(len(completion.tokens) for _, completion in own)
 
 
-def test_prompts_that_are_no_tokens_of_the_model_cost_their_group(model):
-    groups, _ = collect(model, [100, 101, 102, 103, 4], engine=Engine(), task=Rewritten)
-    assert [each.reason for each in groups[:4]] == ["environment was invalid"] * 4
-    assert "give tokens below" in str(groups[0])
-    assert len(groups[4]) == 2
+def test_a_reply_in_tokens_that_cannot_be_used_costs_its_group(model):
+    (*lost, healthy), _ = collect(model, [*WRONG, 4], engine=Engine(), task=Rewritten)
+    for each, (_, said) in zip(lost, WRONG.values(), strict=True):
+        assert each.reason == "environment was invalid"
+        assert said in str(each)
+    assert len(healthy) == 2

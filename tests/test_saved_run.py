@@ -104,7 +104,7 @@ def test_a_model_of_other_sizes_than_the_runs_own_is_refused(run, model, tmp_pat
     own = shutil.copytree(model, tmp_path / "own")
     sizes = json.loads((own / "config.json").read_text())
     (own / "config.json").write_text(json.dumps(sizes | {"hidden_size": sizes["hidden_size"] * 2}))
-    message = f"DIR is '{own}'; it must be the folder of a model whose dim is "
+    message = f"DIR is '{own}'; it must be the folder of a model whose dim is .*, not "
     arguments = [str(own), "--config", "quickstart", "--model.hf_path", model]
     assert_refused(evaluate, arguments, message, capsys)
 

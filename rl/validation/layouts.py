@@ -73,7 +73,7 @@ def _validate_sizes(model: Role) -> None:
     """Check that the layout divides the model's sizes."""
     field = model.parallelism_field
     parallelism = model.trainer.parallelism
-    shape = shape_of(model.model)
+    shape = shape_of(model.model, field=f"{model.model_field}.hf_path")
     sharing = model.trainer.prompt_sharing
     holds = sharing == 1 or model.trainer.packing
     rule = "1 with packing=False, which puts one sequence in a row"

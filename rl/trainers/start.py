@@ -61,9 +61,9 @@ def build_task(config: RLConfig) -> Task:
 
 
 def try_task(config: RLConfig, task: Task) -> None:
-    """Score the reference answer of the first prompt. Of an environment, play an episode of at most
-    ``MAX_TURNS`` answers; if the episode is lost, try some more prompts, since a run survives a
-    prompt that fails.
+    """Score the reference answer of the first prompt. If the task has environments, play an episode
+    of at most ``MAX_TURNS`` answers instead. If the episode is lost, try some more prompts, since a
+    run survives a prompt that fails.
 
     Random states of this process stay as they are. Raises ConfigError if the user's code raises,
     hangs or returns what a run could not use.

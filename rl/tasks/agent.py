@@ -25,7 +25,7 @@ MAX_OUTPUT = 2**20
 MAX_ERROR = 2000
 """Size of the end of a command's standard error that its failure shows, in bytes."""
 CLOSE_S = 5.0
-"""Time for an agent to end when it is cancelled; then nobody waits for it."""
+"""Time for an agent to end when it is cancelled; after it no call waits for the agent."""
 PIPE_BYTES = 2**16
 """Size of a pipe."""
 

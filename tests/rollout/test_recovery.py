@@ -1,4 +1,4 @@
-"""Episodes whose worker is lost: replayed, begun again, or lost with a reason."""
+"""Episodes that lose their worker: replayed, begun again, or lost with a reason."""
 
 import asyncio
 import itertools

@@ -71,7 +71,9 @@ def _evaluate(arguments: list[str]) -> None:
     if name is not None and (text := quick_help(arguments, PROGRAM)):
         print(text)
         return
-    parser = run_parser(PROGRAM, DESCRIPTION, ONE_GPU, usage=USAGE, add_help=name is None)
+    parser = run_parser(
+        PROGRAM, DESCRIPTION, ONE_GPU, takes_run=False, usage=USAGE, add_help=name is None
+    )
     parser.add_argument(
         "--prompts", metavar="P", help="number of held-out prompts; by default the config's"
     )

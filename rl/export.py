@@ -35,7 +35,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _export(arguments: Sequence[str] | None) -> None:
     parser = run_parser(PROGRAM, DESCRIPTION, ONE_GPU)
-    parser.add_argument("run", metavar="RUN", type=Path, help="folder of the run")
     parser.add_argument("folder", metavar="DIR", type=Path, help="folder to write, new or empty")
     own, overrides = parser.parse_known_args(arguments)
 

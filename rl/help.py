@@ -4,7 +4,7 @@ import ast
 import hashlib
 import json
 import textwrap
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from argparse import ArgumentParser
 from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.errors import ConfigError, nearest
+from rl.program import reader_of_a_run
 
 SHIPPED = Path(__file__).parents[1] / "configs"
 """Folder of the configs that ship with Tiller: next to its package."""
@@ -301,26 +302,17 @@ def check_known(name: str, function: str, known: Collection[str]) -> None:
 
 
 def run_parser(program: str, description: str, one_gpu: str, **options: Any) -> ArgumentParser:
-    """Return the parser of a program that reads a run: ``--step`` and ``--json``.
+    """Return the parser of a program that loads a checkpoint: ``--step`` beside the arguments of
+    :func:`rl.program.reader_of_a_run`, whose ``options`` it takes.
 
     ``one_gpu`` lists, beside fields of the trainer, the overrides that a run of many GPUs needs to
-    fit on fewer GPUs. ``options`` are those of ArgumentParser.
+    fit on fewer GPUs.
     """
-    parser = ArgumentParser(
-        prog=program,
-        description=description,
-        epilog=READS_A_RUN.format(one_gpu=one_gpu),
-        allow_abbrev=False,
-        formatter_class=RawDescriptionHelpFormatter,
-        **options,
-    )
+    parser = reader_of_a_run(program, description, READS_A_RUN.format(one_gpu=one_gpu), **options)
     parser.add_argument(
         "--step",
         metavar="N",
         type=int,
         help="load RUN/checkpoints/step-N; without this option, the newest that is complete",
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object as the last line"
     )
     return parser

@@ -127,16 +127,22 @@ class Signals:
             self._loop.call_soon_threadsafe(self._first)
 
 
-def reader_of_a_run(program: str, description: str, epilog: str) -> ArgumentParser:
-    """Return the parser of a program that reads a run: RUN and ``--json``."""
+def reader_of_a_run(
+    program: str, description: str, epilog: str, *, takes_run: bool = True, **options: Any
+) -> ArgumentParser:
+    """Return the parser of a program that reads a run: ``--json``, and RUN if ``takes_run``.
+    ``options`` are those of ArgumentParser.
+    """
     parser = ArgumentParser(
         prog=program,
         description=description,
         epilog=epilog,
         allow_abbrev=False,
         formatter_class=RawDescriptionHelpFormatter,
+        **options,
     )
-    parser.add_argument("run", metavar="RUN", type=Path, help="folder of the run")
+    if takes_run:
+        parser.add_argument("run", metavar="RUN", type=Path, help="folder of the run")
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object as the last line"
     )

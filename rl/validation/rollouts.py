@@ -76,7 +76,7 @@ def _validate_algorithm(config: RLConfig) -> None:
     check(config, "colocate", config.colocate != "all" or in_turns, rule, fix)
 
 
-def validate_credit(config: RLConfig) -> None:
+def validate_episodes(config: RLConfig) -> None:
     """Check the fields that act on episodes of several turns."""
     algorithm = config.algorithm
     is_episodic = config.task.is_episodic
@@ -140,6 +140,6 @@ def _validate_roles(config: RLConfig) -> None:
 ROLLOUT_CHECKS: list[Callable[[Any], None]] = [
     *(validate_other_folders, validate_generator_layout, validate_nodes, validate_devices),
     *(validate_generator, _validate_lengths, _validate_push, _validate_sampling),
-    *(_validate_algorithm, validate_credit, _validate_roles),
+    *(_validate_algorithm, validate_episodes, _validate_roles),
 ]
 """Checks of RL runs, beside those of all runs."""

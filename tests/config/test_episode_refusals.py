@@ -7,7 +7,7 @@ from rl.cli import find_config
 from rl.errors import ConfigError
 from rl.tasks.guessing_game import GuessingGame
 from rl.validation import validate
-from rl.validation.rollouts import validate_credit
+from rl.validation.rollouts import validate_episodes
 
 
 def config_of(task=None, **fields):
@@ -43,7 +43,7 @@ BY_TURN = {"discount_per": "turn"}
 )
 def test_credit_that_cannot_act_is_refused(task, fields, message):
     with pytest.raises(ConfigError, match=message):
-        validate_credit(config_of(task, **fields))
+        validate_episodes(config_of(task, **fields))
 
 
 def test_every_run_is_checked():
@@ -61,7 +61,7 @@ def test_every_run_is_checked():
     ],
 )
 def test_credit_of_turns_is_accepted(fields):
-    validate_credit(config_of(GAME, **fields))
+    validate_episodes(config_of(GAME, **fields))
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_a_group_that_goes_on_can_be_compared(task, advantage, least, message):
     config = config_of(task, advantage=advantage)
     config.rollout.min_episodes = least
     if message is None:
-        validate_credit(config)
+        validate_episodes(config)
         return
     with pytest.raises(ConfigError, match=message):
-        validate_credit(config)
+        validate_episodes(config)

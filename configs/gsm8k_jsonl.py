@@ -3,8 +3,7 @@
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 
 from rl.algorithms.losses import dapo
-from rl.algorithms.policy_gradient import PolicyGradient
-from rl.config import EvaluationConfig, RLConfig, RolloutConfig
+from rl.config import EvaluationConfig, PolicyGradientConfig, RLConfig, RolloutConfig
 from rl.model.shape import ModelConfig
 from rl.tasks.gsm8k_jsonl import Gsm8kJsonl
 from rl.training.config import TrainerConfig
@@ -17,7 +16,7 @@ def gsm8k_jsonl() -> RLConfig:
         task=Gsm8kJsonl.Config(max_prompt_tokens=512),
         model=ModelConfig(max_seq_len=1024),
         rollout=RolloutConfig(prompts_per_step=32, samples_per_prompt=8, max_tokens=512),
-        algorithm=PolicyGradient.Config(loss=dapo()),
+        algorithm=PolicyGradientConfig(loss=dapo()),
         trainer=TrainerConfig(
             optimizer=default_adamw(lr=1e-6, weight_decay=0.0),
             lr_scheduler=LRSchedulersContainer.Config(warmup_steps=10, decay_ratio=0.0),

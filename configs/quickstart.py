@@ -3,8 +3,7 @@
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 
 from rl.algorithms.losses import grpo
-from rl.algorithms.policy_gradient import PolicyGradient
-from rl.config import EvaluationConfig, RLConfig, RolloutConfig
+from rl.config import EvaluationConfig, PolicyGradientConfig, RLConfig, RolloutConfig
 from rl.generation.config import GeneratorConfig
 from rl.model.shape import ModelConfig
 from rl.tasks.copy_digits import CopyDigits
@@ -29,7 +28,7 @@ def quickstart() -> RLConfig:
             max_seq_len=32,
         ),
         rollout=RolloutConfig(prompts_per_step=32, samples_per_prompt=8, max_tokens=6),
-        algorithm=PolicyGradient.Config(loss=grpo(entropy_coef=0.02)),
+        algorithm=PolicyGradientConfig(loss=grpo(entropy_coef=0.02)),
         trainer=TrainerConfig(
             optimizer=default_adamw(lr=1e-3, weight_decay=0.0),
             lr_scheduler=LRSchedulersContainer.Config(warmup_steps=10, decay_ratio=0.0),

@@ -11,8 +11,7 @@ from torchtitan.config import ParallelismConfig, TrainingConfig
 from torchtitan.distributed.activation_checkpoint import FullAC
 
 from rl.algorithms.losses import dapo
-from rl.algorithms.policy_gradient import PolicyGradient
-from rl.config import EvaluationConfig, RLConfig, RolloutConfig
+from rl.config import EvaluationConfig, PolicyGradientConfig, RLConfig, RolloutConfig
 from rl.generation.config import GeneratorConfig
 from rl.model.shape import ModelConfig
 from rl.session.hardware import HardwareConfig
@@ -114,7 +113,7 @@ def _recipe(
             max_staleness=1,
             reward_workers=4,
         ),
-        algorithm=PolicyGradient.Config(loss=dapo(), overlong_buffer=512),
+        algorithm=PolicyGradientConfig(loss=dapo(), overlong_buffer=512),
         trainer=TrainerConfig(
             parallelism=ParallelismConfig(
                 data_parallel_shard_degree=shard,

@@ -12,8 +12,14 @@ can copy numbers reliably; reinforcement goes on from there. ::
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 
 from rl.algorithms.losses import grpo
-from rl.algorithms.policy_gradient import PolicyGradient
-from rl.config import EvaluationConfig, RLConfig, RolloutConfig, SFTConfig, SFTDataConfig
+from rl.config import (
+    EvaluationConfig,
+    PolicyGradientConfig,
+    RLConfig,
+    RolloutConfig,
+    SFTConfig,
+    SFTDataConfig,
+)
 from rl.model.shape import ModelConfig
 from rl.tasks.calculator import Calculator
 from rl.training.config import TrainerConfig
@@ -46,7 +52,7 @@ def tool_quickstart() -> RLConfig:
         ),
         model=ModelConfig(max_seq_len=LONGEST),
         rollout=RolloutConfig(prompts_per_step=16, samples_per_prompt=8, max_tokens=48),
-        algorithm=PolicyGradient.Config(loss=grpo(entropy_coef=0.001)),
+        algorithm=PolicyGradientConfig(loss=grpo(entropy_coef=0.001)),
         trainer=TrainerConfig(
             optimizer=default_adamw(lr=1e-3, weight_decay=0.0),
             lr_scheduler=LRSchedulersContainer.Config(warmup_steps=10, decay_ratio=0.0),

@@ -11,9 +11,7 @@ from rl.program import begin, is_starting
 if TYPE_CHECKING:
     import configs
     from rl.algorithms import advantages, losses
-    from rl.algorithms.algorithm import Algorithm
     from rl.algorithms.batch import make_batch
-    from rl.algorithms.policy_gradient import PolicyGradient
     from rl.config import PreferenceConfig, RewardModelConfig, RLConfig, SFTConfig
     from rl.errors import InfrastructureError
     from rl.generation.config import GeneratorConfig
@@ -24,6 +22,7 @@ if TYPE_CHECKING:
     from rl.tasks.base import Score, Task
     from rl.tasks.environment import EnvironmentTask, MessageEnvironment, Opening, Reply
     from rl.tasks.rewards import Rewards
+    from rl.trainers.algorithm import Algorithm, PolicyGradient
     from rl.trainers.preference import PreferenceTrainer
     from rl.trainers.rl import RLTrainer
     from rl.trainers.sft import SFTTrainer
@@ -80,7 +79,7 @@ __all__ = [
 
 _SOURCES = {
     "AgentTask": "rl.tasks.agent:AgentTask",
-    "Algorithm": "rl.algorithms.algorithm:Algorithm",
+    "Algorithm": "rl.trainers.algorithm:Algorithm",
     "Batch": "rl.types:Batch",
     "Completion": "rl.types:Completion",
     "EnvironmentTask": "rl.tasks.environment:EnvironmentTask",
@@ -90,7 +89,7 @@ _SOURCES = {
     "MessageEnvironment": "rl.tasks.environment:MessageEnvironment",
     "ModelConfig": "rl.model.shape:ModelConfig",
     "Opening": "rl.tasks.environment:Opening",
-    "PolicyGradient": "rl.algorithms.policy_gradient:PolicyGradient",
+    "PolicyGradient": "rl.trainers.algorithm:PolicyGradient",
     "PreferenceConfig": "rl.config:PreferenceConfig",
     "PreferenceTrainer": "rl.trainers.preference:PreferenceTrainer",
     "Prompt": "rl.types:Prompt",

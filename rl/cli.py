@@ -20,8 +20,8 @@ import tyro
 from torchtitan.config import ConfigManager
 from torchtitan.config.manager import custom_registry
 
-from rl.algorithms.by_name import ALGORITHMS
 from rl.config import RLConfig, RunConfig
+from rl.config.algorithm import ALGORITHMS
 from rl.errors import ConfigError, nearest, require, shown
 from rl.frames import users_code, users_error
 from rl.frozen import thawed

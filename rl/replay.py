@@ -130,13 +130,12 @@ def _parser() -> ArgumentParser:
 def _with_loss(config: "RunConfig", name: str) -> "RLConfig":
     """Return the run's config with the loss of this name, with the run's coefficients."""
     from rl.algorithms import losses
-    from rl.algorithms.policy_gradient import PolicyGradient
-    from rl.config import RLConfig
+    from rl.config import PolicyGradientConfig, RLConfig
 
     if not isinstance(config, RLConfig):
         raise ConfigError(f"--loss {name}: this is no RL run; give the fields of its loss instead")
     algorithm = config.algorithm
-    if not isinstance(algorithm, PolicyGradient.Config):
+    if not isinstance(algorithm, PolicyGradientConfig):
         kind = type(algorithm).__qualname__.removesuffix(".Config")
         raise ConfigError(f"--loss {name}: the run's algorithm is {kind}, which has its own loss")
     kinds = {

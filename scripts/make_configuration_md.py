@@ -19,6 +19,7 @@ from torchtitan.config import Configurable
 
 import rl.algorithms
 import rl.tasks
+import rl.trainers.algorithm
 from rl.cli import common_fields, shipped_configs
 from rl.config import PreferenceConfig, RewardModelConfig, RLConfig, SFTConfig
 from rl.help import COMMON_FIELDS, digest, shipped_sources

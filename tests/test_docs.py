@@ -16,8 +16,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from rl.algorithms.by_name import ALGORITHMS
 from rl.cli import read_config
+from rl.config.algorithm import ALGORITHMS
 from rl.plan.__main__ import main as plan
 from tests import warm
 from tests.bench.programs import module

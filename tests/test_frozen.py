@@ -9,9 +9,8 @@ import pytest
 from rl.algorithms.advantages import GAE
 from rl.algorithms.corrections import TruncatedIS
 from rl.algorithms.losses import dapo
-from rl.algorithms.policy_gradient import PolicyGradient
 from rl.cli import find_config, parse_config, shipped_configs
-from rl.config import RLConfig, RoleConfig
+from rl.config import PolicyGradientConfig, RLConfig, RoleConfig
 from rl.errors import ConfigError
 from rl.frozen import frozen, thawed
 from rl.model.shape import ModelConfig
@@ -62,7 +61,7 @@ def every_kind_of_part() -> RLConfig:
     config = parse(
         "trainer.lora:on", "trainer.activation-checkpoint:selective", "--trainer.lora.rank", "4"
     )
-    config.algorithm = PolicyGradient.Config(
+    config.algorithm = PolicyGradientConfig(
         advantage=GAE.Config(), loss=dapo(), corrections=(TruncatedIS.Config(),)
     )
     config.roles["teacher"] = RoleConfig(model=ModelConfig(dim=128), column="teacher_logprobs")

@@ -11,8 +11,7 @@ import pytest
 
 from configs.quickstart import quickstart
 from rl.algorithms.advantages import Advantages, GroupAdvantage
-from rl.algorithms.policy_gradient import PolicyGradient
-from rl.config import RLConfig
+from rl.config import PolicyGradientConfig, RLConfig
 from rl.observe.owner import FolderOwner
 from rl.tasks.base import Task
 from rl.tasks.copy_digits import CopyDigits
@@ -135,7 +134,7 @@ def moody() -> RLConfig:
 
 
 def misshapen() -> RLConfig:
-    return replace(quickstart(), algorithm=PolicyGradient.Config(advantage=Misshapen.Config()))
+    return replace(quickstart(), algorithm=PolicyGradientConfig(advantage=Misshapen.Config()))
 
 
 @pytest.mark.parametrize(

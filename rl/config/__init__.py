@@ -1,24 +1,20 @@
 """Configs of runs, one for each trainer."""
 
+from rl.config.algorithm import AlgorithmConfig, PolicyGradientConfig
 from rl.config.dataset import DatasetConfig, DatasetRunConfig
 from rl.config.preference import PreferenceConfig, PreferenceDataConfig, RewardModelConfig
-from rl.config.rl import (
-    CriticConfig,
-    EvaluationConfig,
-    ReferenceConfig,
-    RLConfig,
-    RoleConfig,
-    RolloutConfig,
-    RolloutRecordConfig,
-)
-from rl.config.run import RecordConfig, RunConfig, SinksConfig, WatchdogConfig
+from rl.config.rl import CriticConfig, ReferenceConfig, RLConfig, RoleConfig
+from rl.config.rollout import EvaluationConfig, RecordConfig, RolloutConfig, RolloutRecordConfig
+from rl.config.run import RunConfig, SamplingRunConfig, SinksConfig, WatchdogConfig
 from rl.config.sft import SampledEvaluationConfig, SFTConfig, SFTDataConfig
 
 __all__ = [
+    "AlgorithmConfig",
     "CriticConfig",
     "DatasetConfig",
     "DatasetRunConfig",
     "EvaluationConfig",
+    "PolicyGradientConfig",
     "PreferenceConfig",
     "PreferenceDataConfig",
     "RLConfig",
@@ -32,6 +28,7 @@ __all__ = [
     "SFTConfig",
     "SFTDataConfig",
     "SampledEvaluationConfig",
+    "SamplingRunConfig",
     "SinksConfig",
     "WatchdogConfig",
 ]

@@ -1,21 +1,22 @@
 """RunConfig: fields that the configs of all trainers share."""
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from torchtitan.config import ParallelismConfig
 
 from rl.config.clusters import KubernetesConfig, SlurmConfig
+from rl.config.rollout import EvaluationConfig, RecordConfig, RolloutConfig
+from rl.generation.config import GeneratorConfig
 from rl.model.shape import ModelConfig
 from rl.observe.sinks import Sink
 from rl.observe.trackers import TensorBoard, Trackio, WeightsAndBiases
 from rl.rules import COSMETIC, NUMERICS, PERFORMANCE, SECONDS, at_least, between
-from rl.session.config import DeadlineConfig, Role, SessionConfig
+from rl.session.config import Colocate, DeadlineConfig, Role, SessionConfig
 from rl.session.hardware import HardwareConfig
+from rl.tasks.base import Task
 from rl.training.config import TrainerConfig
-
-if TYPE_CHECKING:
-    from rl.config.rl import RLConfig
+from rl.weights.transport import WeightPushConfig
 
 Action = Literal["ignore", "warn", "fail"]
 """Consequence of an alarm: nothing, a warning, or the end of the run. An alarm is counted in any
@@ -108,15 +109,6 @@ class SinksConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class RecordConfig:
-    """Parts of each step that the run folder keeps, beside its metrics."""
-
-    digests: Annotated[bool, PERFORMANCE] = True
-    """Whether to write digests of each step's gradient and weights to ``digests.jsonl``, by
-    parameter."""
-
-
-@dataclass(kw_only=True, slots=True)
 class RunConfig:
     """Config of a run of any trainer."""
 
@@ -191,9 +183,9 @@ class RunConfig:
         trainer = replace(self.trainer, parallelism=parallelism, checkpoint=checkpoint)
         return Role("reference", trainer, self.model)
 
-    def sampling_run(self) -> "RLConfig | None":
-        """Return the config of an RL run that samples with the same generators; None if the run
-        has no generators.
+    def sampling_run(self) -> "SamplingRunConfig | None":
+        """Return the config of a run that samples with the same generators; None if the run has no
+        generators.
         """
         return None
 
@@ -231,3 +223,51 @@ class RunConfig:
     def updates_per_step(self) -> int:
         """Number of optimizer steps per step."""
         return 1
+
+
+@dataclass(kw_only=True, slots=True)
+class SamplingRunConfig(RunConfig):
+    """Fields of a run whose model samples completions for a task."""
+
+    task: Annotated[Task.Config, NUMERICS]
+    """Prompts and reward to train on: the config of a Task."""
+
+    rollout: Annotated[RolloutConfig, NUMERICS] = field(default_factory=RolloutConfig)
+    generator: GeneratorConfig = field(default_factory=GeneratorConfig)
+    weights: WeightPushConfig = field(default_factory=WeightPushConfig)
+    evaluation: Annotated[EvaluationConfig, COSMETIC] = field(default_factory=EvaluationConfig)
+    colocate: Annotated[Colocate, PERFORMANCE] = "none"
+    """Meshes that share devices. One of them at a time has its state in device memory; the others
+    wait in host memory.
+
+    - ``none``: Each mesh has its own devices.
+    - ``models``: Trainer, reference, critic and roles share devices.
+    - ``all``: The generators share them too, and discard their KV cache in between. Requires
+      lockstep.
+    """
+
+    @property
+    def longest(self) -> int:
+        """Maximum length of a sequence that is trained on, in tokens."""
+        return self.task.longest_sequence(self.rollout.max_tokens)
+
+    @property
+    def sequences(self) -> int:
+        """Number of sequences that a step trains on."""
+        return self.rollout.prompts_per_step * self.rollout.samples_per_prompt
+
+    def sampling_run(self) -> "SamplingRunConfig":
+        """Return this config."""
+        return self
+
+    def generation(self) -> dict[str, Any]:
+        """Return the fields of the session that concern generators."""
+        return {
+            "generator": self.generator,
+            "weights": self.weights,
+            "colocate": self.colocate,
+            "reward_workers": self.rollout.reward_workers,
+            "pushes": "in_order" if self.rollout.pipeline == "deterministic" else "newest",
+            "compares_all": self.rollout.max_staleness <= 1,
+            "longest": self.longest,
+        }

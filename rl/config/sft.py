@@ -7,7 +7,8 @@ import tyro
 
 from rl.algorithms.losses import CrossEntropyLoss, PolicyLoss
 from rl.config.dataset import DatasetConfig, DatasetRunConfig
-from rl.config.rl import EvaluationConfig, RLConfig, RolloutConfig
+from rl.config.rl import RLConfig
+from rl.config.rollout import EvaluationConfig, RolloutConfig
 from rl.config.run import RunConfig
 from rl.data.conversations import ConversationsConfig
 from rl.generation.config import GeneratorConfig

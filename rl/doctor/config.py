@@ -4,8 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from rl.algorithms.losses import CrossEntropyLoss
-from rl.algorithms.policy_gradient import PolicyGradient
-from rl.config import RLConfig, RunConfig
+from rl.config import PolicyGradientConfig, RLConfig, RunConfig
 from rl.doctor.findings import Finding, refused, warning
 from rl.errors import ConfigError
 from rl.plan.plan import Plan
@@ -110,7 +109,7 @@ def _check_learning(config: RunConfig) -> Iterator[Finding]:
 
 def _check_staleness(config: RLConfig) -> Iterator[Finding]:
     algorithm = config.algorithm
-    if not isinstance(algorithm, PolicyGradient.Config):
+    if not isinstance(algorithm, PolicyGradientConfig):
         return
     if algorithm.corrections or algorithm.loss.needs_proximal:
         return

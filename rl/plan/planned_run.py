@@ -5,7 +5,7 @@ from typing import Any
 
 from torchtitan.config import CompileConfig
 
-from rl.config import RLConfig, RunConfig
+from rl.config import RunConfig, SamplingRunConfig
 from rl.model.shape import ModelShape, shape_of
 from rl.model.shards import Layout
 from rl.model.tp_plan import generator_layout
@@ -48,7 +48,7 @@ class PlannedRun:
         if sampling is not None:
             self._add_generators(sampling, placement)
 
-    def _add_generators(self, config: RLConfig, placement: Placement) -> None:
+    def _add_generators(self, config: SamplingRunConfig, placement: Placement) -> None:
         """Set the attributes of runs with generators: their places, and both ends of the push."""
         self.rl = config
         """Config of the generators, of the push and of the rollouts."""

@@ -21,7 +21,7 @@ def rollout_metrics(
     groups: list[list[Rollout]], seen: Seen = attrgetter("reward")
 ) -> dict[str, float]:
     """Return the metrics of a step's rollouts: rewards, lengths, and the share of groups of equal
-    rewards, which teach nothing. ``seen`` is :meth:`rl.algorithms.algorithm.Algorithm.seen`.
+    rewards, which teach nothing. ``seen`` is :meth:`rl.trainers.algorithm.Algorithm.seen`.
 
     Rewards are ``reward/NAME`` for all rollouts and ``reward/TASK/NAME`` for each task of a
     mixture.

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rl.algorithms.algorithm import Algorithm
 from rl.config import RLConfig
 from rl.disk import replace_folder
 from rl.errors import RunError
@@ -19,6 +18,7 @@ from rl.rollout.metrics import rollout_metrics
 from rl.session.config import SessionConfig
 from rl.step_folders import ROLLOUTS
 from rl.tasks.base import Task
+from rl.trainers.algorithm import Algorithm
 from rl.trainers.attempt import Again, lost_group
 from rl.trainers.companions import Companions
 from rl.trainers.evaluation import Evaluation, held_out_prompts

@@ -46,7 +46,7 @@ class RolloutScheduler:
         evaluate: Callable[[int], Awaitable[None]],
         seen: Seen,
     ):
-        """``seen`` is :meth:`rl.algorithms.algorithm.Algorithm.seen`."""
+        """``seen`` is :meth:`rl.trainers.algorithm.Algorithm.seen`."""
         self._config = config
         self._task = task
         self._sampling = sampling_of(config.rollout, task)

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from rl.algorithms.algorithm import Algorithm
 from rl.config import RLConfig
 from rl.errors import ConfigError, GroupLost, RunError, require, shown
 from rl.frames import users_code
@@ -24,6 +23,7 @@ from rl.rollout.scoring import score_group
 from rl.tasks.base import Task, showing_progress, tell_progress
 from rl.tasks.environment import EnvironmentTask
 from rl.threads import DaemonThread
+from rl.trainers.algorithm import Algorithm
 from rl.trainers.evaluation import held_out_prompts
 from rl.types import Completion, Prompt
 

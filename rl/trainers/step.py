@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from rl.algorithms.algorithm import Algorithm
 from rl.metrics import Metrics
 from rl.observe.rollouts import Chunk
 from rl.session.session import Session
+from rl.trainers.algorithm import Algorithm
 from rl.types import Batch, Rollout
 
 FOUND = {"logprobs": "trainer_logprobs", "entropy": "entropy"}

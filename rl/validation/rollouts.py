@@ -4,8 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rl.algorithms.advantages import GAE, ReinforcePlusPlus
-from rl.algorithms.policy_gradient import PolicyGradient
-from rl.config import RLConfig
+from rl.config import PolicyGradientConfig, RLConfig
 from rl.errors import require, require_value
 from rl.model.shape import shape_of
 from rl.validation.engines import validate_generator
@@ -87,7 +86,7 @@ def validate_episodes(config: RLConfig) -> None:
     check(config, field, is_episodic or least == 0, f"0 {ENVIRONMENT}", fix)
     rule = f"less than rollout.samples_per_prompt={samples}, or 0 to drop the group"
     check(config, field, least < samples or least == 0, rule)
-    if not isinstance(algorithm, PolicyGradient.Config):
+    if not isinstance(algorithm, PolicyGradientConfig):
         return
     advantage = algorithm.advantage
     holds = least != 1 or not advantage.needs_group

@@ -20,8 +20,7 @@ from torchtitan.config import TrainingConfig
 from transformers import PreTrainedTokenizerFast
 
 from rl.algorithms.losses import dapo
-from rl.algorithms.policy_gradient import PolicyGradient
-from rl.config import EvaluationConfig, RLConfig, RolloutConfig
+from rl.config import EvaluationConfig, PolicyGradientConfig, RLConfig, RolloutConfig
 from rl.generation.config import GeneratorConfig
 from rl.model.shape import ModelConfig
 from rl.tasks.base import Score, Task
@@ -65,7 +64,7 @@ def even_tokens() -> RLConfig:
         rollout=RolloutConfig(
             prompts_per_step=PROMPTS, samples_per_prompt=SAMPLES, max_tokens=NEW_TOKENS
         ),
-        algorithm=PolicyGradient.Config(loss=dapo(clip_low=CLIP, clip_high=CLIP)),
+        algorithm=PolicyGradientConfig(loss=dapo(clip_low=CLIP, clip_high=CLIP)),
         trainer=TrainerConfig(
             training=TrainingConfig(mixed_precision_param="float32", max_norm=MAX_NORM),
             optimizer=default_adamw(lr=LEARNING_RATE, weight_decay=0.0, fused=True),

@@ -42,7 +42,7 @@ BREAKS = (
         "algorithms",
     ),
     Break(
-        "rl/algorithms/policy_gradient.py",
+        "rl/config/algorithm.py",
         '("logprobs", "proximal_logprobs")} if self.recomputes else {}',
         '("logprobs", "proximal_logprobs")} if self.corrections else {}',
         "trainers/test_policy_gradient.py",

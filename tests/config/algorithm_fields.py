@@ -11,7 +11,7 @@ CORRECTIONS = "algorithms/test_corrections.py::test_weights_follow_from_the_rati
 COMPANIONS = "trainers/test_companions.py::"
 
 ALGORITHM_ACTS: dict[str, dict[str, str]] = {
-    "PolicyGradient.Config": {
+    "PolicyGradientConfig": {
         "trainers/test_policy_gradient.py::"
         "test_the_ratio_uses_the_trainers_logprobs_if_configured": "old_logprobs",
         f"{COMPANIONS}test_a_penalty_in_the_reward_lowers_the_advantage": (

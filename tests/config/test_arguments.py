@@ -2,9 +2,9 @@
 
 import pytest
 
-from rl.algorithms.by_name import ALGORITHMS
-from rl.algorithms.policy_gradient import PolicyGradient
 from rl.cli import find_config, parse_config
+from rl.config import PolicyGradientConfig
+from rl.config.algorithm import ALGORITHMS
 from rl.errors import ConfigError
 from rl.frozen import frozen
 from rl.tasks.copy_digits import CopyDigits
@@ -155,7 +155,7 @@ def test_an_algorithm_is_chosen_by_its_name_and_later_fields_change_it():
     config = parse("--algorithm.loss.clip_low", "0.1", "--algorithm", "dapo")
     loss = config.algorithm.loss
     assert (loss.clip_low, loss.clip_high, loss.reduction) == (0.1, 0.28, "token_mean")
-    assert frozen(parse("--algorithm=grpo").algorithm) == frozen(PolicyGradient.Config())
+    assert frozen(parse("--algorithm=grpo").algorithm) == frozen(PolicyGradientConfig())
     for name in ALGORITHMS:
         assert parse("--algorithm", name).algorithm == ALGORITHMS[name]()
 

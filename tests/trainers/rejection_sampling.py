@@ -8,11 +8,11 @@ import torch
 from torchtitan.config import Configurable
 
 from configs.quickstart import quickstart
-from rl.algorithms.algorithm import Algorithm
 from rl.algorithms.batch import counts_of
 from rl.algorithms.losses import ImportanceSamplingLoss
 from rl.config import RLConfig
 from rl.rules import at_least
+from rl.trainers.algorithm import Algorithm
 from rl.types import Batch, Rollout
 
 

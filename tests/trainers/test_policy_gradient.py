@@ -10,16 +10,15 @@ import pytest
 import torch
 
 from rl.algorithms.advantages import GAE, ReinforcePlusPlus
-from rl.algorithms.algorithm import Algorithm
 from rl.algorithms.batch import counts_of
 from rl.algorithms.corrections import MaskedIS, StalenessDecay, TruncatedIS
 from rl.algorithms.kl import AdaptiveKL
 from rl.algorithms.losses import ClippedLoss, DecoupledLoss, grpo
-from rl.algorithms.policy_gradient import PolicyGradient
 from rl.cli import find_config
-from rl.config import RolloutConfig
+from rl.config import PolicyGradientConfig, RolloutConfig
 from rl.errors import ConfigError, RunError
 from rl.metrics import Value
+from rl.trainers.algorithm import Algorithm
 from tests.trainers.fakes import Critic
 from tests.trainers.loops import calls, free, updates
 
@@ -125,7 +124,7 @@ def test_the_decoupled_loss_has_the_logprobs_of_the_trainer_before_the_step(run)
 @pytest.mark.parametrize("correction", [TruncatedIS.Config(), MaskedIS.Config()])
 def test_the_decoupled_loss_refuses_a_second_behaviour_weight(correction):
     fresh = (StalenessDecay.Config(), MaskedIS.Config(weigh=False))
-    config = PolicyGradient.Config(loss=DecoupledLoss.Config(), corrections=fresh)
+    config = PolicyGradientConfig(loss=DecoupledLoss.Config(), corrections=fresh)
     config.check(RolloutConfig())
     config.corrections = (StalenessDecay.Config(), correction)
     with pytest.raises(ConfigError, match=r"algorithm\.corrections\.1 .*behaviour_cap"):
@@ -313,9 +312,9 @@ ADAPTIVE = {"adaptive_kl": AdaptiveKL.Config(target=0.5, rate=0.5, clip=1.0)}
 )
 def test_a_resumed_run_has_the_kl_coefficient_of_its_own_config(before, after, coefficient):
     config = find_config("quickstart")()
-    saved = PolicyGradient.Config(**before).build(run=config)
+    saved = PolicyGradientConfig(**before).build(run=config)
     saved.end_step({"kl/reference": 1.0})
-    resumed = PolicyGradient.Config(**after).build(run=config)
+    resumed = PolicyGradientConfig(**after).build(run=config)
     resumed.restore(json.loads(json.dumps(saved.to_dict())))
     found = resumed.to_dict()["kl_coef"]
     assert found == pytest.approx(coefficient)

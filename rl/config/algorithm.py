@@ -1,0 +1,255 @@
+"""Configs of algorithms."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Annotated, Any, Literal
+
+from torchtitan.config import Configurable
+
+from rl.algorithms.advantages import (
+    GAE,
+    AdvantageEstimator,
+    GroupAdvantage,
+    LeaveOneOut,
+    ReinforcePlusPlus,
+)
+from rl.algorithms.corrections import Correction, MaskedIS, TruncatedIS
+from rl.algorithms.kl import AdaptiveKL, Estimator
+from rl.algorithms.losses import (
+    CISPOLoss,
+    ClippedLoss,
+    DecoupledLoss,
+    DPPOLoss,
+    GSPOLoss,
+    PolicyLoss,
+    dapo,
+)
+from rl.config.rollout import RolloutConfig
+from rl.errors import require
+from rl.rules import at_least
+
+
+@dataclass(kw_only=True, slots=True)
+class AlgorithmConfig(Configurable.Config):
+    """Facts about the algorithm that the run needs before it starts."""
+
+    def build(self, **kwargs: Any) -> Any:
+        """Return the algorithm of this config for the config ``run`` of a run."""
+        import_module("rl.trainers.algorithm")  # names the class that a config builds
+        return Configurable.Config.build(self, **kwargs)
+
+    def roles(self) -> tuple[str, ...]:
+        """Return the roles that the algorithm needs: any of ``reference`` and ``critic``."""
+        return ()
+
+    def columns(self) -> dict[str, tuple[str, str]]:
+        """Return {role: (output, column)}: the output of a model, and the batch column that
+        stores it.
+
+        Roles are ``trainer``, ``reference``, ``critic`` and those of ``RLConfig.roles``.
+        Outputs are ``logprobs``, ``entropy`` and ``values``.
+        """
+        return {}
+
+    def updates(self, prompts: int) -> int:
+        """Return the number of optimizer steps on the rollouts of ``prompts`` prompts."""
+        return 1
+
+    @property
+    def passes(self) -> int:
+        """Number of times that a step's rollouts are trained on."""
+        return 1
+
+    @property
+    def by_group(self) -> bool:
+        """Whether each group can be scored without the other groups of its batch."""
+        return True
+
+    def check(self, rollout: RolloutConfig) -> None:
+        """Raise ConfigError, naming the field, if the value of a field is invalid."""
+
+
+@dataclass(kw_only=True, slots=True)
+class PolicyGradientConfig(AlgorithmConfig):
+    """Advantages, loss and number of optimizer steps of a batch."""
+
+    advantage: AdvantageEstimator.Config = field(default_factory=GroupAdvantage.Config)
+    """Estimator of each token's advantage."""
+
+    loss: PolicyLoss.Config = field(default_factory=ClippedLoss.Config)
+    """Loss of the policy. ``grpo()``, ``dapo()`` and other functions in
+    ``rl.algorithms.losses`` return common ones."""
+
+    corrections: tuple[Correction.Config, ...] = ()
+    """Weights for tokens that other weights or another engine drew; a token's weight is the
+    product of all corrections. Corrections need the trainer's own log-probs, so any correction
+    implies ``recomputed`` for ``old_logprobs``."""
+
+    old_logprobs: Literal["behaviour", "recomputed"] = "behaviour"
+    """Log-probs in the denominator of the loss's importance ratio.
+
+    - ``behaviour``: Log-probs of the generators, which drew the tokens.
+    - ``recomputed``: Log-probs of the trainer before the step's first update, which takes one
+      more forward pass. The ratio then does not correct for the generators' policy. Decoupled
+      PPO, ``loss=DecoupledLoss.Config()``, has a weight that does."""
+
+    reward_kl_coef: Annotated[float, at_least(0, 1e6)] = 0.0
+    """Coefficient of a KL penalty against the reference policy in each token's reward. Only one
+    of this and ``loss.kl_coef`` may be above 0."""
+
+    reward_kl_estimator: Estimator = "k1"
+    """Estimator of the KL divergence in the reward."""
+
+    adaptive_kl: AdaptiveKL.Config = field(default_factory=AdaptiveKL.Config)
+    """Adaptation of the KL coefficient that is above 0, in the loss or in the reward."""
+
+    credit: Literal["episode", "turn"] = "episode"
+    """Sampled tokens that get the reward, for estimators that distinguish tokens.
+
+    - ``episode``: The last token of a rollout gets the whole reward of the rollout.
+    - ``turn``: The last token of each answer gets the reward of the environment step that
+      follows the answer. The last token of the rollout also gets the rest. Requires an
+      environment as the task, and an estimator that distinguishes tokens."""
+
+    overlong_buffer: Annotated[int, at_least(0, 10**8)] = 0
+    """Number of tokens before ``rollout.max_tokens`` over which a completion's reward decreases
+    linearly by up to 1 (DAPO, arXiv:2503.14476, section 3.4). 0 disables it."""
+
+    update_epochs: Annotated[int, at_least(1, 10**4)] = 1
+    """Number of passes over the rollouts of a step."""
+
+    prompts_per_minibatch: Annotated[int, at_least(0, 10**6)] = 0
+    """Number of prompts per optimizer step; must divide ``rollout.prompts_per_step``. The
+    rollouts of a step are shuffled, by seed, step and epoch, and split into minibatches of as
+    many rollouts as this number of prompts has. 0 for one minibatch."""
+
+    @property
+    def kl_coef(self) -> float:
+        """Coefficient of the KL penalty, in loss or reward."""
+        return self.loss.kl_coef or self.reward_kl_coef
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether each step first computes the trainer's log-probs of its rollouts."""
+        own = self.old_logprobs == "recomputed" or self.loss.needs_proximal
+        return own or bool(self.corrections)
+
+    @property
+    def proximal_column(self) -> str:
+        """Name of the batch column in the denominator of the importance ratio."""
+        return "proximal_logprobs" if self.recomputes else "behaviour_logprobs"
+
+    def roles(self) -> tuple[str, ...]:
+        """Return ``reference`` for a KL penalty and ``critic`` for advantages with values."""
+        reference = ("reference",) if self.kl_coef else ()
+        return (*reference, "critic") if self.advantage.needs_values else reference
+
+    def columns(self) -> dict[str, tuple[str, str]]:
+        """Return {role: (output, column)}: the output of a model, and the batch column that
+        stores it.
+        """
+        columns = {"trainer": ("logprobs", "proximal_logprobs")} if self.recomputes else {}
+        if self.kl_coef:
+            columns["reference"] = ("logprobs", "reference_logprobs")
+        if self.advantage.needs_values:
+            columns["critic"] = ("values", "old_values")
+        return columns
+
+    def updates(self, prompts: int) -> int:
+        """Return the number of optimizer steps on the rollouts of ``prompts`` prompts."""
+        return self.update_epochs * (prompts // (self.prompts_per_minibatch or prompts))
+
+    @property
+    def passes(self) -> int:
+        """Number of times that a step's rollouts are trained on."""
+        return self.update_epochs
+
+    @property
+    def by_group(self) -> bool:
+        """Whether each group can be scored without the other groups of its batch."""
+        return self.advantage.by_group
+
+    def check(self, rollout: RolloutConfig) -> None:
+        """Raise ConfigError, naming the field, if the value of a field is invalid."""
+        prompts = rollout.prompts_per_step
+        size = self.prompts_per_minibatch
+        require(
+            size == 0 or prompts % size == 0,
+            f"algorithm.prompts_per_minibatch is {size}; it must divide "
+            f"rollout.prompts_per_step={prompts}",
+        )
+        require(
+            self.overlong_buffer <= rollout.max_tokens,
+            f"algorithm.overlong_buffer is {self.overlong_buffer}; it must be at most "
+            f"rollout.max_tokens={rollout.max_tokens}",
+        )
+        samples = rollout.samples_per_prompt
+        advantage = self.advantage
+        require(
+            samples > 1 or not advantage.needs_group,
+            f"rollout.samples_per_prompt is {samples}; it must be at least 2 with "
+            f"algorithm.advantage={type(advantage).__qualname__}, which compares the "
+            "completions of a prompt; GAE and ReinforcePlusPlus without a baseline do not",
+        )
+        self._check_kl()
+        for number, correction in enumerate(self.corrections):
+            is_masked = isinstance(correction, MaskedIS.Config)
+            weighs = correction.weigh if is_masked else isinstance(correction, TruncatedIS.Config)
+            require(
+                not (weighs and isinstance(self.loss, DecoupledLoss.Config)),
+                f"algorithm.corrections.{number} weights tokens by the ratio that "
+                "algorithm.loss=DecoupledLoss has already; remove it, or set its cap in "
+                "algorithm.loss.behaviour_cap",
+            )
+            if isinstance(correction, MaskedIS.Config):
+                require(
+                    correction.low <= correction.high,
+                    f"algorithm.corrections.{number}.low is {correction.low}; it must be at "
+                    f"most high={correction.high}, or every token is masked",
+                )
+
+    def _check_kl(self) -> None:
+        require(
+            not (self.loss.kl_coef and self.reward_kl_coef),
+            f"algorithm.reward_kl_coef is {self.reward_kl_coef}; it must be 0 with "
+            f"algorithm.loss.kl_coef={self.loss.kl_coef}",
+        )
+        require(
+            not self.loss.kl_coef or self.loss.kl_estimator != "k1",
+            "algorithm.loss.kl_estimator is 'k1'; it must be 'k2' or 'k3': the gradient of k1 "
+            "is 0 on average",
+        )
+        adaptive = self.adaptive_kl
+        change = adaptive.rate * adaptive.clip
+        require(
+            change < 1,
+            f"algorithm.adaptive_kl.rate={adaptive.rate} times "
+            f"algorithm.adaptive_kl.clip={adaptive.clip} is {change}; it must be below 1",
+        )
+        require(
+            adaptive.target == 0 or self.kl_coef > 0,
+            f"algorithm.adaptive_kl.target is {adaptive.target}; it must be 0 unless "
+            "algorithm.loss.kl_coef or algorithm.reward_kl_coef is above 0",
+        )
+
+
+ALGORITHMS: dict[str, Callable[[], PolicyGradientConfig]] = {
+    "grpo": PolicyGradientConfig,
+    "dr_grpo": lambda: PolicyGradientConfig(
+        advantage=GroupAdvantage.Config(normalize_std=False),
+        loss=ClippedLoss.Config(reduction="fixed_length"),
+    ),
+    "dapo": lambda: PolicyGradientConfig(loss=dapo()),
+    "ppo": lambda: PolicyGradientConfig(
+        advantage=GAE.Config(), loss=ClippedLoss.Config(reduction="token_mean")
+    ),
+    "decoupled_ppo": lambda: PolicyGradientConfig(loss=DecoupledLoss.Config()),
+    "rloo": lambda: PolicyGradientConfig(advantage=LeaveOneOut.Config()),
+    "reinforce_plus_plus": lambda: PolicyGradientConfig(advantage=ReinforcePlusPlus.Config()),
+    "gspo": lambda: PolicyGradientConfig(loss=GSPOLoss.Config()),
+    "cispo": lambda: PolicyGradientConfig(loss=CISPOLoss.Config()),
+    "dppo": lambda: PolicyGradientConfig(loss=DPPOLoss.Config()),
+}
+"""Function that makes the config of an algorithm, by name. Each paper is cited by the parts that
+the config consists of. Fields of ``rollout`` that a paper sets too are in docs/algorithms.md."""

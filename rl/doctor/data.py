@@ -14,7 +14,7 @@ from rl.model.tokenizer import load_tokenizer
 from rl.rollout.prompts import training_prompt
 from rl.tasks.base import Task
 from rl.trainers.evaluation import held_out_prompts
-from rl.trainers.start import build_task, check_algorithm
+from rl.trainers.start import build_algorithm, build_task
 from rl.trainers.trainer import trainer_of
 from rl.types import Prompt
 
@@ -52,7 +52,7 @@ def check_inputs(config: RLConfig) -> tuple[Task | None, list[Finding]]:
         found.append(refused("data", reason))
         found += _check_tokenizer(config, str(reason))
     try:
-        check_algorithm(config)
+        build_algorithm(config)
     except ConfigError as reason:
         found.append(refused("config", reason))
     return task, found

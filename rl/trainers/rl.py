@@ -18,7 +18,6 @@ from rl.rollout.metrics import rollout_metrics
 from rl.session.config import SessionConfig
 from rl.step_folders import ROLLOUTS
 from rl.tasks.base import Task
-from rl.trainers.algorithm import Algorithm
 from rl.trainers.attempt import Again, lost_group
 from rl.trainers.companions import Companions
 from rl.trainers.evaluation import Evaluation, held_out_prompts
@@ -26,7 +25,7 @@ from rl.trainers.ledger import Group, Ledger
 from rl.trainers.life_cycle import MetricCalculator
 from rl.trainers.saved_groups import read_groups, write_groups
 from rl.trainers.scheduler import RolloutScheduler, sampling_of
-from rl.trainers.start import build_task, check_algorithm, try_task
+from rl.trainers.start import build_algorithm, build_task, try_task
 from rl.trainers.step import Step
 from rl.trainers.trainer import Trainer
 from rl.types import Prompt, Rollout
@@ -52,7 +51,7 @@ class RLTrainer(Trainer[RLConfig]):
         return self.arguments.session()
 
     def configure_dataloaders(self) -> None:
-        check_algorithm(self.arguments)
+        self.algorithm = build_algorithm(self.arguments)
         if self.dataset_train is None:
             self.dataset_train = build_task(self.arguments)
         try_task(self.arguments, self.dataset_train)
@@ -61,7 +60,6 @@ class RLTrainer(Trainer[RLConfig]):
 
     def configure_functions(self) -> None:
         self.task = self.arguments.task
-        self.algorithm: Algorithm = self.arguments.algorithm.build(run=self.arguments)
 
     def assemble(self) -> None:
         config = self.arguments

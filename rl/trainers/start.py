@@ -132,10 +132,10 @@ def _lost(work: Callable[[], Any], what: str, deadline: float) -> GroupLost | No
     return None
 
 
-def check_algorithm(config: RLConfig) -> None:
-    """Call advantage and corrections on made-up completions.
+def build_algorithm(config: RLConfig) -> Algorithm:
+    """Build the algorithm of a run, and call its parts on made-up completions.
 
-    Raises ConfigError if one does not keep its contract.
+    Raises ConfigError if a part does not keep its contract.
     """
     rollout = config.rollout
     groups = min(math.ceil(rollout.prompts_per_step / rollout.stream_chunks), MAX_TRIED)
@@ -143,6 +143,7 @@ def check_algorithm(config: RLConfig) -> None:
         algorithm: Algorithm = config.algorithm.build(run=config)
     with _before_start():
         algorithm.rehearse(groups, rollout.samples_per_prompt)
+    return algorithm
 
 
 @contextmanager

@@ -151,9 +151,9 @@ BROKEN_TASKS = [
     ("def environment(self, prompt, sample): return prompt.answr", "no attribute 'answr'"),
 ]
 HANGS = [
-    ("def reset(self): time.sleep(60)", "Mine.reset took longer than task.step_s=0.3"),
+    ("def reset(self): time.sleep(60)", "Mine.reset took longer than task.step_s=1"),
     ("async def step(self, _): await asyncio.sleep(3600)", "Mine.step took longer than task"),
-    ("async def step(self, _): time.sleep(60)", "an episode of Mine did not end in 2.1 s"),
+    ("async def step(self, _): time.sleep(60)", "an episode of Mine did not end in 7 s"),
 ]
 BROKEN_AGENTS = [
     ("async def agent(self, prompt, api): return {}['x']", "KeyError: 'x'"),
@@ -180,7 +180,7 @@ def sources():
     for body, said in BROKEN_TASKS:
         yield ENVIRONMENT.format(game="", task=body), said, {}
     for body, said in HANGS:
-        yield ENVIRONMENT.format(game=body, task=""), said, {"step_s": 0.3}
+        yield ENVIRONMENT.format(game=body, task=""), said, {"step_s": 1.0}
     for body, said in BROKEN_AGENTS:
         yield AGENT.format(agent=body), said, {}
 

@@ -197,7 +197,7 @@ def test_answers_that_the_maximum_length_cut_are_counted(model, max_tokens, shar
         (moody.RAISES_AT_RESET, "environment raised", "no episode today"),
         (moody.EXITS, "environment raised", "no step, no worker"),
         (moody.TIMES_OUT, "environment raised", "no answer of the user's server"),
-        (moody.HANGS_ASYNC, "environment hung", "step took longer than task.step_s=0.3"),
+        (moody.HANGS_ASYNC, "environment hung", "step took longer than task.step_s=2"),
         (moody.NO_STEP, "environment was invalid", "step returned None"),
         (moody.NAN, "environment was invalid", "reward=nan"),
         (moody.NO_MESSAGES, "environment was invalid", "there are no messages"),
@@ -212,7 +212,7 @@ def test_answers_that_the_maximum_length_cut_are_counted(model, max_tokens, shar
 )
 def test_an_environment_that_fails_costs_its_group_alone(model, mood, reason, words):
     engine = Engine(habits=["plain"])
-    limit = {"step_s": 0.3} if reason == "environment hung" else {}
+    limit = {"step_s": 2.0} if reason == "environment hung" else {}
     (lost, healthy), rollouter = collect(model, [mood, 4], engine=engine, **limit)
     assert isinstance(lost, GroupLost)
     assert lost.reason == reason

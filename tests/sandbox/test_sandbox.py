@@ -200,10 +200,10 @@ def test_program_that_cannot_start_is_an_error_of_the_sandbox(sandbox):
 
 def test_a_clock_of_a_program_begins_when_it_starts(sandbox, monkeypatch):
     python = module._python
-    wait = "sleep 0.5; exec "
+    wait = "sleep 2.5; exec "
     slow = lambda file: ["/bin/sh", "-c", wait + " ".join(python(file))]  # noqa: E731
     monkeypatch.setattr(module, "_python", slow)
-    assert sandbox.run("pass", limits=Limits(wall_s=0.4, cpu_s=20)).limit is None
+    assert sandbox.run("pass", limits=Limits(wall_s=2, cpu_s=20)).limit is None
 
 
 def test_best_sandbox_is_chosen(bwrap, monkeypatch):

@@ -155,11 +155,9 @@ def _on_prompts(run: "SavedRun", config: "RLConfig") -> dict[str, float]:
     task = build_task(config)
 
     async def evaluate(session: "Session") -> dict[str, float]:
-        # the folder is for evaluations that training leaves behind
         prompts = held_out_prompts(config.evaluation, task)
         sampling = sampling_of(config.rollout, task)
-        unused = session.folder / "unevaluated"
-        return await Evaluation(config, prompts, sampling, session, unused).scores()
+        return await Evaluation(config, prompts, sampling, session).scores()
 
     return run_session(session_config, config.task, evaluate)
 

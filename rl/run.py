@@ -10,7 +10,7 @@ from rl.cli import read_config
 from rl.config import RunConfig
 from rl.errors import ConfigError, Interrupted, NodeLost, end_program, require
 from rl.trainers.endings import Interrupts, fail
-from rl.trainers.run_folder import RunFolder, claim_run
+from rl.trainers.run_folder import RunFolder
 from rl.trainers.trainer import Trainer, trainer_of
 
 
@@ -23,9 +23,7 @@ def run(arguments: list[str], *, program: str) -> int:
     name, config = read_config(arguments, program=program)
     trainer = trainer_of(config)  # which validates the config
     _check_hosts(config, len(os.environ.get("TILLER_NODES", "").split()) or 1)
-    command = f"{program} {shlex.join(arguments)}"
-    with claim_run(config, trainer.total_steps, name=name, command=command) as folder:
-        trainer.run = folder
+    with trainer.run.claim(name, f"{program} {shlex.join(arguments)}") as folder:
         return _run(trainer, folder)
 
 
@@ -46,23 +44,23 @@ def _run(trainer: Trainer[Any], folder: RunFolder) -> int:
 
 async def _supervised(trainer: Trainer[Any], folder: RunFolder) -> int:
     """Train and return the exit code; leave no process behind."""
-    with Interrupts(trainer, folder) as interrupts:
+    with Interrupts(trainer, trainer.run) as interrupts:
         try:
-            await trainer.live(interrupts)
+            await interrupts.train()
             folder.progress.stage("stopping")
-            await trainer.end()  # waits for a save in progress
+            await trainer.run.end()  # waits for a save in progress
         except Interrupted as error:
             folder.progress.stage("stopping")
-            await trainer.end()
+            await trainer.run.end()
             folder.progress.error(str(error))
             return error.exit_code
         except Exception as error:
             code = fail(error, folder, trainer)
-            if isinstance(error, NodeLost) and trainer.is_open:
+            if isinstance(error, NodeLost) and trainer.run.is_open:
                 end_program(code)  # the node's ranks cannot answer; the launcher ends the others
             return code
         finally:
-            await trainer.end(at_once=True)
+            await trainer.run.end(at_once=True)
     return 0
 
 

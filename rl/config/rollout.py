@@ -133,3 +133,14 @@ class RolloutRecordConfig(RecordConfig):
     def max_bytes(self) -> float:
         """``max_gib`` in bytes."""
         return self.max_gib * 2**30
+
+    def kept(self, step: int, count: int) -> list[int] | None:
+        """Return the places of the rollouts that are written of the ``count`` of ``step``; None for
+        all.
+
+        A sample begins at another place each step, so that all tasks of a mixture appear.
+        """
+        if self.rollouts != "sample":
+            return None
+        first = step * self.sample
+        return sorted((first + number) % count for number in range(min(self.sample, count)))

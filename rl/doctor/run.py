@@ -10,8 +10,8 @@ from rl.doctor.findings import Finding, error, refused, warning
 from rl.errors import RunError, said_by
 from rl.observe.owner import LEASE_S, read_owner
 from rl.observe.record import rows_of
+from rl.observe.rollouts import read_groups
 from rl.step_folders import ROLLOUTS, StepFolders
-from rl.trainers.saved_groups import read_groups
 from rl.training.safe_reading import read_metadata
 
 ROWS = ("metrics.jsonl", "ledger.jsonl", "evaluations.jsonl", "digests.jsonl")

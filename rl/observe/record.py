@@ -5,16 +5,19 @@ import json
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from rl.disk import failing_loudly, sync_file, sync_folder, write_whole
+from rl.disk import failing_loudly, replace_folder, sync_file, sync_folder, write_whole
 from rl.errors import RunError
 from rl.observe.events import Event, finite
 from rl.observe.rollouts import Chunk, RolloutFolder, delete_oldest, write_rollouts
+from rl.step_folders import ROLLOUTS, StepFolders
+from rl.types import Rollout
 
 SYNCED = ("started", "checkpoint", "failed", "ended")
 """Kinds of events after which the file of events is synced to the disk."""
@@ -105,6 +108,28 @@ class RunRecord:
         with self._writing(self.rollouts.failed):
             self.rollouts.folder.mkdir(exist_ok=True)
             write_rollouts(self.rollouts.failed, chunks, version=version)
+
+    def write_groups(
+        self, checkpoints: StepFolders, step: int, groups: Mapping[int, Sequence[Rollout]]
+    ) -> None:
+        """Begin the folder of checkpoint ``step``, which the trainer completes, with sampled
+        ``groups`` by prompt_id.
+        """
+        path = checkpoints.path(step) / ROLLOUTS
+        rollouts = [*chain.from_iterable(groups.values())]
+        with self._writing(path):
+            checkpoints.make(step)
+            write_rollouts(path, [Chunk(rollouts=rollouts, columns={})])
+
+    def keep_tokenizer(self, tokenizer: Any) -> None:
+        """Write the tokenizer once, so that the run folder can be read without the model."""
+        folder = self.folder / "tokenizer"
+        if folder.is_dir():
+            return
+        partial = folder.with_name("tokenizer.partial")
+        with self._writing(folder):
+            tokenizer.save_pretrained(partial)
+            replace_folder(folder, partial)
 
     def write_event(self, event: Event) -> None:
         """Append ``event``; write the row of metrics or of an evaluation to the file of its own."""

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -106,6 +107,22 @@ def read_rollouts(path: Path) -> list[Chunk]:
         joined = {name: np.concatenate([each[name] for each in columns]) for name in names}
         found.append(Chunk(rollouts=[rollouts[index] for index in rows_here], columns=joined))
     return found
+
+
+def read_groups(path: Path) -> dict[int, list[Rollout]]:
+    """Return the groups of a checkpoint by prompt_id, in the order in which they were written.
+
+    Raises RunError if the file is missing or damaged.
+    """
+    try:
+        chunks = read_rollouts(path)
+    except RunError as error:
+        advice = f"deleting {path.parent} goes back to the checkpoint before it"
+        raise RunError(f"{error}; {advice}") from error
+    groups: dict[int, list[Rollout]] = {}
+    for rollout in chain.from_iterable(chunk.rollouts for chunk in chunks):
+        groups.setdefault(rollout.prompt.prompt_id, []).append(rollout)
+    return groups
 
 
 def _table(chunks: Sequence[Chunk]) -> "pa.Table":

@@ -20,7 +20,7 @@ from rl.errors import (
     is_full,
 )
 from rl.frames import is_users, place_of
-from rl.trainers.attempt import Again
+from rl.trainers.failed_call import FailedCall
 from rl.trainers.run_folder import RunFolder
 
 Cause = Literal[
@@ -77,7 +77,7 @@ class Failed:
         return self.process is not None and self.process.actor.startswith("generator-")
 
 
-def advice_after(error: BaseException, run: RunFolder, again: Again) -> tuple[Cause, list[str]]:
+def advice_after(error: BaseException, run: RunFolder, call: FailedCall) -> tuple[Cause, list[str]]:
     """Return the cause of ``error``, and sentences that say what to do; the last one has the
     command that resumes the run.
     """
@@ -89,7 +89,7 @@ def advice_after(error: BaseException, run: RunFolder, again: Again) -> tuple[Ca
     own = ADVICE[cause](failed)
     return cause, [
         *own,
-        repeat if again.call else again.why_not.replace("RUN", folder),
+        repeat if call.call else call.why_not.replace("RUN", folder),
         doctor,
         f"{resume[0].upper()}{resume[1:]}",
     ]

@@ -19,9 +19,8 @@ from rl.errors import RunError, require
 from rl.model.reward_model import describe_stops
 from rl.model.shape import shape_of
 from rl.model.tokenizer import missing_stop_tokens, require_room
-from rl.session.config import SessionConfig
 from rl.session.session import Session
-from rl.trainers.attempt import Again
+from rl.trainers.failed_call import FailedCall
 from rl.trainers.start import reading
 from rl.trainers.trainer import Trainer
 
@@ -66,9 +65,6 @@ class DatasetTrainer(Trainer[Run], Generic[Run, Item]):
     def key(self, item: Item) -> bytes:
         """Return bytes that are the same for equal examples."""
 
-    def configure_model(self) -> SessionConfig:
-        return self.arguments.session()
-
     def configure_dataloaders(self) -> None:
         data = self.data
         hf_path = self.arguments.model.hf_path
@@ -98,11 +94,9 @@ class DatasetTrainer(Trainer[Run], Generic[Run, Item]):
             "on; lower it, or name a file of its own in task.held_out_path",
         )
 
-    async def open(self) -> None:
-        was_open = self.is_open
-        await super().open()
-        for text in [] if was_open else self.warnings():
-            self.events.warn(text)
+    def assemble(self) -> None:
+        for text in self.warnings() if self.run.folder is not None else []:
+            self.run.events.warn(text)
 
     def warnings(self) -> list[str]:
         """Return warnings of the examples, for the start of the run."""
@@ -130,6 +124,8 @@ class DatasetTrainer(Trainer[Run], Generic[Run, Item]):
 
     async def prepare(self) -> None:
         self.require_same_data()
+        if self.step > self.report.evaluated:  # the start, or the run was left meanwhile
+            await self.evaluate_if_due()
 
     def require_same_data(self) -> None:
         """Raise RunError if steps after the checkpoint would repeat or leave out examples."""
@@ -184,14 +180,8 @@ class DatasetTrainer(Trainer[Run], Generic[Run, Item]):
 
     async def scores_in(self, session: Session) -> dict[str, float]:
         """Return the scores of the weights that ``session`` holds. The caller ends the session."""
-        self.attach(session)
+        self.run.attach(session)
         return await self.scores()
-
-    def attach(self, session: Session) -> None:
-        """Use ``session``, which the caller has started and ends."""
-        self._session = session
-        self.watch = session.watch
-        self.assemble()
 
     @property
     def total_steps(self) -> int:
@@ -222,12 +212,8 @@ class DatasetTrainer(Trainer[Run], Generic[Run, Item]):
             **self.session.restarts,
         }
 
-    def keep_step(self) -> Again:
-        return Again("step")  # its examples are those of the data set
-
-    async def before_steps(self) -> None:
-        if self.step > self.report.evaluated:  # the start, or the run was left meanwhile
-            await self.evaluate_if_due()
+    def keep_step(self) -> FailedCall:
+        return FailedCall("step")  # its examples are those of the data set
 
     async def after_step(self) -> None:
         await self.evaluate_if_due()
@@ -238,9 +224,9 @@ class DatasetTrainer(Trainer[Run], Generic[Run, Item]):
         if not due:
             return
         if self.step == 0:
-            self.progress.stage("evaluating the initial weights")
-        with self.watch.span("evaluate"):
-            scores = await self.changed.unless(lambda: self.leaving, self._all_of(due))
+            self.run.progress.stage("evaluating the initial weights")
+        with self.run.watch.span("evaluate"):
+            scores = await self.run.unless_leaving(self._all_of(due))
         if scores is None:
             await self.session.abort()
         elif scores:

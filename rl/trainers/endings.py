@@ -1,10 +1,10 @@
-"""Ways in which a run ends before its last step: a signal or a failure."""
+"""Ends of a run before its last step: by a signal or a failure."""
 
 import asyncio
 import contextlib
 import os
 import signal
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from rl.errors import (
     EXIT_AGAIN,
@@ -21,11 +21,9 @@ from rl.errors import (
 from rl.frames import place_of
 from rl.program import Signals
 from rl.trainers.advice import advice_after
-from rl.trainers.attempt import Again, lost_group
+from rl.trainers.failed_call import FailedCall, lost_group
+from rl.trainers.run import Run, Trained
 from rl.trainers.run_folder import RunFolder
-
-if TYPE_CHECKING:
-    from rl.trainers.life_cycle import LifeCycle
 
 
 class Interrupts(Signals):
@@ -35,21 +33,39 @@ class Interrupts(Signals):
     - Ctrl-C after it ends the program at once.
     """
 
-    def __init__(self, trainer: "LifeCycle[Any]", run: RunFolder):
+    def __init__(self, trainer: Trained, run: Run):
         super().__init__(self._leave, self._end)
         self._trainer = trainer
         self._run = run
+        self._folder = run.claim()
 
     def __enter__(self) -> Self:
         self._task = asyncio.current_task()
         return super().__enter__()
 
+    async def train(self, step: int = -1) -> dict[str, Any]:
+        """Return the summary of :meth:`rl.trainers.run.Run.live`.
+
+        Raises Interrupted after ``leave`` and after a signal.
+        """
+        try:
+            summary = await self._run.live(step)
+        except asyncio.CancelledError:
+            if not self.name:
+                raise  # the caller's, or the loop ends
+            if self._task is not None:
+                self._task.uncancel()
+            raise self.interrupted() from None
+        if summary is None:
+            raise self.interrupted()
+        return summary
+
     def interrupted(self) -> Interrupted:
         """Return the error that ends the run after the signal."""
-        step = max(self._trainer.step, self._run.saved)  # a resumed run may not have loaded yet
+        step = max(self._trainer.step, self._folder.saved)  # before a resumed run has loaded
         error = Interrupted(
             f"interrupted by {self.name or 'leave()'} after step {step}; "
-            f"{self._run.how_to_resume()}"
+            f"{self._folder.how_to_resume()}"
         )
         error.exit_code = EXIT_INTERRUPTED if self.name == "SIGINT" else EXIT_AGAIN
         return error
@@ -57,8 +73,8 @@ class Interrupts(Signals):
     def _end(self, number: int) -> None:
         if number == signal.SIGINT:
             text = (
-                f"\nleft at once: what came after step {self._run.saved} is lost; "
-                f"{self._run.how_to_resume()}\n"
+                f"\nleft at once: what came after step {self._folder.saved} is lost; "
+                f"{self._folder.how_to_resume()}\n"
             )
             with contextlib.suppress(OSError):  # the terminal is gone
                 os.write(2, text.encode())  # print may be what was interrupted
@@ -67,29 +83,29 @@ class Interrupts(Signals):
     def _leave(self) -> None:
         trainer = self._trainer
         first = "leaving"
-        if trainer.is_training:
+        if self._run.is_training:
             if trainer.is_in_step:
                 first = f"finishing step {trainer.step + 1}, then saving"
             elif 0 < trainer.step < trainer.total_steps:
                 first = f"saving step {trainer.step}"
-            trainer.leave()
+            self._run.leave()
         elif self._task is not None:
             self._task.cancel()
         again = "again " if self.name == "SIGINT" else ""
-        self._run.progress.note(f"{self.name}: {first}; Ctrl-C {again}leaves at once")
+        self._folder.progress.note(f"{self.name}: {first}; Ctrl-C {again}leaves at once")
 
 
-def fail(error: BaseException, run: RunFolder, trainer: "LifeCycle[Any] | None" = None) -> int:
+def fail(error: BaseException, run: RunFolder, trainer: Trained | None = None) -> int:
     """Show what failed and what to do, and write ``failure.json``; return the exit code."""
     progress = run.progress
     facts = facts_of(error)
     detail = detail_of(error)
     when = f"after step {trainer.step}" if trainer else "outside the steps"
     progress.error(f"failed {when}: {detail}\nat {facts['place']}")
-    again = _kept(error, trainer)
-    cause, advice = advice_after(error, run, again)
-    facts |= {"cause": cause, "advice": advice, "again": again.call, "command": run.command}
-    facts |= trainer.whereabouts() if trainer else {}
+    failed_call = _kept(error, trainer)
+    cause, advice = advice_after(error, run, failed_call)
+    facts |= {"cause": cause, "advice": advice, "again": failed_call.call, "command": run.command}
+    facts |= trainer.failure_facts() if trainer else {}
     lost = lost_group(error)
     facts |= {"lost_group": facts_of(lost)} if lost is not None else {}
     try:
@@ -104,14 +120,14 @@ def fail(error: BaseException, run: RunFolder, trainer: "LifeCycle[Any] | None" 
     return error.exit_code if isinstance(error, RunError) else EXIT_FAILED
 
 
-def _kept(error: BaseException, trainer: "LifeCycle[Any] | None") -> Again:
-    """Keep what making the failing call again needs; return which call that is."""
+def _kept(error: BaseException, trainer: Trained | None) -> FailedCall:
+    """Return the failing call, and write the files that a repetition needs."""
     if trainer is None:
-        return Again.never(error, 0)
+        return FailedCall.outside_steps(error, 0)
     try:
         return trainer.keep_failed(error)
     except Exception as unwritten:  # the failure itself is reported in any case
-        return Again(why_not=f"The failing call cannot be made again: {detail_of(unwritten)}")
+        return FailedCall(why_not=f"The failing call cannot be made again: {detail_of(unwritten)}")
 
 
 def facts_of(error: BaseException) -> dict[str, Any]:

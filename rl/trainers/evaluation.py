@@ -3,9 +3,7 @@
 import asyncio
 import dataclasses
 import math
-import shutil
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 from rl.config import EvaluationConfig, RLConfig
 from rl.errors import GroupLost, RunError
@@ -14,9 +12,9 @@ from rl.observe.rollouts import Chunk
 from rl.rollout.prompts import eval_prompts
 from rl.session.concurrency import background
 from rl.session.session import Session
-from rl.step_folders import StepFolders
 from rl.tasks.base import Task
 from rl.trainers.ledger import Group
+from rl.trainers.run import Run
 from rl.types import Completion, GenerationRequest, Prompt, Sampling
 
 
@@ -29,9 +27,6 @@ class Evaluation:
       lengthen a call.
     - In a deterministic pipeline a replica answers a share alone and without cached prefixes, as in
       training. So the scores depend on the config and the weights alone.
-    - In a deterministic pipeline, training continues and saves while the weights of an earlier step
-      are evaluated. ``folder`` keeps these weights until the evaluation has ended, so a run that
-      resumes can repeat it.
     """
 
     def __init__(
@@ -40,73 +35,17 @@ class Evaluation:
         prompts: list[Prompt],
         sampling: Sampling,
         session: Session,
-        folder: Path,
     ):
         self._config = config.evaluation
-        self._steps = config.steps
-        self._prompts = prompts
+        self.prompts = prompts
+        """Held-out prompts; without any, there are no scores."""
         self._sampling = dataclasses.replace(sampling, top_p=1.0, top_k=0, min_p=0.0)
         self._session = session
         self._replicas = config.generator.replicas
         self._at_once = config.generator.max_running_requests
         self._asking = asyncio.Semaphore(self._replicas)
-        self._unevaluated = StepFolders(folder)
         self._in_order = config.rollout.pipeline == "deterministic"
         self._chunks: list[Chunk] = []
-
-    def is_due(self, step: int, evaluated: int) -> bool:
-        """Whether the weights after ``step`` are evaluated during training, if the weights after
-        ``evaluated`` were the last; -1 before the first evaluation.
-
-        In an asynchronous pipeline generators may skip the weights of a step. Then the next weights
-        that they hold are due.
-        """
-        if not self._prompts or not evaluated < step < self._steps:
-            return False
-        if step == 0:
-            return self._config.at_start
-        if self._in_order and self._config.every:
-            return step % self._config.every == 0
-        return self.count_due(step, evaluated) > 0
-
-    def count_due(self, step: int, evaluated: int) -> int:
-        """Return the number of evaluations during training that are due after step ``evaluated``
-        and up to ``step``, without that at the start.
-        """
-        every = self._config.every
-        last = min(step, self._steps - 1)
-        first = max(evaluated, 0)
-        return max(0, last // every - first // every) if self._prompts and every else 0
-
-    def is_behind(self, step: int) -> bool:
-        """Whether the weights after ``step`` are evaluated when the trainer may have left them."""
-        return self._in_order and self.is_due(step, 0)
-
-    async def keep(self, step: int) -> None:
-        """Keep the weights after ``step``, which the trainer holds."""
-        await self._session.save_weights(self._unevaluated.path(step))
-
-    async def bring_back(self, step: int, version: int) -> None:
-        """Load the weights after ``step``, which are policy ``version``, into the trainer."""
-        await self._session.load_weights(self._unevaluated.path(step), version)
-
-    def forget(self, step: int) -> None:
-        """Delete the weights that ``keep`` wrote for ``step``, if any."""
-        shutil.rmtree(self._unevaluated.path(step), ignore_errors=True)
-
-    def forget_all(self) -> None:
-        """Delete all weights that ``keep`` wrote."""
-        shutil.rmtree(self._unevaluated.folder, ignore_errors=True)
-
-    def left(self, step: int, evaluated: int) -> list[int]:
-        """Return the steps before ``step`` with an evaluation that has not ended; forget the
-        others. The run resumes at ``step``.
-        """
-        kept = self._unevaluated.steps()
-        left = [each for each in kept if self.is_due(each, evaluated) and each < step]
-        for each in {*kept} - {*left, step}:
-            self.forget(each)
-        return left
 
     async def scores(
         self, metric_calculator: Callable[[list[Group]], Mapping[str, float]] | None = None
@@ -119,9 +58,9 @@ class Evaluation:
         that drew a token. A prompt with a failed reward counts as not solved, and
         ``eval/lost`` counts these failures. Empty if ``config.prompts`` is 0.
         """
-        if not self._prompts:
+        if not self.prompts:
             return {}
-        count = len(self._prompts)
+        count = len(self.prompts)
         groups = await self._ask(
             dataclasses.replace(self._sampling, temperature=0.0), 1, "eval/greedy"
         )
@@ -159,19 +98,19 @@ class Evaluation:
 
     async def _ask(self, sampling: Sampling, samples: int, stream: str) -> list[Group]:
         """Return scored samples of each prompt, in order, without prompts with a failed reward."""
-        size = min(-(-len(self._prompts) // self._replicas), max(1, self._at_once // samples))
+        size = min(-(-len(self.prompts) // self._replicas), max(1, self._at_once // samples))
         async with background() as work:
             shares = [
                 work.create_task(
                     self._session.rollouter.collect(
-                        self._prompts[first : first + size],
+                        self.prompts[first : first + size],
                         sampling,
                         samples=samples,
                         stream=stream,
                         generate=self._generate_in_turn,
                     )
                 )
-                for first in range(0, len(self._prompts), size)
+                for first in range(0, len(self.prompts), size)
             ]
         groups = [group for share in shares for group in share.result()]
         return [group for group in groups if not isinstance(group, GroupLost)]
@@ -179,6 +118,86 @@ class Evaluation:
     async def _generate_in_turn(self, requests: list[GenerationRequest]) -> list[Completion]:
         async with self._asking:
             return await self._session.sample(requests, alone=self._in_order)
+
+
+class EvaluationSchedule:
+    """Evaluations of a run during training and at its end.
+
+    In an asynchronous pipeline generators may skip the weights of a step. Then the next weights
+    that they hold are evaluated. In a deterministic pipeline training goes on while the weights of
+    an earlier step are evaluated. The checkpoint of that step stays the newest one until then, so a
+    run that resumes repeats the evaluation.
+    """
+
+    def __init__(self, config: RLConfig, evaluation: Evaluation, run: Run):
+        self._config = config
+        self._every = config.evaluation.every if evaluation.prompts else 0
+        self._at_start = config.evaluation.at_start and bool(evaluation.prompts)
+        self._in_order = config.rollout.pipeline == "deterministic"
+        self._evaluation = evaluation
+        self._run = run
+
+    def is_due(self, step: int) -> bool:
+        """Whether the weights after ``step`` are evaluated once all generators hold them."""
+        evaluated = self._run.report.evaluated
+        if not evaluated < step < self._config.steps:
+            return False
+        if step == 0:
+            return self._at_start
+        if self._in_order and self._every:
+            return step % self._every == 0
+        return self._count_due(step) > 0
+
+    def _count_due(self, step: int) -> int:
+        """Return the number of evaluations that are due after the newest one and up to ``step``,
+        without that at the start.
+        """
+        if not self._every:
+            return 0
+        last = min(step, self._config.steps - 1)
+        first = max(self._run.report.evaluated, 0)
+        return max(0, last // self._every - first // self._every)
+
+    async def keep(self, step: int) -> None:
+        """Save the weights after ``step``, which the trainer may leave before their evaluation."""
+        if self._in_order and self.is_due(step):
+            await self._run.save_checkpoint()
+
+    async def evaluate_if_due(self, step: int) -> bool:
+        """Evaluate the weights after ``step``, which the generators hold. Return False if the
+        evaluation is due and the run is left before it ends.
+        """
+        run = self._run
+        if not self.is_due(step):
+            return True
+        if run.leaving:
+            return False
+        if step == 0:
+            run.progress.stage("evaluating the initial weights")
+        with run.watch.span("evaluate"):
+            scores = await run.unless_leaving(self._evaluation.scores())
+        if scores is not None:  # generators may have been pulling newer weights as it began
+            step = max(step, run.report.first_step(scores["eval/version_min"]))
+            skipped = max(0, self._count_due(step) - 1)
+            await self._record(step)  # first, so that a kill in between repeats both
+            run.report.evaluation(step, scores | {"eval/skipped": skipped})
+        elif self._in_order:  # nothing else is in flight
+            await run.session.abort()
+        return scores is not None
+
+    async def final_scores(self, step: int) -> dict[str, float]:
+        """Return the scores of the weights after ``step``, the last one."""
+        scores = await self._evaluation.scores()
+        await self._record(step)
+        skipped = self._count_due(step)
+        return scores | ({"eval/skipped": skipped} if skipped else {})
+
+    async def _record(self, step: int) -> None:
+        """Write the rollouts of the newest evaluation, which was of the weights after ``step``."""
+        chunks = self._evaluation.take_rollouts()
+        config = self._config.record
+        if chunks and config.rollouts != "none":
+            await self._run.record.write_evaluated(step, chunks, max_bytes=config.max_bytes)
 
 
 def held_out_prompts(config: EvaluationConfig, task: Task) -> list[Prompt]:

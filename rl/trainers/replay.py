@@ -17,7 +17,7 @@ from rl.session.config import SessionConfig
 from rl.session.models import StepDigests
 from rl.session.session import Session
 from rl.step_folders import StepFolders
-from rl.trainers.companions import Companions
+from rl.trainers.auxiliary_models import AuxiliaryModels
 from rl.trainers.step import Step
 
 Config = TypeVar("Config", bound=RunConfig)
@@ -285,8 +285,8 @@ class RolloutReplay(Replay[RLConfig]):
         self._algorithm = config.algorithm.build(run=config)
         self._algorithm.restore(state.get("algorithm", {}))
         folders = StepFolders(session.folder / config.trainer.checkpoint.folder)
-        self._companions = Companions(config, session, session.folder / "reference", folders)
-        await self._companions.load(self.first, state.get("companions", {}))
+        self._auxiliary = AuxiliaryModels(config, session, session.folder / "reference", folders)
+        await self._auxiliary.load(self.first, state.get("companions", {}))
 
     async def take_step(
         self, session: Session, number: int, recorded: list[Chunk]
@@ -295,5 +295,5 @@ class RolloutReplay(Replay[RLConfig]):
         for chunk in recorded:
             await step.train(chunk.rollouts)
         metrics = await step.end()
-        await self._companions.refresh(number + 1)
+        await self._auxiliary.refresh(number + 1)
         return metrics, step.chunks

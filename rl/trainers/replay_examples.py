@@ -12,9 +12,8 @@ from rl.observe.record import rows_of
 from rl.observe.rollouts import Chunk
 from rl.session.config import SessionConfig
 from rl.session.session import Session
-from rl.trainers.cached_reference import SCORES
 from rl.trainers.dataset import DatasetTrainer
-from rl.trainers.preference import PreferenceTrainer
+from rl.trainers.preference import SCORES, PreferenceTrainer
 from rl.trainers.replay import Replay
 from rl.trainers.report import Report
 from rl.trainers.trainer import trainer_of
@@ -70,8 +69,8 @@ class ExampleReplay(Replay[DatasetRunConfig]):
 
     async def restore(self, session: Session, state: dict[str, Any]) -> None:
         trainer = self._trainer
-        trainer.attach(session)
-        trainer.report = self._listener = Listener()
+        trainer.run.report = self._listener = Listener()
+        trainer.run.attach(session)
         cache = trainer.cache if isinstance(trainer, PreferenceTrainer) else None
         require(
             cache is None or cache.is_filled,

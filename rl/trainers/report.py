@@ -76,11 +76,6 @@ class Report:
             row |= self._watchdog.metrics
             self._events.emit("metrics", step=step, metrics=row)
 
-    def version_after(self, step: int) -> int:
-        """Return the policy version of the weights after ``step``."""
-        rows = self._record.newest_metrics()
-        return next(row["policy_version"] for row in rows if row["step"] == step)
-
     def first_step(self, version: float) -> int:
         """Return the first step after which the policy's version was ``version`` or newer, or 0."""
         rows = self._record.newest_metrics()

@@ -10,24 +10,19 @@ from typing import Any, Literal
 import numpy as np
 
 from rl.config import RLConfig
-from rl.disk import replace_folder
 from rl.errors import RunError
-from rl.observe.record import failing_loudly
-from rl.observe.rollouts import Chunk
+from rl.observe.rollouts import Chunk, read_groups
 from rl.rollout.metrics import rollout_metrics
-from rl.session.config import SessionConfig
 from rl.step_folders import ROLLOUTS
 from rl.tasks.base import Task
-from rl.trainers.attempt import Again, lost_group
-from rl.trainers.companions import Companions
-from rl.trainers.evaluation import Evaluation, held_out_prompts
+from rl.trainers.auxiliary_models import AuxiliaryModels
+from rl.trainers.evaluation import Evaluation, EvaluationSchedule, held_out_prompts
+from rl.trainers.failed_call import FailedCall, lost_group
 from rl.trainers.ledger import Group, Ledger
-from rl.trainers.life_cycle import MetricCalculator
-from rl.trainers.saved_groups import read_groups, write_groups
 from rl.trainers.scheduler import RolloutScheduler, sampling_of
 from rl.trainers.start import build_algorithm, build_task, try_task
 from rl.trainers.step import Step
-from rl.trainers.trainer import Trainer
+from rl.trainers.trainer import MetricCalculator, Trainer
 from rl.types import Prompt, Rollout
 
 
@@ -47,9 +42,6 @@ class RLTrainer(Trainer[RLConfig]):
     dataset_train: Task
     dataset_eval: list[Prompt]
 
-    def configure_model(self) -> SessionConfig:
-        return self.arguments.session()
-
     def configure_dataloaders(self) -> None:
         self.algorithm = build_algorithm(self.arguments)
         if self.dataset_train is None:
@@ -63,39 +55,27 @@ class RLTrainer(Trainer[RLConfig]):
 
     def assemble(self) -> None:
         config = self.arguments
-        folder = self.record.folder
+        record = self.run.record
         self.ledger = Ledger(
             groups_per_step=config.rollout.prompts_per_step,
             max_staleness=config.rollout.max_staleness,
             updates_per_step=config.updates_per_step,
         )
-        self.keep_tokenizer(folder / "tokenizer")
-        self.companions = Companions(config, self.session, folder / "reference", self.checkpoints)
-        self.evaluation = Evaluation(
-            config,
-            self.dataset_eval,
-            sampling_of(config.rollout, self.dataset_train),
-            self.session,
-            folder / "unevaluated",
+        record.keep_tokenizer(self.dataset_train.tokenizer)
+        self.auxiliary = AuxiliaryModels(
+            config, self.session, record.folder / "reference", self.run.checkpoints
         )
+        sampling = sampling_of(config.rollout, self.dataset_train)
+        self.evaluation = Evaluation(config, self.dataset_eval, sampling, self.session)
+        self.evaluations = EvaluationSchedule(config, self.evaluation, self.run)
         self.rollouts = RolloutScheduler(
             config,
             self.dataset_train,
             self.session,
-            self.changed,
-            self.evaluate_if_due,
+            self.run.changed,
+            self.evaluations.evaluate_if_due,
             self.algorithm.seen,
         )
-
-    def keep_tokenizer(self, folder: Path) -> None:
-        """Write the tokenizer once, so that the run folder can be read without the model."""
-        if folder.is_dir():
-            return
-        partial = folder.with_name("tokenizer.partial")
-        with failing_loudly(folder):
-            self.record.check()
-            self.dataset_train.tokenizer.save_pretrained(partial)
-            replace_folder(folder, partial)
 
     def work(self) -> list[Coroutine[Any, Any, None]]:
         return [self.rollouts.run(self.ledger, self.step)]
@@ -106,21 +86,7 @@ class RLTrainer(Trainer[RLConfig]):
         self.ledger.restore(state.get("ledger", {}), finished, self.session.version, keep=keep)
         self.rollouts.restore(state.get("scheduler", {}))
         self.algorithm.restore(state.get("algorithm", {}))
-        await self.companions.load(self.step, state.get("companions", {}))
-        await self.evaluate_what_was_left()
-
-    async def snapshot(self) -> dict[str, Any]:
-        finished = self.ledger.finished()
-        state = {  # of the same moment: sampling goes on while files are written
-            "ledger": self.ledger.to_dict(),
-            "scheduler": self.rollouts.to_dict(),
-            "algorithm": self.algorithm.to_dict(),
-            "companions": self.companions.to_dict(),
-        }
-        await self.record.rollouts_written()  # a resume needs those of all steps before it
-        await asyncio.to_thread(self.save_groups, finished)
-        await self.companions.save(self.step)
-        return state
+        await self.auxiliary.load(self.step, state.get("companions", {}))
 
     async def saved_groups(self) -> dict[int, Group]:
         """Return the groups of the checkpoint that the policy has loaded."""
@@ -128,21 +94,27 @@ class RLTrainer(Trainer[RLConfig]):
         assert folder is not None, "a state comes from a checkpoint"
         return await asyncio.to_thread(read_groups, folder / ROLLOUTS)
 
-    def save_groups(self, groups: dict[int, Group]) -> None:
-        """Begin the folder of this step's checkpoint, which the trainer completes, with
-        ``groups``.
+    async def may_save(self) -> bool:
+        """Wait until nothing needs older weights than those of this step. Return False if an
+        evaluation of older weights is repeated by the resumed run.
         """
-        path = self.checkpoints.path(self.step) / ROLLOUTS
-        with failing_loudly(path):
-            self.record.check()
-            self.checkpoints.make(self.step)
-            write_groups(path, groups)
+        rollouts = self.rollouts
+        await self.run.changed.until(lambda: rollouts.is_left or rollouts.may_save(self.step))
+        return rollouts.may_save(self.step)
 
-    async def save_checkpoint(self) -> None:
-        """Save once nothing needs weights older than those of this step any more."""
-        if self.step not in (self._saved, 0):
-            await self.changed.until(lambda: self.rollouts.may_cut(self.step))
-        await super().save_checkpoint()
+    async def snapshot(self) -> dict[str, Any]:
+        finished = self.ledger.finished()
+        state = {  # of the same moment: sampling goes on while files are written
+            "ledger": self.ledger.to_dict(),
+            "scheduler": self.rollouts.to_dict(),
+            "algorithm": self.algorithm.to_dict(),
+            "companions": self.auxiliary.to_dict(),
+        }
+        await self.run.record.rollouts_written()  # a resume needs those of all steps before it
+        checkpoints = self.run.checkpoints
+        await asyncio.to_thread(self.run.record.write_groups, checkpoints, self.step, finished)
+        await self.auxiliary.save(self.step)
+        return state
 
     def facts(self) -> dict[str, Any]:
         """Return restarts, dropped prompts, lost groups and recovered episodes."""
@@ -153,17 +125,17 @@ class RLTrainer(Trainer[RLConfig]):
             "recovered_episodes": dict(self.session.rollouter.recovered_episodes),
         }
 
-    def whereabouts(self) -> dict[str, Any]:
-        ledger = {"ledger": self.ledger.counts()} if self.is_open else {}
-        return super().whereabouts() | ledger
+    def failure_facts(self) -> dict[str, Any]:
+        ledger = {"ledger": self.ledger.counts()} if self.run.is_open else {}
+        return super().failure_facts() | ledger
 
     @property
     def is_in_step(self) -> bool:
         return self.ledger.lacks < self.arguments.rollout.prompts_per_step
 
     async def wind_down(self) -> None:
-        await self.record.rollouts_written()
-        await self.changed.until(lambda: self.leaving or self.rollouts.is_done)
+        await self.run.record.rollouts_written()
+        await self.run.changed.until(lambda: self.leaving or self.rollouts.is_done)
         if not self.leaving:
             await self.session.settle()
 
@@ -179,15 +151,15 @@ class RLTrainer(Trainer[RLConfig]):
         staleness = Counter[int]()
         self.tried = step = Step(self.algorithm, self.session, self.step)
         trained = self.session.version
-        with self.attempt.step():
+        with self.run.step_calls():
             while chunk:
                 staleness += self.staleness(chunk)
                 await step.train([*chain.from_iterable(chunk)])
                 groups += chunk
                 chunk = await self.take() if self.ledger.lacks else []
             metrics = await step.end()
-            with self.watch.span("train"):
-                await self.companions.refresh(self.step + 1)
+            with self.run.watch.span("train"):
+                await self.auxiliary.refresh(self.step + 1)
         self.step += 1
         self.session.publish()
         ledger = self.ledger.stepped(self.session.version)
@@ -209,55 +181,40 @@ class RLTrainer(Trainer[RLConfig]):
         await self.record_step(step, trained)
         samples = self.arguments.rollout.samples_per_prompt
         lost = {"episodes_lost_now": sum(samples - len(group) for group in groups)}
-        self.record.append_ledger({"step": self.step, **ledger, **lost, "staleness": staleness})
+        self.run.record.append_ledger({"step": self.step, **ledger, **lost, "staleness": staleness})
         self.report.step(row, step.updates, tokens=tokens)
 
     async def record_step(self, step: Step, version: int) -> None:
-        """Begin to write the rollouts of the step, in a thread.
-
-        A sample begins at another place each step, so that all tasks of a mixture appear.
-        """
+        """Begin to write the rollouts of the step, in a thread."""
         config = self.arguments.record
-        if config.rollouts == "none":
-            return
-        count = sum(len(chunk.rollouts) for chunk in step.chunks)
-        kept = None
-        if config.rollouts == "sample":
-            first = self.step * config.sample
-            kept = sorted((first + n) % count for n in range(min(config.sample, count)))
-        await self.record.begin_rollouts(
-            self.step, step.chunks, version=version, only=kept, max_bytes=config.max_bytes
-        )
+        if config.rollouts != "none":
+            kept = config.kept(self.step, sum(len(chunk.rollouts) for chunk in step.chunks))
+            await self.run.record.begin_rollouts(
+                self.step, step.chunks, version=version, only=kept, max_bytes=config.max_bytes
+            )
 
-    async def record_evaluation(self, step: int) -> None:
-        """Write the rollouts of the newest evaluation, which was of the weights after ``step``."""
-        chunks = self.evaluation.take_rollouts()
-        config = self.arguments.record
-        if chunks and config.rollouts != "none":
-            await self.record.write_evaluated(step, chunks, max_bytes=config.max_bytes)
-
-    def keep_failed(self, error: BaseException) -> Again:
-        """Keep the group whose reward failed, or the rollouts of the failing step."""
+    def keep_failed(self, error: BaseException) -> FailedCall:
+        """Write the group whose reward failed, or the rollouts of the failing step."""
         lost = lost_group(error)
         if lost is not None and lost.rollouts:
             return self.keep_rollouts("reward", [lost.rollouts])
         return super().keep_failed(error)
 
-    def keep_step(self) -> Again:
+    def keep_step(self) -> FailedCall:
         return self.keep_rollouts("step", self.tried.begun)
 
     def keep_rollouts(
         self, call: Literal["step", "reward"], chunks: Sequence[Sequence[Rollout]]
-    ) -> Again:
+    ) -> FailedCall:
         """Write the rollouts with which ``call`` failed, unless the config records none."""
         if self.arguments.record.rollouts == "none":
-            return Again(
+            return FailedCall(
                 why_not="The rollouts of the failing call are not kept, since record.rollouts is "
                 "'none'; a resumed run with --record.rollouts all keeps them if it fails again."
             )
         bare = [Chunk(rollouts=rollouts, columns={}) for rollouts in chunks]
-        self.record.write_failed_rollouts(bare, version=self.session.version)
-        return Again(call)
+        self.run.record.write_failed_rollouts(bare, version=self.session.version)
+        return FailedCall(call)
 
     async def take(self) -> list[Group]:
         """Return the next chunk of the batch once it has finished; [] if the run is left before."""
@@ -271,9 +228,9 @@ class RLTrainer(Trainer[RLConfig]):
             return bool(chunk)
 
         # In lockstep the trainer always waits.
-        with self.watch.span("starved" if rollout.max_staleness else "wait"):
-            await self.changed.until(taken)
-        self.changed.notify()  # there is room for others
+        with self.run.watch.span("starved" if rollout.max_staleness else "wait"):
+            await self.run.changed.until(taken)
+        self.run.changed.notify()  # there is room for others
         return chunk
 
     def staleness(self, groups: list[Group]) -> Counter[int]:
@@ -293,46 +250,7 @@ class RLTrainer(Trainer[RLConfig]):
         return Counter(dict(zip(ages, counts, strict=True)))
 
     async def after_step(self) -> None:
-        """Keep the weights of this step on disk until they are evaluated."""
-        if self.evaluation.is_behind(self.step):
-            with self.watch.span("checkpoint"):
-                await self.evaluation.keep(self.step)
-
-    async def evaluate_if_due(self, step: int) -> None:
-        """Evaluate the weights after ``step``, which the generators hold, unless the run is left
-        before the evaluation ends.
-        """
-        evaluated = self.report.evaluated
-        if self.leaving or not self.evaluation.is_due(step, evaluated):
-            return
-        if step == 0:
-            self.progress.stage("evaluating the initial weights")
-        with self.watch.span("evaluate"):
-            scores = await self.scores_unless_leaving()
-        if scores is not None:  # generators may have been pulling newer weights as it began
-            step = max(step, self.report.first_step(scores["eval/version_min"]))
-            skipped = max(0, self.evaluation.count_due(step, evaluated) - 1)
-            await self.record_evaluation(step)  # first, so that a kill in between repeats both
-            self.report.evaluation(step, scores | {"eval/skipped": skipped})
-            self.evaluation.forget(step)
-        elif self.arguments.rollout.pipeline == "deterministic":  # where nothing else is in flight
-            await self.session.abort()
-
-    async def evaluate_what_was_left(self) -> None:
-        """Repeat the evaluations that had not ended when the checkpoint was written.
-
-        Each evaluation uses the weights that were kept for it. Afterwards the generators have the
-        weights of the checkpoint again.
-        """
-        left = self.evaluation.left(self.step, self.report.evaluated)
-        for step in left:
-            await self.evaluation.bring_back(step, self.report.version_after(step))
-            await self.session.connect()
-            async with self.session.running():
-                await self.evaluate_if_due(step)
-            await self.session.start()  # a generator may have been lost meanwhile
-        if left:
-            await self.session.load()
+        await self.evaluations.keep(self.step)
 
     async def scores(self, metric_calculator: MetricCalculator | None = None) -> dict[str, float]:
         """Return what :meth:`Evaluation.scores` measures.
@@ -341,15 +259,8 @@ class RLTrainer(Trainer[RLConfig]):
         """
         return await self.evaluation.scores(metric_calculator)
 
-    async def finish(self) -> dict[str, Any] | None:
-        self.evaluation.forget_all()
-        summary = await super().finish()
-        if summary is not None:
-            await self.record_evaluation(self.step)
-        skipped = self.evaluation.count_due(self.step, self.report.evaluated)
-        if summary is not None and skipped:
-            summary["eval/skipped"] = skipped
-        return summary
+    async def final_scores(self) -> dict[str, float]:
+        return await self.evaluations.final_scores(self.step)
 
     def describe(self, path: Path) -> None:
         self.dataset_train.describe(path)

@@ -35,6 +35,7 @@ class RolloutScheduler:
     ones. At step 0 it is called before anything is sampled. In a deterministic pipeline it is
     called for each step, and nothing else is sampled meanwhile. In an asynchronous one it is called
     for the newest step when the call before has returned, and generators go on to newer weights.
+    It returns False if the run is left before an evaluation ends.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class RolloutScheduler:
         task: Task,
         session: Session,
         changed: Signal,
-        evaluate: Callable[[int], Awaitable[None]],
+        evaluate: Callable[[int], Awaitable[bool]],
         seen: Seen,
     ):
         """``seen`` is :meth:`rl.trainers.algorithm.Algorithm.seen`."""
@@ -63,15 +64,19 @@ class RolloutScheduler:
         self._sampled = 0  # batches
         self._held = 0
         self._arrived = 0  # every generator holds the weights of this step or newer ones
+        self._evaluated = -1  # in order: no evaluation of this step or older ones is left
         self._versions: dict[int, int] = {}
         self.is_done = False
         """Whether all steps have their batches, all weights have arrived and evaluations on the way
         have ended."""
+        self.is_left = False
+        """Whether the run was left before an evaluation of a deterministic pipeline ended."""
 
     async def run(self, ledger: Ledger, step: int) -> None:
         """Sample rollouts for the steps after ``step``. ``ledger`` holds those sampled before."""
         self._resampled = 0
-        self.is_done = False
+        self.is_done = self.is_left = False
+        self._evaluated = step - 1
         self._held = self._session.version
         self._versions = {step: self._held}
         self._arrived = step
@@ -82,11 +87,15 @@ class RolloutScheduler:
         else:
             await self._run_free(ledger, step)
 
-    def may_cut(self, step: int) -> bool:
-        """Whether no batch is left to sample from weights older than those after ``step``."""
+    def may_save(self, step: int) -> bool:
+        """Whether neither a batch nor an evaluation needs weights older than those after
+        ``step``.
+        """
         rollout = self._config.rollout
+        if rollout.pipeline == "asynchronous":
+            return True
         needed = min(step + rollout.max_staleness, self._config.steps)
-        return rollout.pipeline == "asynchronous" or self._sampled >= needed
+        return self._sampled >= needed and self._evaluated >= step - 1
 
     def stepped(self, step: int) -> None:
         """Note that ``step`` was trained and its weights are on their way to the generators.
@@ -123,8 +132,13 @@ class RolloutScheduler:
                 await self._sample_batch(ledger)
                 self._sampled += 1
                 self._changed.notify()
-            await self._evaluate(held)
-        self._finish()
+            self.is_left = not await self._evaluate(held)
+            if self.is_left:
+                break
+            self._evaluated = held
+            self._changed.notify()
+        self.is_done = not self.is_left
+        self._changed.notify()
 
     async def _pull(self, step: int) -> None:
         """Wait until every generator holds the weights after ``step`` or newer ones."""
@@ -136,10 +150,6 @@ class RolloutScheduler:
 
     def _has_arrived_after(self, step: int) -> bool:
         return self._arrived > step
-
-    def _finish(self) -> None:
-        self.is_done = True
-        self._changed.notify()
 
     async def _sample_batch(self, ledger: Ledger) -> None:
         """Sample one batch. Each round samples the groups that are still missing."""
@@ -197,7 +207,8 @@ class RolloutScheduler:
                 await self._changed.until(partial(self._has_arrived_after, evaluated))
                 evaluated = self._arrived
                 await self._evaluate(evaluated)
-            self._finish()
+            self.is_done = True
+            self._changed.notify()
 
         async with background(pull_newest(), evaluate_newest()) as work:
             while True:

@@ -11,9 +11,9 @@ from rl.data.jsonl import Source
 from rl.dialects.base import Dialect
 from rl.trainers.dataset import DatasetTrainer, Evaluate
 from rl.trainers.evaluation import Evaluation, held_out_prompts
-from rl.trainers.life_cycle import MetricCalculator
 from rl.trainers.scheduler import sampling_of
 from rl.trainers.start import build_task, try_task
+from rl.trainers.trainer import MetricCalculator
 
 MAX_EXPONENT = 700.0
 """Largest loss with an exponential that is a float64."""
@@ -53,13 +53,13 @@ class SFTTrainer(DatasetTrainer[SFTConfig, Example]):
         self.task = None if self.sampling is None else self.sampling.task
 
     def assemble(self) -> None:
+        super().assemble()
         if self.sampling is not None:
             self.evaluation = Evaluation(
                 self.sampling,
                 held_out_prompts(self.sampling.evaluation, self.questions),
                 sampling_of(self.sampling.rollout, self.questions),
                 self.session,
-                self.session.folder / "unevaluated",
             )
 
     async def train_step(self) -> bool:
@@ -68,7 +68,7 @@ class SFTTrainer(DatasetTrainer[SFTConfig, Example]):
         examples = self.next_examples()
         longest = self.arguments.task.max_tokens
         batch = batch_of(examples, reduction=self.loss.reduction, max_tokens=longest)
-        with self.attempt.step():
+        with self.run.step_calls():
             await self.session.forward_backward(batch, self.loss)
             metrics = await self.session.optim_step()
         self.step += 1

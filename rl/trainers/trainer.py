@@ -1,29 +1,38 @@
-"""Protocol of all trainers: train, evaluate, save_pretrained, in a script or in a coroutine."""
+"""Protocol of all trainers: train, evaluate, save_pretrained, and what a run asks of a trainer."""
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Mapping
-from contextlib import asynccontextmanager
+import functools
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer
 from torchtitan.config import TORCH_DTYPE_MAP
 
 from rl.config import RunConfig
-from rl.errors import ConfigError, Interrupted, require
+from rl.errors import ConfigError, Interrupted
+from rl.session.config import SessionConfig
 from rl.session.session import Session
+from rl.tasks.base import Task
 from rl.trainers.endings import Interrupts, fail
-from rl.trainers.life_cycle import Arguments, LifeCycle, MetricCalculator
+from rl.trainers.failed_call import FailedCall
+from rl.trainers.report import Report
+from rl.trainers.run import Run
+from rl.trainers.run_folder import RunFolder
+from rl.validation import validate
 
-T = TypeVar("T")
+Arguments = TypeVar("Arguments", bound=RunConfig)
+MetricCalculator = Callable[[Any], Mapping[str, float]]
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerState:
-    """A point of a run: what ``train``, ``evaluate`` and ``save_pretrained`` return and take."""
+    """Point of a run: the result of ``train``, and an argument of all three verbs."""
 
     step: int
     """Number of completed steps."""
@@ -33,71 +42,153 @@ class TrainerState:
     """Numbers of the summary; empty before the end of the run."""
 
 
-class Trainer(LifeCycle[Arguments]):
+class Trainer(ABC, Generic[Arguments]):
     """Base of all trainers. ::
 
-        trainer = rl.RLTrainer(config)
-        state = trainer.train()                    # in a script: returns when the run has ended
-        state = await trainer.train()              # in a coroutine
-        trainer.save_pretrained("my-model")
-        trainer.close()                            # or a ``with`` or ``async with`` block
+        async with rl.RLTrainer(config) as trainer:
+            state = await trainer.train()
+            await trainer.save_pretrained("my-model")
+
+    A script without an event loop uses a plain ``with`` block, or :meth:`blocking`::
+
+        with rl.RLTrainer(config) as trainer:
+            state = trainer.train()
 
     The constructor reads data and tries the user's code; no process starts. The first call claims
     the run folder and starts the processes. They live until ``close``.
 
     A trainer of your own overrides one of ``configure_model``, ``configure_dataloaders`` and
     ``configure_functions``, which the constructor calls once and in this order, or ``train_step``.
+    The other methods are hooks of the run, for trainers with more than a model to start, save or
+    evaluate.
     """
 
-    _runner: asyncio.Runner | None = None
-    _metrics: Mapping[str, float] = {}
+    task: Task.Config | None = None
+    """Task with the reward of completions; None for trainers without rollouts."""
 
-    def train(self, state: TrainerState | None = None) -> Any:
+    def __init__(
+        self,
+        arguments: Arguments,
+        dataset_train: Any = None,
+        dataset_eval: Any = None,
+        *,
+        folder: RunFolder | None = None,
+        make_session: Callable[..., Awaitable[Session]] = Session.on_nodes,
+    ):
+        """Read the data, start nothing.
+
+        ``folder`` is the run folder, by default a new one as ``arguments`` says. ``make_session``
+        returns the session, by default :meth:`Session.on_nodes`. Raises ConfigError, naming field,
+        value and what is allowed.
+        """
+        validate(arguments)
+        self.arguments = arguments
+        self.dataset_train = dataset_train
+        self.dataset_eval = dataset_eval
+        self.step = 0
+        """Number of completed steps."""
+        self.run = Run(self, folder, make_session)
+        self._metrics: Mapping[str, float] = {}
+        self.session_config = self.configure_model()
+        self.configure_dataloaders()
+        self.configure_functions()
+
+    # Verbs.
+
+    async def train(self, state: TrainerState | None = None) -> TrainerState:
         """Train to the last step; return the :class:`TrainerState` at the end.
 
         Training goes on from the newest checkpoint of the run, or from the checkpoint of
         ``state``, which discards newer ones. Raises :class:`rl.errors.Interrupted` if ``leave`` or
         a signal ended the run before its last step, after saving.
         """
-        return self._call(self._train(state))
+        folder = self.run.claim()
+        with Interrupts(self, self.run) as interrupts:
+            try:
+                summary = await interrupts.train(-1 if state is None else state.step)
+            except (ConfigError, Interrupted):
+                raise
+            except Exception as error:
+                fail(error, folder, self)
+                raise
+        self._metrics = {name: each for name, each in summary.items() if isinstance(each, float)}
+        return self.state
 
-    def evaluate(
+    async def evaluate(
         self,
         state: TrainerState | None = None,
         metric_calculator: MetricCalculator | None = None,
-    ) -> Any:
+    ) -> dict[str, float]:
         """Return metrics on the held-out data, by name.
 
         The weights are the present ones, or those of the checkpoint of ``state``. Weights, random
         states and the order of the data are the same afterwards. ``metric_calculator`` gets what
         the trainer evaluates, and returns metrics of its own.
         """
-        return self._call(self._evaluate(state, metric_calculator))
+        async with self.run.holding(*_point(state)), self.session.running():
+            return await self.scores(metric_calculator)
 
-    def save_pretrained(self, path: str | Path, state: TrainerState | None = None) -> Any:
+    async def save_pretrained(self, path: str | Path, state: TrainerState | None = None) -> None:
         """Write the weights, config and tokenizer as a Hugging Face folder ``path``.
 
         The weights are the present ones, or those of the checkpoint of ``state``.
         """
-        return self._call(self._save_pretrained(Path(path), state))
+        async with self.run.holding(*_point(state)):
+            await self.run.export(Path(path))
 
-    def close(self) -> Any:
+    async def close(self) -> None:
         """End all processes after saves under way; closing twice is closing once."""
-        ended = self._call(self.end())
-        if self._runner is not None:
-            self._runner.close()
-            self._runner = None
-        return ended
+        await self.run.end()
+
+    def leave(self) -> None:
+        """Finish the step under way, save, and end ``train``. The resumed run repeats an unfinished
+        evaluation.
+        """
+        self.run.leave()
+
+    def blocking(self) -> "BlockingTrainer":
+        """Return this trainer with verbs that wait for their results."""
+        return BlockingTrainer(self)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def __enter__(self) -> "BlockingTrainer":
+        self._blocking = self.blocking()
+        return self._blocking
+
+    def __exit__(self, *_: object) -> None:
+        self._blocking.close()
+
+    # Properties.
+
+    @property
+    def session(self) -> Session:
+        """The session of this trainer, once a call has made it."""
+        return self.run.session
 
     @property
     def model(self) -> Session:
         """The session, which holds the models."""
-        return self.session
+        return self.run.session
+
+    @property
+    def report(self) -> Report:
+        """Report of each step, once a call has made the session."""
+        return self.run.report
+
+    @property
+    def leaving(self) -> bool:
+        """Whether the run ends before its next step."""
+        return self.run.leaving
 
     @property
     def state(self) -> TrainerState:
         """Point that the run has reached."""
-        version = self._session.version if self._session is not None else 0
+        version = self.session.version if self.run.is_open else 0
         return TrainerState(self.step, version, self._metrics)
 
     @property
@@ -120,14 +211,145 @@ class Trainer(LifeCycle[Arguments]):
         """Config of the learning rate schedule."""
         return self.arguments.trainer.lr_scheduler
 
-    def _call(self, work: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T] | T:
-        """Return ``work`` to a coroutine that awaits it; run it for code without an event loop."""
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            self._runner = self._runner or asyncio.Runner()
-            return self._runner.run(work)
-        return work
+    # What a trainer trains, on what, and how.
+
+    def configure_model(self) -> SessionConfig:
+        """Return the models that the session holds, and where they run."""
+        return self.arguments.session()
+
+    @abstractmethod
+    def configure_dataloaders(self) -> None:
+        """Set ``dataset_train`` and ``dataset_eval`` unless the caller gave them."""
+
+    @abstractmethod
+    def configure_functions(self) -> None:
+        """Set the functions of a step, such as the loss."""
+
+    @abstractmethod
+    async def train_step(self) -> bool:
+        """Take one step and count it in ``step``; return False if the run is left before it."""
+
+    # Hooks of the run.
+
+    @property
+    def total_steps(self) -> int:
+        """Number of steps of the whole run."""
+        return self.arguments.steps
+
+    def assemble(self) -> None:
+        """Make the parts that need the session and the run folder. Called once both exist."""
+
+    async def restore(self, state: dict[str, Any]) -> None:
+        """Go back to ``state``, which ``snapshot`` returned; {} is the start of the run."""
+
+    async def prepare(self) -> None:
+        """Prepare training, once all models hold their weights. Return early if the run is
+        left.
+        """
+
+    def work(self) -> list[Coroutine[Any, Any, None]]:
+        """Return the coroutines that run beside the steps."""
+        return []
+
+    async def after_step(self) -> None:
+        """Do the work that is due between a step and its checkpoint, such as an evaluation."""
+
+    async def may_save(self) -> bool:
+        """Wait until a checkpoint of this step is complete in itself; return whether a run may
+        resume from it.
+        """
+        return True
+
+    async def snapshot(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps beside model, optimizer and step, as JSON.
+
+        Files go to the folder of the checkpoint first.
+        """
+        return {}
+
+    async def wind_down(self) -> None:
+        """Wait for what still runs after the last step."""
+
+    async def scores(self, metric_calculator: MetricCalculator | None = None) -> dict[str, float]:
+        """Return metrics of the weights on ``dataset_eval``, named ``eval/…``; {} without data."""
+        return {}
+
+    async def final_scores(self) -> dict[str, float]:
+        """Return ``scores`` of the weights after the last step, for the summary."""
+        return await self.scores()
+
+    def describe(self, path: Path) -> None:
+        """Add files without weights, such as the tokenizer, to the exported folder ``path``."""
+
+    def facts(self) -> dict[str, Any]:
+        """Return counts for the summary."""
+        restarts = self.session.restarts
+        return {"restarts": sum(restarts.values()), **restarts}
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether a run that is left now finishes a step first."""
+        return self.run.is_training
+
+    def failure_facts(self) -> dict[str, Any]:
+        """Return where the run stands, for ``failure.json``."""
+        facts: dict[str, Any] = {"step": self.step}
+        if self.run.is_open:
+            facts["policy_version"] = self.session.version
+            facts["generator_versions"] = self.session.generator_versions
+        return facts
+
+    def keep_failed(self, error: BaseException) -> FailedCall:
+        """Return the call that raised ``error``, and write the files that a repetition needs.
+
+        Raises RunError if a file cannot be written.
+        """
+        if self.run.failed_in_step(error):
+            return self.keep_step()
+        folder = self.run.folder
+        return FailedCall.outside_steps(error, self.step, saved=folder.saved if folder else 0)
+
+    def keep_step(self) -> FailedCall:
+        """Write the files that a repetition of the failing step needs: see ``keep_failed``."""
+        name = type(self).__name__
+        return FailedCall(why_not=f"{name} has no steps that rl.replay can take again.")
+
+
+class BlockingTrainer:
+    """All members of a :class:`Trainer`; its coroutines are calls that wait for their results. ::
+
+    trainer = rl.RLTrainer(config).blocking()
+    state = trainer.train()
+    trainer.close()
+    """
+
+    def __init__(self, trainer: Trainer[Any]):
+        self._trainer = trainer
+        self._runner = asyncio.Runner()
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._trainer, name)
+        if not inspect.iscoroutinefunction(found):
+            return found
+
+        @functools.wraps(found)
+        def wait(*args: Any, **kwargs: Any) -> Any:
+            return self._runner.run(found(*args, **kwargs))
+
+        return wait
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        owner = self if name in ("_trainer", "_runner") else self._trainer
+        object.__setattr__(owner, name, value)
+
+    def __dir__(self) -> list[str]:
+        return dir(self._trainer)
+
+    def close(self) -> None:
+        """End all processes after saves under way; closing twice is closing once."""
+        self._runner.run(self._trainer.close())
+        self._runner.close()
+        self._runner = asyncio.Runner()
 
     def __enter__(self) -> Self:
         return self
@@ -135,60 +357,9 @@ class Trainer(LifeCycle[Arguments]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    async def __aenter__(self) -> Self:
-        return self
 
-    async def __aexit__(self, *_: object) -> None:
-        await self.end()
-
-    async def _train(self, state: TrainerState | None) -> TrainerState:
-        run = self.claim()
-        with Interrupts(self, run) as interrupts:
-            try:
-                summary = await self.live(interrupts, -1 if state is None else state.step)
-            except (ConfigError, Interrupted):
-                raise
-            except Exception as error:
-                fail(error, run, self)
-                raise
-        self._metrics = {name: each for name, each in summary.items() if isinstance(each, float)}
-        return self.state
-
-    async def _evaluate(
-        self, state: TrainerState | None, metric_calculator: MetricCalculator | None
-    ) -> dict[str, float]:
-        async with self._weights_of(state), self.session.running():
-            return await self.scores(metric_calculator)
-
-    async def _save_pretrained(self, path: Path, state: TrainerState | None) -> None:
-        async with self._weights_of(state):
-            await self.export(path)
-
-    @asynccontextmanager
-    async def _weights_of(self, state: TrainerState | None) -> AsyncIterator[None]:
-        """Have the model hold the weights of ``state`` inside the block."""
-        await self.open()
-        if not self._is_ready:
-            await self.go_back()
-        if state is None or state.step == self.step:
-            yield
-            return
-        complete = self.checkpoints.complete()
-        require(
-            state.step in complete,
-            f"state.step is {state.step}; the run has checkpoints of the steps {complete}",
-        )
-        await self.save_checkpoint()
-        version = self.session.version
-        await self._hold(state.step, state.version)
-        try:
-            yield
-        finally:
-            await self._hold(self.step, version)
-
-    async def _hold(self, step: int, version: int) -> None:
-        await self.session.load_weights(self.checkpoints.path(step), version)
-        await self.session.connect()
+def _point(state: TrainerState | None) -> tuple[int | None, int]:
+    return (None, 0) if state is None else (state.step, state.version)
 
 
 def trainer_of(config: RunConfig) -> Trainer[Any]:

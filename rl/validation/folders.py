@@ -16,7 +16,7 @@ OWN_FIELDS = ("max_seq_len", "dtype")
 
 RESERVED = (
     *("critic", "export", "exports", "launch", "lock", "logs", "reference", "replicas"),
-    *("rollouts", "tensorboard", "tokenizer", "unevaluated", "wandb"),
+    *("rollouts", "tensorboard", "tokenizer", "wandb"),
 )
 """Names in a run folder that Tiller uses."""
 

@@ -103,7 +103,7 @@ def loop_in(folder: str, config: RLConfig, marks: Marks) -> RLTrainer:
     )
     run = RunFolder(config, RunRecord(folder), Progress(config.steps, quiet=True))
     make_session = partial(Session.on_nodes, meshes=meshes)
-    return RLTrainer(config, run=run, make_session=make_session)
+    return RLTrainer(config, folder=run, make_session=make_session)
 
 
 async def train(loop: RLTrainer) -> None:
@@ -116,7 +116,7 @@ def run(config: RLConfig) -> tuple[Marks, float]:
         marks = Marks()
         loop = loop_in(folder, config, marks)
         asyncio.run(train(loop))
-        record = loop.record
+        record = loop.run.record
         if loop.ledger.trained != config.steps * config.rollout.prompts_per_step:
             raise RuntimeError("the run did not train on all prompts: nothing was measured")
         return marks, max(row["rollout/staleness_max"] for row in record.read_metrics())
@@ -234,7 +234,7 @@ def checkpoint(*, repeats: int, tokens: int) -> dict[str, float]:
             last = now
 
     async def save(loop: RLTrainer) -> None:
-        await loop.open()
+        await loop.run.open()
         fill(loop, tokens)
         ticking = asyncio.create_task(tick())
         await asyncio.sleep(0.01)
@@ -242,7 +242,7 @@ def checkpoint(*, repeats: int, tokens: int) -> dict[str, float]:
         for _ in range(repeats):
             loop.step += 1
             began = time.perf_counter()
-            await loop.save_checkpoint()
+            await loop.run.save_checkpoint()
             times.append(time.perf_counter() - began)
             await asyncio.sleep(0.01)
         ticking.cancel()
@@ -250,7 +250,7 @@ def checkpoint(*, repeats: int, tokens: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         loop = loop_in(folder, config, Marks())
         asyncio.run(save(loop))
-        size = sum(path.stat().st_size for path in loop.checkpoints.path(1).iterdir())
+        size = sum(path.stat().st_size for path in loop.run.checkpoints.path(1).iterdir())
     policy: Any = loop.session.trainer
     return {
         "checkpoint_pause_s": max(pauses),

@@ -49,11 +49,11 @@ class Processes:
         config.steps = self.steps = before + steps
         run = RunFolder(config, self.record, Progress(config.steps, quiet=True))
         make_session = partial(Session.on_nodes, meshes=self.meshes)
-        self.trainer = RLTrainer(config, self.task, run=run, make_session=make_session)
+        self.trainer = RLTrainer(config, self.task, folder=run, make_session=make_session)
         await self.trainer.train()
         ledger = [json.loads(line) for line in self.record.ledger_path.read_text().splitlines()]
         return self.record.read_metrics()[before:], ledger[before:]
 
     async def stop(self) -> None:
-        if self.trainer is not None and self.trainer.is_open:
+        if self.trainer is not None and self.trainer.run.is_open:
             await self.trainer.session.stop()

@@ -8,13 +8,13 @@ MEANS = "algorithms/test_sequence_losses.py::test_a_score_is_the_sum_or_mean_of_
 CLIPS = "algorithms/test_losses.py::test_the_clip_stops_only_moves_away_from_the_old_policy"
 REDUCTIONS = "algorithms/test_reductions.py::test_reductions_match_the_papers"
 CORRECTIONS = "algorithms/test_corrections.py::test_weights_follow_from_the_ratios"
-COMPANIONS = "trainers/test_companions.py::"
+AUXILIARY = "trainers/test_auxiliary_models.py::"
 
 ALGORITHM_ACTS: dict[str, dict[str, str]] = {
     "PolicyGradientConfig": {
         "trainers/test_policy_gradient.py::"
         "test_the_ratio_uses_the_trainers_logprobs_if_configured": "old_logprobs",
-        f"{COMPANIONS}test_a_penalty_in_the_reward_lowers_the_advantage": (
+        f"{AUXILIARY}test_a_penalty_in_the_reward_lowers_the_advantage": (
             "reward_kl_coef reward_kl_estimator"
         ),
         "trainers/test_policy_gradient.py::test_long_completions_lose_reward": "overlong_buffer",
@@ -55,11 +55,11 @@ ALGORITHM_ACTS: dict[str, dict[str, str]] = {
         "test_corrections_weigh_tokens_by_the_ratio_of_trainer_and_generator": "decay"
     },
     "AdaptiveKL.Config": {
-        f"{COMPANIONS}test_an_adaptive_penalty_follows_its_target_across_a_restart": "target",
+        f"{AUXILIARY}test_an_adaptive_penalty_follows_its_target_across_a_restart": "target",
         "algorithms/test_kl.py::test_rate_and_clip_bound_a_step_of_the_coefficient": "rate clip",
     },
     "ReferenceConfig": {
-        f"{COMPANIONS}test_a_reference_is_refreshed_at_its_interval_and_restored": "refresh_every"
+        f"{AUXILIARY}test_a_reference_is_refreshed_at_its_interval_and_restored": "refresh_every"
     },
     "ValueLoss.Config": {
         "algorithms/test_losses.py::test_value_loss_and_gradient_match_the_formula": "clip"

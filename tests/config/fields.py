@@ -3,7 +3,7 @@
 A field is named by the dataclass that declares it. A test is a path below ``tests`` and a function.
 """
 
-from tests.config.algorithm_fields import ALGORITHM_ACTS, COMPANIONS
+from tests.config.algorithm_fields import ALGORITHM_ACTS, AUXILIARY
 
 ENGINE = "training/test_config_fields.py::"
 GRADIENT = "training/test_gradient.py::"
@@ -331,8 +331,8 @@ ACTS: dict[str, dict[str, str]] = ALGORITHM_ACTS | {
         "trainers/test_recorded_steps.py::test_the_oldest_steps_make_room": "max_gib",
     },
     "RoleConfig": {
-        f"{COMPANIONS}test_custom_models_fill_columns_and_score_completions": "head column",
-        f"{COMPANIONS}test_a_reward_models_score_is_added_to_the_reward": "reward_weight",
+        f"{AUXILIARY}test_custom_models_fill_columns_and_score_completions": "head column",
+        f"{AUXILIARY}test_a_reward_models_score_is_added_to_the_reward": "reward_weight",
         "config/test_sections.py::"
         "test_models_beside_the_policy_have_sections_of_their_own": "checkpoint",
     },

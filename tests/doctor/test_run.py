@@ -15,8 +15,8 @@ from configs.sft_jsonl import sft_jsonl
 from rl.doctor.run import check_run
 from rl.frozen import frozen
 from rl.observe.owner import FolderOwner
+from rl.observe.rollouts import Chunk, write_rollouts
 from rl.step_folders import ROLLOUTS
-from rl.trainers.saved_groups import write_groups
 from tests.tables import check_rows
 
 
@@ -27,7 +27,7 @@ def good_run(tmp_path_factory) -> Path:
     for step in (50, 100):
         path = folder / "checkpoints" / f"step-{step}"
         dcp.save({"weight": torch.ones(1000)}, checkpoint_id=path)
-        write_groups(path / ROLLOUTS, {})
+        write_rollouts(path / ROLLOUTS, [Chunk(rollouts=[], columns={})])
     content = {"name": "quickstart", "command": "", "config": frozen(quickstart())}
     (folder / "config.json").write_text(json.dumps(content))
     (folder / "metrics.jsonl").write_text('{"step": 1, "loss/mean": null}\n{"step": 2')

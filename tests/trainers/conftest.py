@@ -135,13 +135,13 @@ def run(tmp_path):
             )
             run.loop = RLTrainer(
                 config,
-                run=RunFolder(config, record, Progress(steps, quiet=True)),
+                folder=RunFolder(config, record, Progress(steps, quiet=True)),
                 make_session=partial(Session.on_nodes, meshes=meshes),
             )
             try:
                 await asyncio.wait_for(run.loop.train(), 300)
                 if close:
-                    await run.loop.end()
+                    await run.loop.close()
                 return json.loads((record.folder / "summary.json").read_text())
             except Interrupted:
                 return None

@@ -113,14 +113,14 @@ class Run:
     def numbers(self) -> list[dict]:
         """Return the metrics of all steps that do not depend on the clock or on alarms."""
         dropped = (*OF_TIMING, "watchdog/", "push/")
-        rows = self.trainer.record.read_metrics()
+        rows = self.trainer.run.record.read_metrics()
         return [
             {name: value for name, value in row.items() if not name.startswith(dropped)}
             for row in rows
         ]
 
     def summary(self) -> dict:
-        return json.loads((self.trainer.record.folder / "summary.json").read_text())
+        return json.loads((self.trainer.run.record.folder / "summary.json").read_text())
 
 
 def find_trainer(config: RunConfig) -> type[Trainer[Any]]:

@@ -25,8 +25,8 @@ from rl.observe.progress import Progress
 from rl.observe.record import RunRecord, failing_loudly
 from rl.trainers import advice, run_folder
 from rl.trainers.advice import ADVICE, advice_after
-from rl.trainers.attempt import Again
 from rl.trainers.endings import fail
+from rl.trainers.failed_call import FailedCall
 from rl.trainers.run_folder import RunFolder
 from tests.docs.commands import check_command
 
@@ -95,7 +95,7 @@ def full_disk():
 )
 def test_a_known_cause_names_what_to_change(run, monkeypatch, error, cause, said):
     monkeypatch.setattr(advice, "is_users", lambda error: False)  # the tests' own frames
-    found, sentences = advice_after(error, run, Again("step"))
+    found, sentences = advice_after(error, run, FailedCall("step"))
     assert found == cause
     assert said in " ".join(sentences)
     assert sentences[-1] == f"Nothing is saved; start again with: {run.command}"
@@ -107,13 +107,13 @@ def test_a_known_cause_names_what_to_change(run, monkeypatch, error, cause, said
 @pytest.mark.parametrize("kept", [0, 2, 3])
 def test_a_full_disk_never_advises_the_number_of_checkpoints_that_are_kept(run, kept):
     run.config.trainer.checkpoint.keep_latest_k = kept
-    advised = advice_after(full_disk(), run, Again())[1][0]
+    advised = advice_after(full_disk(), run, FailedCall())[1][0]
     assert (f"set trainer.checkpoint.keep_latest_k to 2 (now {kept})" in advised) == (kept != 2)
 
 
 @pytest.mark.parametrize("saved", [0, 4])
 def test_a_lost_episode_is_played_without_the_checkpoint_that_is_missing(run, saved):
-    again = Again.never(caused_by(GroupLost("reward raised", "x")), saved, saved=saved)
+    again = FailedCall.outside_steps(caused_by(GroupLost("reward raised", "x")), saved, saved=saved)
     said = advice_after(RunError("x"), run, again)[1][-3]
     command = re.search(r"python -m (rl\.play .* --prompt )N runs", said)[1] + "0"
     words = ["RUN" if word == str(run.folder) else word for word in shlex.split(command)]
@@ -124,7 +124,7 @@ def test_a_lost_episode_is_played_without_the_checkpoint_that_is_missing(run, sa
 
 def test_a_process_that_the_kernel_ended_for_memory_says_so(run, monkeypatch):
     monkeypatch.setattr(run_folder, "oom_kills", lambda: 10**9)
-    cause, sentences = advice_after(of_process("died"), run, Again("step"))
+    cause, sentences = advice_after(of_process("died"), run, FailedCall("step"))
     assert cause == "host memory"
     assert "The kernel ended processes of this host for it during the run: " in sentences[0]
 
@@ -136,7 +136,7 @@ def test_a_line_of_the_users_code_is_where_to_begin(run):
     try:
         names["reward"]()
     except KeyError as error:
-        cause, sentences = advice_after(error, run, Again("step"))
+        cause, sentences = advice_after(error, run, FailedCall("step"))
     assert cause == "your code"
     assert sentences[0] == "Correct your code at /home/me/my_task.py, line 1, in reward."
 
@@ -144,8 +144,8 @@ def test_a_line_of_the_users_code_is_where_to_begin(run):
 @pytest.mark.parametrize(
     ("again", "said"),
     [
-        (Again("step"), "--failed"),
-        (Again(why_not="See RUN."), "See {folder}."),
+        (FailedCall("step"), "--failed"),
+        (FailedCall(why_not="See RUN."), "See {folder}."),
     ],
 )
 def test_advice_says_whether_the_call_can_be_made_again(run, again, said):

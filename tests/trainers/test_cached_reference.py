@@ -42,7 +42,7 @@ class Counting(PreferenceTrainer):
 def metrics_of(trainer):
     """Return the metrics of the loss, step by step."""
     names = ("loss", "rewards", "logps", "kl", "trainer/grad_norm")
-    rows = trainer.record.read_metrics()
+    rows = trainer.run.record.read_metrics()
     return [{name: row[name] for name in row if name.startswith(names)} for row in rows]
 
 

@@ -79,11 +79,11 @@ def test_the_state_is_that_of_the_last_step(run):
 
 
 def test_the_newest_checkpoints_are_kept(run):
-    assert run.trainer.checkpoints.complete() == [2, 3, 4]
+    assert run.trainer.run.checkpoints.complete() == [2, 3, 4]
 
 
 def test_the_model_is_exported_every_so_many_steps(run, tmp_path):
-    folder = run.trainer.record.folder
+    folder = run.trainer.run.record.folder
     assert [path.name for path in (folder / "exports").iterdir()] == ["step-2"]
     run.do(lambda: run.trainer.save_pretrained(tmp_path, HALF))
     weights, expected, last = (
@@ -116,7 +116,7 @@ def test_going_back_takes_the_same_steps_again_also_with_evaluations(run):
     assert run.do(lambda: run.trainer.train(HALF)).step == STEPS
     assert run.numbers() == run.whole
     assert run.digest() == run.summary()["policy_digest"] == whole
-    written = {row["step"]: row for row in run.trainer.record.read_evaluations()}
+    written = {row["step"]: row for row in run.trainer.run.record.read_evaluations()}
     scores = run.do(lambda: run.trainer.evaluate(TrainerState(step=3, version=3)))
     assert scores == {name: written[3][name] for name in scores}
     set_evaluations(run.trainer.arguments, every=0)
@@ -142,7 +142,7 @@ def test_closing_twice_leaves_nothing_behind(run):
     run.close()
     assert run.processes and wait_until(lambda: not alive(run.processes), 60)
     assert [path for path in files if path.exists()] == []
-    names = {path.name for path in run.trainer.record.folder.iterdir()}
+    names = {path.name for path in run.trainer.run.record.folder.iterdir()}
     assert not {name for name in names if name.startswith(".") or "tmp" in name}
 
 

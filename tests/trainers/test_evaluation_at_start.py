@@ -44,7 +44,6 @@ def test_the_initial_weights_are_evaluated_before_the_first_step(run, edit, stal
     assert is_evaluation == sorted(is_evaluation, reverse=True)
     assert is_evaluation[0]
     assert run.record.evaluated.path(0).exists()
-    assert not (run.record.folder / "unevaluated").exists()
 
 
 def killed(run, trainer, generator):
@@ -146,12 +145,12 @@ def test_the_initial_weights_are_validated_once_although_the_run_is_left_and_fai
     with disturbed(config, rows) as trainer:
         with pytest.raises(Interrupted):
             trainer.train()
-        assert trainer.record.read_evaluations() == []
+        assert trainer.run.record.read_evaluations() == []
         with pytest.raises(ZeroDivisionError, match="the first step"):
             trainer.train()
-        first = trainer.record.read_evaluations()
+        first = trainer.run.record.read_evaluations()
         state = trainer.train()
-        assert trainer.record.read_evaluations() == first
+        assert trainer.run.record.read_evaluations() == first
     assert trainer.evaluated == {0: 2, 2: 1}
     assert [row["step"] for row in first] == [0]
     assert first[0]["eval/loss"] > state.metrics["eval/loss"]

@@ -8,8 +8,8 @@ import pytest
 
 from rl.errors import RunError
 from rl.model.shards import Box
+from rl.observe.rollouts import read_groups
 from rl.step_folders import ROLLOUTS
-from rl.trainers.saved_groups import read_groups
 from tests.trainers.loops import calls, whereabouts, without_times
 
 CANARY = {"digests": False}

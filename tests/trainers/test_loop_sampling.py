@@ -221,7 +221,7 @@ def test_a_group_may_go_on_with_the_episodes_that_the_config_asks_for(run, monke
         config.rollout.min_episodes = 3
 
     monkeypatch.setattr(Rollouter, "collect", noted)
-    monkeypatch.setattr("rl.trainers.life_cycle.validate", lambda config: None)  # no environment
+    monkeypatch.setattr("rl.trainers.trainer.validate", lambda config: None)  # no environment
     run(steps=2, edit=edit)
     assert asked == [3, 3]
 

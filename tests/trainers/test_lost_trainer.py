@@ -24,7 +24,7 @@ def test_a_lost_trainer_returns_the_run_to_the_newest_checkpoint(run, edit, stal
                 raise trainer.lose(call)
 
         async def start_while_nothing_is_lost_by_leaving():
-            assert not run.loop.is_training
+            assert not run.loop.run.is_training
             await start()
 
         trainer.during[call] = die
@@ -76,7 +76,7 @@ def test_an_unfinished_checkpoint_is_ignored(run, edit, staleness):
     def prepare(trainer, *_):
         async def die():
             if trainer.version == 4 and trainer.starts == 1:
-                assert run.loop.checkpoints.incomplete() == [4]
+                assert run.loop.run.checkpoints.incomplete() == [4]
                 raise trainer.lose("save_checkpoint")
 
         trainer.during["save_checkpoint"] = die
@@ -84,7 +84,7 @@ def test_an_unfinished_checkpoint_is_ignored(run, edit, staleness):
     log, rows = run(prepare, steps=6, staleness=staleness, save_every=2, edit=edit, folder="other")
     assert run.trainer.starts == 2
     assert calls(log, "save") == ["save 2", "save 4", "save 4", "save 6"]
-    assert run.loop.checkpoints.complete() == [2, 4, 6]
+    assert run.loop.run.checkpoints.complete() == [2, 4, 6]
     assert sorted(
         prompt_id for row in ledger_of(run.record) for prompt_id in row["trained_now"]
     ) == [*range(12)]
@@ -94,7 +94,7 @@ def test_an_unfinished_checkpoint_is_ignored(run, edit, staleness):
 
 def test_a_checkpoint_without_its_groups_is_refused_with_a_remedy(run):
     run(steps=2, staleness=1, save_every=1)
-    (run.loop.checkpoints.path(2) / ROLLOUTS).unlink()
+    (run.loop.run.checkpoints.path(2) / ROLLOUTS).unlink()
     with pytest.raises(
         RunError,
         match=r"step-2/rollouts.parquet cannot be read: FileNotFound.*; deleting .*/step-2 goes",

@@ -12,7 +12,7 @@ from tests.trainers.tiny_chat import labelled_rows, preference_rows
 
 
 def rows_of(trainer):
-    rows = trainer.record.read_metrics()
+    rows = trainer.run.record.read_metrics()
     assert not undocumented({name for row in rows for name in row})
     return rows
 

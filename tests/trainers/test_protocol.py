@@ -40,13 +40,16 @@ def make(tmp_path):
             rewards=lambda task, events: Rewards(),
         )
         run = RunFolder(config, record, Progress(config.steps, quiet=True), command="train")
-        return kind(config, run=run, make_session=partial(Session.on_nodes, meshes=meshes)), policy
+        return kind(
+            config, folder=run, make_session=partial(Session.on_nodes, meshes=meshes)
+        ), policy
 
     return make
 
 
 def test_a_script_trains_evaluates_and_saves_without_an_event_loop(make, tmp_path):
-    trainer, policy = make()
+    made, policy = make()
+    trainer = made.blocking()
     state = trainer.train()
     assert (state.step, state.version, trainer.step) == (2, 2, 2)
     assert trainer.evaluate()["eval/prompts"] == 3
@@ -75,13 +78,15 @@ def test_the_user_measures_evaluations_too(make):
 
 def test_leaving_raises_and_the_next_call_continues(make):
     class Leaves(RLTrainer):
+        leaves_after = 0
+
         async def after_step(self):
             await super().after_step()
-            if self.step == 1:
+            if self.step == self.leaves_after:
                 self.leave()
 
-    trainer, _ = make(Leaves)
-    with trainer:
+    with make(Leaves)[0] as trainer:
+        trainer.leaves_after = 1
         with pytest.raises(Interrupted, match=r"interrupted by leave\(\) after step 1; go on from"):
             trainer.train()
         assert trainer.train().step == 2

@@ -67,7 +67,7 @@ def values_of(folder, text: list[int]) -> torch.Tensor:
 
 def test_a_reward_model_learns(trained):
     trainer, metrics = trained
-    first, *_, last = trainer.record.read_metrics()
+    first, *_, last = trainer.run.record.read_metrics()
     assert first["loss/mean"] == pytest.approx(math.log(2), abs=1e-6)
     assert last["rewards/accuracy"] > 0.5
     assert metrics["eval/loss"] < math.log(2)
@@ -170,7 +170,7 @@ def test_ppo_begins_with_the_values_of_the_reward_model_that_its_critic_starts_f
 
     with Watched(ppo) as trainer:
         trainer.train()
-        (row,) = trainer.record.read_metrics()
+        (row,) = trainer.run.record.read_metrics()
     (rollouts, batch), *_ = batches
     columns = batch.columns["old_values"].split(batch.lengths.tolist())
     scores = []

@@ -110,5 +110,5 @@ def test_a_run_writes_its_metrics_to_its_sinks(run):
         config.sinks.tensorboard = True
 
     run(steps=3, edit=edit)
-    run.loop.run.release()
+    run.loop.run.folder.release()
     assert tensorboard_steps(run.record.folder, "reward/mean") == [1, 2, 3]

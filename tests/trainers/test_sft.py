@@ -53,7 +53,7 @@ def config(model, tmp_path):
 
 
 def last_step(trainer):
-    row = trainer.record.read_metrics()[-1]
+    row = trainer.run.record.read_metrics()[-1]
     assert not undocumented(row)
     assert row["memory/peak"] > 0.1 and row["trainer/tflop"] > 0
     return row
@@ -69,7 +69,7 @@ def whole(model, tmp_path_factory):
         state = trainer.train()
         scores = trainer.evaluate()
         assert trainer.session.generator_versions == {}
-    assert not [*trainer.record.logs.glob("generator*")]
+    assert not [*trainer.run.record.logs.glob("generator*")]
     return trainer, state, scores
 
 
@@ -77,7 +77,7 @@ def test_a_run_learns_and_its_validation_loss_is_that_of_transformers(whole):
     from transformers import AutoModelForCausalLM
 
     trainer, state, scores = whole
-    exported = AutoModelForCausalLM.from_pretrained(trainer.record.folder / "export")
+    exported = AutoModelForCausalLM.from_pretrained(trainer.run.record.folder / "export")
     batch = batch_of(trainer.dataset_eval)
     expected = []
     rows = zip(
@@ -96,12 +96,12 @@ def test_a_run_learns_and_its_validation_loss_is_that_of_transformers(whole):
     assert state.metrics["eval/loss"] == pytest.approx(
         float(torch.stack(expected).mean()), abs=1e-5
     )
-    rows = trainer.record.read_metrics()
+    rows = trainer.run.record.read_metrics()
     assert rows[-1]["loss/mean"] < rows[0]["loss/mean"]
 
 
 def recorded_digests(trainer):
-    return [row for row, _ in rows_of(trainer.record.digests_path)]
+    return [row for row, _ in rows_of(trainer.run.record.digests_path)]
 
 
 def test_digests_of_each_step_are_recorded(whole):
@@ -116,7 +116,7 @@ def test_a_run_without_rollouts_does_not_take_fields_of_their_record():
 
 
 def digest(trainer):
-    return json.loads((trainer.record.folder / "summary.json").read_text())["policy_digest"]
+    return json.loads((trainer.run.record.folder / "summary.json").read_text())["policy_digest"]
 
 
 class Leaves(SFTTrainer):
@@ -159,15 +159,15 @@ def test_generators_evaluate_the_weights_of_a_step_and_change_nothing(config, mo
     )
     with LeavesToEvaluate(config, chat_rows(40)) as trainer, pytest.raises(Interrupted):
         trainer.train()
-    assert trainer.record.read_evaluations() == []
+    assert trainer.run.record.read_evaluations() == []
     config.resume = True
     config.evaluation.colocate = "all"
     with SFTTrainer(config, chat_rows(40)) as resumed:
         resumed.train()
-        (row,) = resumed.record.read_evaluations()
+        (row,) = resumed.run.record.read_evaluations()
         again = resumed.evaluate(TrainerState(step=2, version=2))
     assert row["step"] == row["eval/version_min"] == row["eval/version_max"] == 2
-    summary = json.loads((resumed.record.folder / "summary.json").read_text())
+    summary = json.loads((resumed.run.record.folder / "summary.json").read_text())
     assert summary["eval/version_min"] == summary["eval/version_max"] == 4
     assert {"eval/exact_match", "eval/pass@2", "eval/loss"} <= summary.keys()
     assert row == {"step": 2} | {name: again[name] for name in row if name != "step"}

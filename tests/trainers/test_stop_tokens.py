@@ -49,9 +49,9 @@ def trainer_of(name, kind, folder, rows, tmp_path):
 
 def warnings_of(trainer):
     """Warnings of the run when it begins."""
-    asyncio.run(trainer.open())
-    asyncio.run(trainer.end())
-    path = trainer.record.events_path
+    asyncio.run(trainer.run.open())
+    asyncio.run(trainer.close())
+    path = trainer.run.record.events_path
     rows = map(json.loads, path.read_text().splitlines() if path.exists() else [])
     return [row["text"] for row in rows if row["kind"] == "warning"]
 

@@ -231,7 +231,6 @@ def test_more_processes_than_a_hosts_memory_holds_are_refused(config, name, cont
         ".",
         "critic",
         "reference",
-        "unevaluated",
         "logs",
         "export",
         "judge",

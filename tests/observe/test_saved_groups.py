@@ -3,7 +3,9 @@
 import pytest
 
 from rl.errors import RunError
-from rl.trainers.saved_groups import read_groups, write_groups
+from rl.observe.record import RunRecord
+from rl.observe.rollouts import read_groups
+from rl.step_folders import ROLLOUTS, StepFolders
 from tests.observe.rollout_cases import rollout
 
 
@@ -16,9 +18,10 @@ def groups():
 
 @pytest.mark.parametrize("written", [groups(), {}], ids=["ragged", "none"])
 def test_groups_come_back_bit_for_bit_and_in_order(tmp_path, written):
-    path = tmp_path / "rollouts.parquet"
-    write_groups(path, written)
-    read = read_groups(path)
+    record = RunRecord(tmp_path / "run")
+    checkpoints = StepFolders(record.checkpoints)
+    record.write_groups(checkpoints, 3, written)
+    read = read_groups(checkpoints.path(3) / ROLLOUTS)
     assert read == written
     assert [*read] == [*written]
     assert repr(read) == repr(written)  # types too: plain ints and floats

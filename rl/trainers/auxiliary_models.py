@@ -1,4 +1,4 @@
-"""Checkpoints of the models beside the policy: critic, reference and the user's own."""
+"""Checkpoints of the auxiliary models: critic, reference and the user's own."""
 
 import re
 import shutil
@@ -10,7 +10,7 @@ from rl.session.session import Session
 from rl.step_folders import StepFolders
 
 
-class Companions:
+class AuxiliaryModels:
     """Loads and saves the models beside the policy with each of its checkpoints.
 
     A reference is a copy of the initial policy, or of the policy at most

@@ -1,0 +1,368 @@
+"""Life cycle of a run: claim, start, resume, step, save, leave, recover, end."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from rl.config import RunConfig
+from rl.errors import ActorFailure, NothingLearned, RunError, require
+from rl.observe.events import Events
+from rl.observe.progress import Progress
+from rl.observe.record import RunRecord
+from rl.observe.spans import Stopwatch
+from rl.session.concurrency import Signal, background
+from rl.session.config import SessionConfig
+from rl.session.session import Session
+from rl.step_folders import StepFolders
+from rl.tasks.base import Task
+from rl.trainers.failed_call import FailedCall
+from rl.trainers.report import Report
+from rl.trainers.run_folder import RunFolder, claim_run
+
+NOTHING_LEARNED = (
+    "every gradient was 0 or not finite, the learning rate was 0, or bfloat16 parameters rounded "
+    "every update away; see trainer/grad_norm and trainer/skipped_steps in metrics.jsonl. If "
+    "reward/zero_std_groups is 1 there, all completions of a prompt had equal rewards: start from "
+    "a model that succeeds at times, or reward a part of the task"
+)
+
+
+class Trained(Protocol):
+    """Part of a trainer that its run calls: see :class:`rl.trainers.trainer.Trainer`."""
+
+    arguments: Any
+    task: Task.Config | None
+    step: int
+    session_config: SessionConfig
+
+    @property
+    def total_steps(self) -> int: ...
+    @property
+    def is_in_step(self) -> bool: ...
+    def assemble(self) -> None: ...
+    async def restore(self, state: dict[str, Any]) -> None: ...
+    async def prepare(self) -> None: ...
+    def work(self) -> list[Coroutine[Any, Any, None]]: ...
+    async def train_step(self) -> bool: ...
+    async def after_step(self) -> None: ...
+    async def may_save(self) -> bool: ...
+    async def snapshot(self) -> dict[str, Any]: ...
+    async def wind_down(self) -> None: ...
+    async def final_scores(self) -> dict[str, float]: ...
+    def describe(self, path: Path) -> None: ...
+    def facts(self) -> dict[str, Any]: ...
+    def failure_facts(self) -> dict[str, Any]: ...
+    def keep_failed(self, error: BaseException) -> FailedCall: ...
+
+
+class Run:
+    """Run of a trainer, from the first step or the newest checkpoint to the last step.
+
+    - ``open`` claims the run folder and makes the session.
+    - ``live`` trains. If a model is lost, it goes back to the newest checkpoint.
+    - ``end`` ends all processes and gives the run folder back.
+    """
+
+    record: RunRecord
+    """Files of the run. Like all attributes of the folder, it exists once the folder is claimed."""
+    events: Events
+    """Events of the run."""
+    progress: Progress
+    """Line that shows where the run stands."""
+    checkpoints: StepFolders
+    """Checkpoints of the run."""
+    watch: Stopwatch
+    """Times of the session's calls."""
+    report: Report
+    """Report of each step."""
+
+    def __init__(
+        self,
+        trainer: Trained,
+        folder: RunFolder | None,
+        make_session: Callable[..., Awaitable[Session]],
+    ):
+        """``folder`` is the folder that the run uses, by default a new one as the config says."""
+        self.changed = Signal()
+        self.is_training = False
+        self.leaving = False
+        self.folder: RunFolder | None = None
+        self._trainer = trainer
+        self._make_session = make_session
+        self._session: Session | None = None
+        self._is_ready = False
+        self._shown = ExitStack()
+        self._saved = 0
+        self._calls_step = False
+        self._step_error: BaseException | None = None
+        if folder is not None:
+            self._use(folder)
+
+    @property
+    def config(self) -> RunConfig:
+        """Config of the run."""
+        config: RunConfig = self._trainer.arguments
+        return config
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the session exists."""
+        return self._session is not None
+
+    @property
+    def session(self) -> Session:
+        """Session of the run. Raises RunError unless a call has made it."""
+        if self._session is None:
+            raise RunError("the trainer is not open; call train or evaluate first")
+        return self._session
+
+    def _use(self, folder: RunFolder) -> None:
+        self.folder = folder
+        self.record = folder.record
+        self.events = folder.events
+        self.progress = folder.progress
+        self.checkpoints = folder.checkpoints
+
+    def claim(self, name: str = "", command: str = "") -> RunFolder:
+        """Return the run folder, claimed by this process for the config ``name``. ``command``
+        starts the run.
+        """
+        if self.folder is None:
+            name = name or type(self._trainer).__name__
+            command = command or f"{name}(…).train()"
+            steps = self._trainer.total_steps
+            self._use(claim_run(self.config, steps, name=name, command=command))
+        assert self.folder is not None, "it was claimed"
+        return self.folder
+
+    async def open(self) -> None:
+        """Claim the run folder, make the session and have the trainer assemble its parts."""
+        if self._session is not None:
+            return
+        folder = self.claim()
+        self._shown.enter_context(folder.progress)
+        trainer = self._trainer
+        updates = trainer.total_steps * self.config.updates_per_step
+        session = await self._make_session(
+            replace(trainer.session_config, optimizer_steps=updates),
+            task=trainer.task,
+            folder=folder.folder,
+            logs=folder.record.logs,
+            events=folder.events,
+        )
+        self.report = Report(
+            self.config, folder.record, folder.events, session.watch, session.take_digests
+        )
+        self.attach(session)
+
+    def attach(self, session: Session) -> None:
+        """Use ``session``, and have the trainer assemble its parts."""
+        self._session = session
+        self.watch = session.watch
+        self._trainer.assemble()
+
+    async def end(self, *, at_once: bool = False) -> None:
+        """End all processes, ``at_once`` or after saves under way."""
+        session = self._session
+        self._session = None
+        self._is_ready = False
+        folder = self.folder
+        try:
+            if session is not None and not at_once:
+                await session.close()
+        except ActorFailure as failure:
+            if folder is None or not folder.is_complete:
+                raise
+            self.events.warn(f"{str(failure).splitlines()[0]}; the run was complete by then")
+        finally:
+            if session is not None:
+                await session.stop()
+            self._shown.close()
+            if folder is not None:
+                folder.release()
+
+    def leave(self) -> None:
+        """Finish the step under way, save, and end ``live``."""
+        self.leaving = True
+        self.changed.notify()
+
+    async def live(self, step: int = -1) -> dict[str, Any] | None:
+        """Train to the last step from checkpoint ``step``, the newest for -1; return the summary,
+        None if ``leave`` ended the run before.
+
+        Raises NothingLearned if no step changed the weights.
+        """
+        self.leaving = False
+        folder = self.claim()
+        folder.is_complete = False
+        await self.open()
+        self.progress.stage(self.session.describe())
+        async with background(self.session.lost_node()):
+            summary = await self._attempts(step)
+        if summary is None:
+            return None
+        folder.conclude(summary)
+        if summary["steps_learned"] == 0:
+            raise NothingLearned(
+                f"none of {self._trainer.step} steps changed the weights: {NOTHING_LEARNED}"
+            )
+        return summary
+
+    async def _attempts(self, step: int) -> dict[str, Any] | None:
+        """Train until the end; return the summary, None if ``leave`` ended the run before."""
+        trainer = self._trainer
+        while True:
+            try:
+                await self.go_back(step)
+                step = -1
+                async with self.session.running():
+                    await trainer.prepare()
+                    async with background(*trainer.work()):
+                        await self._steps()
+                        return None if self.leaving else await self._finish()
+            except ActorFailure as failure:
+                self.session.recover(failure)
+
+    async def go_back(self, step: int = -1) -> None:
+        """Start the processes that do not run; load checkpoint ``step``, the newest for -1."""
+        self.is_training = False  # nothing is lost by leaving at once
+        self._calls_step = False
+        session = self.session
+        await session.start()
+        state, ignored = await session.load(step)
+        for name in ignored:
+            self.events.note(f"ignored {name}: it is incomplete")
+        self._trainer.step = self._saved = state.get("step", 0)
+        self.report.go_back(self._saved, state.get("watchdog", {}))
+        if self._saved:
+            self.events.note(f"resumed after step {self._saved}")
+        await self._trainer.restore(state)
+        plan = await session.connect()
+        if plan:
+            self.report.plan(plan)
+        self._is_ready = True
+
+    async def _steps(self) -> None:
+        trainer = self._trainer
+        self.is_training = True
+        self.watch.lap()
+        async with background(self.report.look_for_stalls()):
+            while trainer.step < trainer.total_steps and await trainer.train_step():
+                await trainer.after_step()
+                if self._is_due(trainer.step):
+                    await self.save_checkpoint()
+                await self._export_if_due(trainer.step)
+        await self.save_checkpoint()
+        await trainer.wind_down()
+
+    @contextmanager
+    def step_calls(self) -> Iterator[None]:
+        """Mark the block as the calls of a step, which ``rl.replay --failed`` can make again."""
+        self._calls_step = True
+        try:
+            yield
+        except Exception as error:  # not a cancellation, which another component caused
+            self._step_error = error
+            raise
+        self._calls_step = False
+
+    def failed_in_step(self, error: BaseException) -> bool:
+        """Whether ``error`` comes from the calls of a step.
+
+        The loss of a model may cancel the block before its calls raise.
+        """
+        if not self._calls_step or self._session is None:
+            return False
+        of_model = isinstance(error, ActorFailure) and self._session.has(error.actor)
+        return error is self._step_error or of_model
+
+    def _is_due(self, step: int) -> bool:
+        """Whether the config asks for a checkpoint after ``step``, which is not the last step."""
+        checkpoint = self.config.trainer.checkpoint
+        first = checkpoint.enable_first_step_checkpoint and step == 1
+        due = first or step % checkpoint.interval == 0
+        return checkpoint.enable and due and step < self._trainer.total_steps
+
+    async def _export_if_due(self, step: int) -> None:
+        every = self.config.export_every
+        if every and step % every == 0 and step < self._trainer.total_steps:
+            with self.watch.span("checkpoint"):
+                await self.export(self.record.folder / "exports" / f"step-{step}")
+
+    async def save_checkpoint(self) -> None:
+        """Save model, optimizer and what ``snapshot`` returns as of this step, unless they are
+        saved.
+        """
+        step = self._trainer.step
+        if step in (self._saved, 0) or not await self._trainer.may_save():
+            return
+        with self.watch.span("checkpoint"):
+            state = {"step": step, "watchdog": self.report.to_dict()}
+            await self.session.save(step, state | await self._trainer.snapshot())
+        self._saved = step
+        self.events.emit("checkpoint", step=step)
+
+    async def export(self, path: Path) -> None:
+        """Write the model as a Hugging Face folder."""
+        await self.session.export_hf(path)
+        self._trainer.describe(path)
+
+    async def _finish(self) -> dict[str, Any] | None:
+        """Export, then evaluate; return the summary, None if ``leave`` ended the evaluation.
+
+        The summary is also written before the evaluation, which may fail.
+        """
+        trainer = self._trainer
+        self.progress.stage("exporting the model")
+        export = self.record.folder / "export"
+        await self.export(export)
+        rows = self.record.read_metrics()
+        summary: dict[str, Any] = {
+            "steps": trainer.step,
+            "steps_learned": sum(row["trainer/updates"] > 0 for row in rows),
+            "policy_version": self.session.version,
+            **trainer.facts(),
+            "policy_digest": await self.session.weight_digest(),
+            "export": str(export),
+        }
+        self.record.write_summary(summary)
+        self.events.note(f"exported to {export}")
+        self.progress.stage("evaluating on held-out data")
+        scores = await self.unless_leaving(trainer.final_scores())
+        return None if scores is None else summary | scores | trainer.facts()
+
+    async def unless_leaving(
+        self, work: Coroutine[Any, Any, dict[str, float]]
+    ) -> dict[str, float] | None:
+        """Return the result of ``work``; cancel it and return None if the run is left before."""
+        return await self.changed.unless(lambda: self.leaving, work)
+
+    @asynccontextmanager
+    async def holding(self, step: int | None, version: int = 0) -> AsyncIterator[None]:
+        """Have all processes hold the weights of checkpoint ``step``, policy ``version``, inside
+        the block; None for the present weights.
+        """
+        await self.open()
+        if not self._is_ready:
+            await self.go_back()
+        if step is None or step == self._trainer.step:
+            yield
+            return
+        complete = self.checkpoints.complete()
+        require(
+            step in complete,
+            f"state.step is {step}; the run has checkpoints of the steps {complete}",
+        )
+        await self.save_checkpoint()
+        present = self.session.version
+        await self._hold(step, version)
+        try:
+            yield
+        finally:
+            await self._hold(self._trainer.step, present)
+
+    async def _hold(self, step: int, version: int) -> None:
+        await self.session.load_weights(self.checkpoints.path(step), version)
+        await self.session.connect()

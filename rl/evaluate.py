@@ -145,7 +145,6 @@ def _on_prompts(run: "SavedRun", config: "RLConfig") -> dict[str, float]:
     """Return the scores of completions of held-out prompts."""
     from rl.saved_run import run_session
     from rl.trainers.evaluation import Evaluation, held_out_prompts
-    from rl.trainers.scheduler import sampling_of
     from rl.trainers.start import build_task
 
     require(
@@ -156,8 +155,7 @@ def _on_prompts(run: "SavedRun", config: "RLConfig") -> dict[str, float]:
 
     async def evaluate(session: "Session") -> dict[str, float]:
         prompts = held_out_prompts(config.evaluation, task)
-        sampling = sampling_of(config.rollout, task)
-        return await Evaluation(config, prompts, sampling, session).scores()
+        return await Evaluation(config, task, prompts, session).scores()
 
     return run_session(session_config, config.task, evaluate)
 

@@ -82,14 +82,13 @@ def _play_run(folder: Path, step: int | None, prompt_id: int, overrides: list[st
     from rl.rollout.rollouter import derive_seed
     from rl.saved_run import open_run, run_session
     from rl.session.session import Session
-    from rl.trainers.scheduler import sampling_of
     from rl.types import GenerationRequest
 
     run = open_run(folder, step, overrides, program=PROGRAM)
     config = run.config
     task = _task_of(config)
     assert isinstance(config, RLConfig), "others have no environment"
-    sampling = sampling_of(config.rollout, task)
+    sampling = config.rollout.sampling(task.stop_token_ids)
     longest = min(task.config.max_episode_tokens, task.shape.max_seq_len)
 
     async def work(session: Session) -> None:

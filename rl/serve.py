@@ -152,7 +152,6 @@ def _dialect_of(config: "RunConfig") -> "tuple[Dialect, Sampling]":
     """Return the dialect of the model, and the defaults of sampling."""
     from rl.config import RLConfig
     from rl.dialects.choose import dialect_or_text
-    from rl.trainers.scheduler import sampling_of
     from rl.types import Sampling
 
     longest = config.model.max_seq_len
@@ -160,7 +159,7 @@ def _dialect_of(config: "RunConfig") -> "tuple[Dialect, Sampling]":
         assert config.model.hf_path is not None, "conversations have a tokenizer"
         return dialect_or_text(config.model.hf_path), Sampling(max_tokens=longest)
     task = config.task.build_scorer(seed=config.seed, model=config.model)
-    sampling = replace(sampling_of(config.rollout, task), max_tokens=longest)
+    sampling = replace(config.rollout.sampling(task.stop_token_ids), max_tokens=longest)
     return dialect_or_text(config.model.hf_path or task.tokenizer), sampling
 
 

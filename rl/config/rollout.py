@@ -1,10 +1,11 @@
 """Sampling of a run's completions, its evaluation, and the record of its steps."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from rl.rules import COSMETIC, PERFORMANCE, SHARE, above, at_least
-from rl.types import MAX_TEMPERATURE, MIN_TEMPERATURE
+from rl.types import MAX_TEMPERATURE, MIN_TEMPERATURE, Sampling
 
 
 @dataclass(kw_only=True, slots=True)
@@ -81,6 +82,17 @@ class RolloutConfig:
     """Number of episodes with which a group is trained on although others of it were lost: their
     environment failed. ``ledger.jsonl`` counts the episodes that are missing. 0 drops each group
     that lost one. Requires an environment as the task."""
+
+    def sampling(self, stop_token_ids: Sequence[int]) -> Sampling:
+        """Return the parameters with which rollouts are sampled."""
+        return Sampling(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            stop_token_ids=tuple(stop_token_ids),
+        )
 
 
 @dataclass(kw_only=True, slots=True)

@@ -5,7 +5,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 
-from rl.config import EvaluationConfig, RLConfig
+from rl.config import EvaluationConfig, RLConfig, SamplingRunConfig
 from rl.errors import GroupLost, RunError
 from rl.metrics import Metrics
 from rl.observe.rollouts import Chunk
@@ -31,14 +31,15 @@ class Evaluation:
 
     def __init__(
         self,
-        config: RLConfig,
+        config: SamplingRunConfig,
+        task: Task,
         prompts: list[Prompt],
-        sampling: Sampling,
         session: Session,
     ):
         self._config = config.evaluation
         self.prompts = prompts
         """Held-out prompts; without any, there are no scores."""
+        sampling = config.rollout.sampling(task.stop_token_ids)
         self._sampling = dataclasses.replace(sampling, top_p=1.0, top_k=0, min_p=0.0)
         self._session = session
         self._replicas = config.generator.replicas

@@ -17,8 +17,8 @@ from rl.session.config import SessionConfig
 from rl.session.models import StepDigests
 from rl.session.session import Session
 from rl.step_folders import StepFolders
+from rl.trainers.algorithm import Step
 from rl.trainers.auxiliary_models import AuxiliaryModels
-from rl.trainers.step import Step
 
 Config = TypeVar("Config", bound=RunConfig)
 

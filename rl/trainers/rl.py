@@ -15,13 +15,13 @@ from rl.observe.rollouts import Chunk, read_groups
 from rl.rollout.metrics import rollout_metrics
 from rl.step_folders import ROLLOUTS
 from rl.tasks.base import Task
+from rl.trainers.algorithm import Step
 from rl.trainers.auxiliary_models import AuxiliaryModels
 from rl.trainers.evaluation import Evaluation, EvaluationSchedule, held_out_prompts
 from rl.trainers.failed_call import FailedCall, lost_group
 from rl.trainers.ledger import Group, Ledger
-from rl.trainers.scheduler import RolloutScheduler, sampling_of
+from rl.trainers.scheduler import RolloutScheduler
 from rl.trainers.start import build_algorithm, build_task, try_task
-from rl.trainers.step import Step
 from rl.trainers.trainer import MetricCalculator, Trainer
 from rl.types import Prompt, Rollout
 
@@ -65,8 +65,7 @@ class RLTrainer(Trainer[RLConfig]):
         self.auxiliary = AuxiliaryModels(
             config, self.session, record.folder / "reference", self.run.checkpoints
         )
-        sampling = sampling_of(config.rollout, self.dataset_train)
-        self.evaluation = Evaluation(config, self.dataset_eval, sampling, self.session)
+        self.evaluation = Evaluation(config, self.dataset_train, self.dataset_eval, self.session)
         self.evaluations = EvaluationSchedule(config, self.evaluation, self.run)
         self.rollouts = RolloutScheduler(
             config,

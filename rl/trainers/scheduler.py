@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
-from rl.config import RLConfig, RolloutConfig
+from rl.config import RLConfig
 from rl.errors import GroupLost, RunError
 from rl.rollout.metrics import Seen, all_equal
 from rl.rollout.prompts import training_prompt
@@ -15,7 +15,6 @@ from rl.session.concurrency import Signal, background
 from rl.session.session import Session
 from rl.tasks.base import Task
 from rl.trainers.ledger import Group, Ledger
-from rl.types import Sampling
 
 WINDOW = 100  # groups over which lost ones are counted, or a step's if these are more
 
@@ -50,7 +49,7 @@ class RolloutScheduler:
         """``seen`` is :meth:`rl.trainers.algorithm.Algorithm.seen`."""
         self._config = config
         self._task = task
-        self._sampling = sampling_of(config.rollout, task)
+        self._sampling = config.rollout.sampling(task.stop_token_ids)
         self._session = session
         self._changed = changed
         self._evaluate = evaluate
@@ -254,15 +253,3 @@ class RolloutScheduler:
             self._resampled += 1
             return "rewards all equal"
         return outcome
-
-
-def sampling_of(rollout: RolloutConfig, task: Task) -> Sampling:
-    """Return the sampling parameters of the run's rollouts."""
-    return Sampling(
-        max_tokens=rollout.max_tokens,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        min_p=rollout.min_p,
-        stop_token_ids=task.stop_token_ids,
-    )

@@ -11,7 +11,6 @@ from rl.data.jsonl import Source
 from rl.dialects.base import Dialect
 from rl.trainers.dataset import DatasetTrainer, Evaluate
 from rl.trainers.evaluation import Evaluation, held_out_prompts
-from rl.trainers.scheduler import sampling_of
 from rl.trainers.start import build_task, try_task
 from rl.trainers.trainer import MetricCalculator
 
@@ -57,8 +56,8 @@ class SFTTrainer(DatasetTrainer[SFTConfig, Example]):
         if self.sampling is not None:
             self.evaluation = Evaluation(
                 self.sampling,
+                self.questions,
                 held_out_prompts(self.sampling.evaluation, self.questions),
-                sampling_of(self.sampling.rollout, self.questions),
                 self.session,
             )
 

@@ -1,4 +1,4 @@
-"""A run that is told to leave while it evaluates leaves at once, and repeats the evaluation (C6)."""
+"""A run that is left while it evaluates leaves at once, and repeats the evaluation (C6)."""
 
 import time
 
@@ -20,14 +20,14 @@ def test_a_run_that_leaves_while_it_evaluates_repeats_the_evaluation_from_the_sa
 ):
     whole = finished(*pipeline, *SLOW)
     run = Run(*pipeline, *SLOW, folder=tmp_path / "run")
-    run.until(lambda: (run.folder / "checkpoints/step-5/.metadata").exists() and len(run.metrics()) >= 6)
+    saved = run.folder / "checkpoints" / "step-5" / ".metadata"
+    run.until(lambda: saved.exists() and len(run.metrics()) >= 6)
     told = time.monotonic()
     run.process.terminate()
     assert run.wait() == 75, run.stderr
     took = time.monotonic() - told
     run.assert_nothing_left()
-    saved = [path.parent.name for path in run.folder.glob("checkpoints/*/.metadata")]
-    assert saved == ["step-5"]
+    assert [*run.folder.glob("checkpoints/*/.metadata")] == [saved]
     assert run.lines("evaluations.jsonl") == []
     print(f"left {took:.1f} s after the signal, after step {len(run.metrics())}")
 

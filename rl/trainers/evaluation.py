@@ -132,8 +132,6 @@ class EvaluationSchedule:
 
     def __init__(self, config: RLConfig, evaluation: Evaluation, run: Run):
         self._config = config
-        self._every = config.evaluation.every if evaluation.prompts else 0
-        self._at_start = config.evaluation.at_start and bool(evaluation.prompts)
         self._in_order = config.rollout.pipeline == "deterministic"
         self._evaluation = evaluation
         self._run = run
@@ -141,23 +139,22 @@ class EvaluationSchedule:
     def is_due(self, step: int) -> bool:
         """Whether the weights after ``step`` are evaluated once all generators hold them."""
         evaluated = self._run.report.evaluated
-        if not evaluated < step < self._config.steps:
+        if not self._evaluation.prompts or not evaluated < step < self._config.steps:
             return False
         if step == 0:
-            return self._at_start
-        if self._in_order and self._every:
-            return step % self._every == 0
+            return self._config.evaluation.at_start
+        if self._in_order and self._config.evaluation.every:
+            return step % self._config.evaluation.every == 0
         return self._count_due(step) > 0
 
     def _count_due(self, step: int) -> int:
         """Return the number of evaluations that are due after the newest one and up to ``step``,
         without that at the start.
         """
-        if not self._every:
-            return 0
+        every = self._config.evaluation.every
         last = min(step, self._config.steps - 1)
         first = max(self._run.report.evaluated, 0)
-        return max(0, last // self._every - first // self._every)
+        return max(0, last // every - first // every) if self._evaluation.prompts and every else 0
 
     async def keep(self, step: int) -> None:
         """Save the weights after ``step``, which the trainer may leave before their evaluation."""

@@ -133,16 +133,18 @@ def _lost(work: Callable[[], Any], what: str, deadline: float) -> GroupLost | No
 
 
 def build_algorithm(config: RLConfig) -> Algorithm:
-    """Build the algorithm of a run, and call its parts on made-up completions.
+    """Return the algorithm of a run. Another one is called on made-up completions before, since its
+    parts may have states.
 
     Raises ConfigError if a part does not keep its contract.
     """
     rollout = config.rollout
     groups = min(math.ceil(rollout.prompts_per_step / rollout.stream_chunks), MAX_TRIED)
     with users_code("algorithm"):
+        trial: Algorithm = config.algorithm.build(run=config)
         algorithm: Algorithm = config.algorithm.build(run=config)
     with _before_start():
-        algorithm.rehearse(groups, rollout.samples_per_prompt)
+        trial.rehearse(groups, rollout.samples_per_prompt)
     return algorithm
 
 

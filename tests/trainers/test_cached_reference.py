@@ -91,7 +91,7 @@ def test_scores_that_were_computed_once_give_the_loss_of_those_of_each_step(
     assert cached.batches == held_out_batches + 4 - 3
     assert cached.batches + left.batches <= computed.batches
     entries = 16 if cached.is_unpaired else len(rows)
-    assert f"reference, train: {entries} of {entries}" in cached.record.run_log.read_text()
+    assert f"reference, train: {entries} of {entries}" in cached.run.record.run_log.read_text()
     first, *later = zip(metrics_of(cached), metrics_of(computed), strict=True)
     assert first[0] == first[1]  # the same bits
     for own, other in later:

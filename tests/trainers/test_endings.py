@@ -169,15 +169,10 @@ def interrupted(
     async def main():
         left = asyncio.Event()
         config = find_config("quickstart")()
-        trainer = SimpleNamespace(
-            total_steps=config.steps,
-            step=steps,
-            is_training=training,
-            is_in_step=in_step,
-            leave=left.set,
-        )
+        trainer = SimpleNamespace(total_steps=config.steps, step=steps, is_in_step=in_step)
         folder = RunFolder(config, record, Progress(9, quiet=False), command="train")
-        with Interrupts(trainer, folder) as interrupts:
+        run = SimpleNamespace(is_training=training, leave=left.set, claim=lambda: folder)
+        with Interrupts(trainer, run) as interrupts:
             print("ready", flush=True)
             ends = time.monotonic() + 60
             while blocked and time.monotonic() < ends:
@@ -259,7 +254,7 @@ def test_a_resumed_run_that_has_not_loaded_yet_is_interrupted_after_its_checkpoi
     folder = RunFolder(
         find_config("quickstart")(), record, Progress(9, quiet=True), command="train"
     )
-    error = Interrupts(SimpleNamespace(step=0), folder).interrupted()
+    error = Interrupts(SimpleNamespace(step=0), SimpleNamespace(claim=lambda: folder)).interrupted()
     assert str(error).startswith("interrupted by leave() after step 8; go on from step 8 with: ")
 
 

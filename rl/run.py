@@ -44,7 +44,7 @@ def _run(trainer: Trainer[Any], folder: RunFolder) -> int:
 
 async def _supervised(trainer: Trainer[Any], folder: RunFolder) -> int:
     """Train and return the exit code; leave no process behind."""
-    with Interrupts(trainer, trainer.run) as interrupts:
+    with Interrupts(trainer.run) as interrupts:
         try:
             await interrupts.train()
             folder.progress.stage("stopping")

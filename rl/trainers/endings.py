@@ -33,9 +33,8 @@ class Interrupts(Signals):
     - Ctrl-C after it ends the program at once.
     """
 
-    def __init__(self, trainer: Trained, run: Run):
+    def __init__(self, run: Run):
         super().__init__(self._leave, self._end)
-        self._trainer = trainer
         self._run = run
         self._folder = run.claim()
 
@@ -62,7 +61,7 @@ class Interrupts(Signals):
 
     def interrupted(self) -> Interrupted:
         """Return the error that ends the run after the signal."""
-        step = max(self._trainer.step, self._folder.saved)  # before a resumed run has loaded
+        step = max(self._run.trainer.step, self._folder.saved)  # before a resumed run has loaded
         error = Interrupted(
             f"interrupted by {self.name or 'leave()'} after step {step}; "
             f"{self._folder.how_to_resume()}"
@@ -81,7 +80,7 @@ class Interrupts(Signals):
             end_program(EXIT_INTERRUPTED)  # the processes of the run end with their parent
 
     def _leave(self) -> None:
-        trainer = self._trainer
+        trainer = self._run.trainer
         first = "leaving"
         if self._run.is_training:
             if trainer.is_in_step:

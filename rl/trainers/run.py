@@ -89,7 +89,7 @@ class Run:
         self.is_training = False
         self.leaving = False
         self.folder: RunFolder | None = None
-        self._trainer = trainer
+        self.trainer = trainer
         self._make_session = make_session
         self._session: Session | None = None
         self._is_ready = False
@@ -103,7 +103,7 @@ class Run:
     @property
     def config(self) -> RunConfig:
         """Config of the run."""
-        config: RunConfig = self._trainer.arguments
+        config: RunConfig = self.trainer.arguments
         return config
 
     @property
@@ -130,9 +130,9 @@ class Run:
         starts the run.
         """
         if self.folder is None:
-            name = name or type(self._trainer).__name__
+            name = name or type(self.trainer).__name__
             command = command or f"{name}(…).train()"
-            steps = self._trainer.total_steps
+            steps = self.trainer.total_steps
             self._use(claim_run(self.config, steps, name=name, command=command))
         assert self.folder is not None, "it was claimed"
         return self.folder
@@ -143,7 +143,7 @@ class Run:
             return
         folder = self.claim()
         self._shown.enter_context(folder.progress)
-        trainer = self._trainer
+        trainer = self.trainer
         updates = trainer.total_steps * self.config.updates_per_step
         session = await self._make_session(
             replace(trainer.session_config, optimizer_steps=updates),
@@ -161,7 +161,7 @@ class Run:
         """Use ``session``, and have the trainer assemble its parts."""
         self._session = session
         self.watch = session.watch
-        self._trainer.assemble()
+        self.trainer.assemble()
 
     async def end(self, *, at_once: bool = False) -> None:
         """End all processes, ``at_once`` or after saves under way."""
@@ -206,13 +206,13 @@ class Run:
         folder.conclude(summary)
         if summary["steps_learned"] == 0:
             raise NothingLearned(
-                f"none of {self._trainer.step} steps changed the weights: {NOTHING_LEARNED}"
+                f"none of {self.trainer.step} steps changed the weights: {NOTHING_LEARNED}"
             )
         return summary
 
     async def _attempts(self, step: int) -> dict[str, Any] | None:
         """Train until the end; return the summary, None if ``leave`` ended the run before."""
-        trainer = self._trainer
+        trainer = self.trainer
         while True:
             try:
                 await self.go_back(step)
@@ -234,18 +234,18 @@ class Run:
         state, ignored = await session.load(step)
         for name in ignored:
             self.events.note(f"ignored {name}: it is incomplete")
-        self._trainer.step = self._saved = state.get("step", 0)
+        self.trainer.step = self._saved = state.get("step", 0)
         self.report.go_back(self._saved, state.get("watchdog", {}))
         if self._saved:
             self.events.note(f"resumed after step {self._saved}")
-        await self._trainer.restore(state)
+        await self.trainer.restore(state)
         plan = await session.connect()
         if plan:
             self.report.plan(plan)
         self._is_ready = True
 
     async def _steps(self) -> None:
-        trainer = self._trainer
+        trainer = self.trainer
         self.is_training = True
         self.watch.lap()
         async with background(self.report.look_for_stalls()):
@@ -283,11 +283,11 @@ class Run:
         checkpoint = self.config.trainer.checkpoint
         first = checkpoint.enable_first_step_checkpoint and step == 1
         due = first or step % checkpoint.interval == 0
-        return checkpoint.enable and due and step < self._trainer.total_steps
+        return checkpoint.enable and due and step < self.trainer.total_steps
 
     async def _export_if_due(self, step: int) -> None:
         every = self.config.export_every
-        if every and step % every == 0 and step < self._trainer.total_steps:
+        if every and step % every == 0 and step < self.trainer.total_steps:
             with self.watch.span("checkpoint"):
                 await self.export(self.record.folder / "exports" / f"step-{step}")
 
@@ -295,26 +295,26 @@ class Run:
         """Save model, optimizer and what ``snapshot`` returns as of this step, unless they are
         saved.
         """
-        step = self._trainer.step
-        if step in (self._saved, 0) or not await self._trainer.may_save():
+        step = self.trainer.step
+        if step in (self._saved, 0) or not await self.trainer.may_save():
             return
         with self.watch.span("checkpoint"):
             state = {"step": step, "watchdog": self.report.to_dict()}
-            await self.session.save(step, state | await self._trainer.snapshot())
+            await self.session.save(step, state | await self.trainer.snapshot())
         self._saved = step
         self.events.emit("checkpoint", step=step)
 
     async def export(self, path: Path) -> None:
         """Write the model as a Hugging Face folder."""
         await self.session.export_hf(path)
-        self._trainer.describe(path)
+        self.trainer.describe(path)
 
     async def _finish(self) -> dict[str, Any] | None:
         """Export, then evaluate; return the summary, None if ``leave`` ended the evaluation.
 
         The summary is also written before the evaluation, which may fail.
         """
-        trainer = self._trainer
+        trainer = self.trainer
         self.progress.stage("exporting the model")
         export = self.record.folder / "export"
         await self.export(export)
@@ -347,7 +347,7 @@ class Run:
         await self.open()
         if not self._is_ready:
             await self.go_back()
-        if step is None or step == self._trainer.step:
+        if step is None or step == self.trainer.step:
             yield
             return
         complete = self.checkpoints.complete()
@@ -361,7 +361,7 @@ class Run:
         try:
             yield
         finally:
-            await self._hold(self._trainer.step, present)
+            await self._hold(self.trainer.step, present)
 
     async def _hold(self, step: int, version: int) -> None:
         await self.session.load_weights(self.checkpoints.path(step), version)

@@ -103,7 +103,7 @@ class Trainer(ABC, Generic[Arguments]):
         a signal ended the run before its last step, after saving.
         """
         folder = self.run.claim()
-        with Interrupts(self, self.run) as interrupts:
+        with Interrupts(self.run) as interrupts:
             try:
                 summary = await interrupts.train(-1 if state is None else state.step)
             except (ConfigError, Interrupted):

@@ -171,8 +171,10 @@ def interrupted(
         config = find_config("quickstart")()
         trainer = SimpleNamespace(total_steps=config.steps, step=steps, is_in_step=in_step)
         folder = RunFolder(config, record, Progress(9, quiet=False), command="train")
-        run = SimpleNamespace(is_training=training, leave=left.set, claim=lambda: folder)
-        with Interrupts(trainer, run) as interrupts:
+        run = SimpleNamespace(
+            trainer=trainer, is_training=training, leave=left.set, claim=lambda: folder
+        )
+        with Interrupts(run) as interrupts:
             print("ready", flush=True)
             ends = time.monotonic() + 60
             while blocked and time.monotonic() < ends:
@@ -254,7 +256,8 @@ def test_a_resumed_run_that_has_not_loaded_yet_is_interrupted_after_its_checkpoi
     folder = RunFolder(
         find_config("quickstart")(), record, Progress(9, quiet=True), command="train"
     )
-    error = Interrupts(SimpleNamespace(step=0), SimpleNamespace(claim=lambda: folder)).interrupted()
+    run = SimpleNamespace(trainer=SimpleNamespace(step=0), claim=lambda: folder)
+    error = Interrupts(run).interrupted()
     assert str(error).startswith("interrupted by leave() after step 8; go on from step 8 with: ")
 
 

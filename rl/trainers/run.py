@@ -127,11 +127,10 @@ class Run:
 
     def claim(self, name: str = "", command: str = "") -> RunFolder:
         """Return the run folder, claimed by this process for the config ``name``. ``command``
-        starts the run.
+        starts the run; empty for a script.
         """
         if self.folder is None:
             name = name or type(self.trainer).__name__
-            command = command or f"{name}(…).train()"
             steps = self.trainer.total_steps
             self._use(claim_run(self.config, steps, name=name, command=command))
         assert self.folder is not None, "it was claimed"

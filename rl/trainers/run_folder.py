@@ -34,6 +34,7 @@ class RunFolder:
         command: str = "",
         release: Callable[[], None] = lambda: None,
     ):
+        """``command`` starts the run; empty for a script, which resumes by its config."""
         self.config = config
         self.record = record
         self.progress = progress
@@ -44,8 +45,11 @@ class RunFolder:
         self._sinks = Sinks(sinks, record.folder, frozen(config), self.events.warn)
         self.events.subscribe(self._sinks.write)
         self.checkpoints = StepFolders(record.folder / config.trainer.checkpoint.folder)
-        given = "" if config.output_dir else f" --output-dir {record.folder}"
-        self.command = f"{command}{given}{'' if config.resume else ' --resume'}"
+        if command:
+            given = "" if config.output_dir else f" --output-dir {record.folder}"
+            self.command = f"{command}{given}{'' if config.resume else ' --resume'}"
+        else:
+            self.command = f"config.output_dir = {str(record.folder)!r}; config.resume = True"
         self._release = release
         self._oom_kills = oom_kills()
 

@@ -39,7 +39,7 @@ def make(tmp_path):
             generator=lambda number: Generator(log, number, policy.slots),
             rewards=lambda task, events: Rewards(),
         )
-        run = RunFolder(config, record, Progress(config.steps, quiet=True), command="train")
+        run = RunFolder(config, record, Progress(config.steps, quiet=True), command="")
         return kind(
             config, folder=run, make_session=partial(Session.on_nodes, meshes=meshes)
         ), policy
@@ -87,7 +87,10 @@ def test_leaving_raises_and_the_next_call_continues(make):
 
     with make(Leaves)[0] as trainer:
         trainer.leaves_after = 1
-        with pytest.raises(Interrupted, match=r"interrupted by leave\(\) after step 1; go on from"):
+        with pytest.raises(
+            Interrupted,
+            match=r"after step 1; go on from step 1 with: config\.output_dir = '.*/run'; config",
+        ):
             trainer.train()
         assert trainer.train().step == 2
 

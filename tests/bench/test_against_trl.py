@@ -20,17 +20,9 @@ def against_trl(monkeypatch):
 
 def test_our_side_is_asked_for_the_same_work(against_trl, tmp_path):
     against_trl.write_model(tmp_path)
-    _, config = parse_config(
-        [
-            "--config",
-            "grpo_ours.even_tokens",
-            "--model.hf_path",
-            str(tmp_path),
-            "--rollout.max_staleness",
-            "1",
-        ],
-        program="test",
-    )
+    options = ["--model.hf_path", str(tmp_path), "--rollout.max_staleness", "1"]
+    arguments = ["--config", "grpo_ours.even_tokens", *options]
+    _, config = parse_config(arguments, program="test")
     task = config.task.build(seed=0, model=config.model)
     prompt = task.prompt(3)
     assert len(prompt.tokens) == 16
@@ -62,39 +54,41 @@ def test_ratios_are_those_of_each_round_and_the_better_way_has_the_short_name(ag
     assert result["seconds_per_step"] == {"trl": 4.0, "lockstep": 2.0, "ahead": 1.0}
 
 
+@pytest.fixture
+def commands(monkeypatch):
+    """Commands that were run, in place of running them; those after ``works`` fail."""
+    ran = []
+    ran_ok = {"works": 10**6}
+
+    def run(command, **_):
+        ran.append([str(word) for word in command])
+        code = int(len(ran) > ran_ok["works"])
+        return subprocess.CompletedProcess(command, code, "", "no such package\n")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setenv("PIP_FIND_LINKS", "/wheels")
+    return ran, ran_ok
+
+
 def test_a_failed_installation_is_reported_with_the_installers_message(
-    against_trl, tmp_path, monkeypatch
+    against_trl, tmp_path, commands
 ):
-    commands = []
-
-    def run(command, **_):
-        commands.append([str(word) for word in command])
-        return subprocess.CompletedProcess(command, len(commands) - 1, "", "no such package\n")
-
-    monkeypatch.setattr(subprocess, "run", run)
-    monkeypatch.setenv("PIP_FIND_LINKS", "/wheels")
-    with pytest.raises(
-        SystemExit,
-        match=f"no such package\nagainst_trl: TRL could not be installed into {tmp_path}",
-    ):
+    ran, ran_ok = commands
+    ran_ok["works"] = 1
+    said = f"no such package\nagainst_trl: TRL could not be installed into {tmp_path}"
+    with pytest.raises(SystemExit, match=said):
         against_trl.trl_python(tmp_path)
-    assert len(commands) == 2  # the second failed
+    assert len(ran) == 2  # the second failed
 
 
-def test_an_environment_of_the_pinned_packages_is_used_again(against_trl, tmp_path, monkeypatch):
-    commands = []
-
-    def run(command, **_):
-        commands.append([str(word) for word in command])
-        return subprocess.CompletedProcess(command, 0, "", "")
-
-    monkeypatch.setattr(subprocess, "run", run)
-    monkeypatch.setenv("PIP_FIND_LINKS", "/wheels")
+def test_an_environment_of_the_pinned_packages_is_used_again(
+    against_trl, tmp_path, commands, monkeypatch
+):
+    ran, _ = commands
     python = against_trl.trl_python(tmp_path)
-    assert commands[-1][-7:] == ["--find-links", "/wheels", *against_trl.PINNED]
-    assert len(commands) == 3
+    assert ran[-1][-7:] == ["--find-links", "/wheels", *against_trl.PINNED]
     assert against_trl.trl_python(tmp_path) == python
-    assert len(commands) == 3
+    assert len(ran) == 3
     monkeypatch.setattr(against_trl, "PINNED", ("trl==2",))
     against_trl.trl_python(tmp_path)
-    assert len(commands) == 6
+    assert len(ran) == 6

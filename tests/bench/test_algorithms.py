@@ -1,24 +1,10 @@
-"""The benchmark of algorithms: every config trains, and only those that solve the task count as
-solved.
-"""
-
-import json
+"""The benchmark of algorithms: only those that solve the task count as solved."""
 
 import pytest
 
-from tests.bench.programs import module, python
+from tests.bench.programs import module
 
 SCRIPT = "scripts/bench/algorithms.py"
-
-
-@pytest.mark.long
-def test_the_result_of_each_algorithm_is_reported():
-    printed = python(
-        SCRIPT, "--tiny", "--seeds", "1", "--steps", "2", "--only", "dppo", "--json"
-    ).splitlines()
-    result = json.loads(printed[-1])
-    assert result["solved"] == []
-    assert len(result["algorithms"]["dppo"]["rewards"][0]) == 2
 
 
 def test_an_algorithm_has_solved_the_task_when_every_seed_has(monkeypatch, tmp_path):

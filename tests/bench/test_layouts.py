@@ -1,29 +1,13 @@
-"""The table of layouts: measured on real ranks, and a failure where a row is beyond its
-tolerance.
-"""
+"""The table of layouts fails where a row is beyond its tolerance."""
 
 import json
 from math import nan
 
 import pytest
 
-from tests.bench.programs import module, python
+from tests.bench.programs import module
 
 SCRIPT = "scripts/bench/layouts.py"
-
-
-@pytest.mark.long
-def test_rows_are_measured_and_the_last_line_is_json():
-    *table, last = python(SCRIPT, "--only", "fsdp2", "moe-ep2", "--json").splitlines()
-    result = json.loads(last)
-    assert [row["name"] for row in result["layouts"]] == ["fsdp2", "moe-ep2"]
-    assert len(table) == 4
-    for row in result["layouts"]:
-        assert row["ok"]
-        assert row["moved_to"] == "1-rank"
-        assert 0 < row["loss_delta"] <= result["max_loss_delta"] <= 1e-4
-        assert 0 < row["whole_grad_error"] < row["grad_error"] <= result["max_grad_error"] <= 1e-5
-        assert 0 < row["moved_loss_delta"] <= 1e-5
 
 
 @pytest.mark.parametrize(

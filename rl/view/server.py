@@ -3,7 +3,7 @@
 import hashlib
 import hmac
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
@@ -13,10 +13,12 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
-from starlette.routing import Route
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
 
 from rl.errors import said_by
 from rl.http_server import server_config
@@ -24,7 +26,6 @@ from rl.listening import is_loopback, listen, url_of
 from rl.view.run import POINTS, Run
 
 PAGE = Path(__file__).with_name("page")
-TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 COOKIE = "tiller_view_key"
 KEY_BYTES = 4_096
 """Most bytes of the form with the key."""
@@ -46,8 +47,6 @@ LOGIN = """\
 <button>Open</button></form></body></html>
 """
 WRONG = "This key is wrong. Give the value of TILLER_API_KEY that the server was started with."
-
-Handler = Callable[[Request], Awaitable[Response]]
 
 
 def answer(runs: Sequence[Run], name: str, query: dict[str, str]) -> dict[str, Any]:
@@ -91,20 +90,11 @@ def make_app(runs: Sequence[Run], key: str | None = None) -> Starlette:
     bearer token or in the cookie that the form of the key sets.
     """
 
-    def checked(handler: Handler) -> Handler:
-        async def handle(request: Request) -> Response:
-            response = _refusal(request, key) or await handler(request)
-            response.headers.update(HEADERS)
-            return response
-
-        return handle
-
-    async def page(request: Request) -> Response:
-        name = request.path_params.get("name", "index.html")
-        path = PAGE / name
-        if path.parent != PAGE or path.suffix not in TYPES or not path.is_file():
-            raise HTTPException(404)
-        return Response(path.read_bytes(), media_type=TYPES[path.suffix])
+    async def guard(request: Request, answer: RequestResponseEndpoint) -> Response:
+        refusal = None if request.url.path == "/key" else _refusal(request, key)
+        response = refusal or await answer(request)
+        response.headers.update(HEADERS)
+        return response
 
     async def data(request: Request) -> Response:
         name = request.path_params["name"]
@@ -130,17 +120,18 @@ def make_app(runs: Sequence[Run], key: str | None = None) -> Starlette:
                 response.set_cookie(COOKIE, _cookie_of(key), httponly=True, samesite="strict")
         else:
             response = _login(WRONG)
-        response.headers.update(HEADERS)
         return response
 
     return Starlette(
         routes=[
-            Route("/", checked(page)),
-            Route("/api/{name}", checked(data)),
+            Route("/api/{name}", data),
             Route("/key", enter, methods=["POST"]),
-            Route("/{name}", checked(page)),
+            Mount("/", StaticFiles(directory=PAGE, html=True)),
         ],
-        middleware=[Middleware(GZipMiddleware, minimum_size=4_096, compresslevel=3)],
+        middleware=[
+            Middleware(GZipMiddleware, minimum_size=4_096, compresslevel=3),
+            Middleware(BaseHTTPMiddleware, dispatch=guard),
+        ],
     )
 
 

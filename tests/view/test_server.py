@@ -132,12 +132,17 @@ def test_lone_surrogates_and_control_characters_are_sent(tmp_path):
     assert json.loads(text)["failure"]["error"] == "\ud800 \x00 </script>"
 
 
+def exported(runs, folder) -> tuple[str, dict]:
+    """Return the page that is written of ``runs``, and its data."""
+    export(runs, folder / "run.html")
+    page = (folder / "run.html").read_text()
+    return page, json.loads(re.search(r'id="exported">(.*)</script>', page)[1])
+
+
 def test_the_exported_file_has_its_data_and_no_markup_of_a_rollout(runs, tmp_path):
-    export(runs, tmp_path / "run.html")
-    page = (tmp_path / "run.html").read_text()
+    page, data = exported(runs, tmp_path)
     assert page.count("<script") == page.count("</script>") == 2
     assert 'src="' not in page and '<link rel="stylesheet' not in page
-    data = json.loads(re.search(r'id="exported">(.*)</script>', page)[1])
     assert len(data["table 0 20"]["rows"]) == 8
     assert data["rollout 1 20 7"]["sequences"]
     row = data["changes 1 15 20"]["rows"][0]
@@ -151,9 +156,7 @@ def test_the_exported_file_has_its_data_and_no_markup_of_a_rollout(runs, tmp_pat
 
 def test_the_exported_file_is_bounded_and_says_what_it_lacks(runs, tmp_path, monkeypatch):
     monkeypatch.setattr("rl.view.export.MAX_BYTES", 20_000)
-    export(runs[:1], tmp_path / "run.html")
-    page = (tmp_path / "run.html").read_text()
-    data = json.loads(re.search(r'id="exported">(.*)</script>', page)[1])
+    _, data = exported(runs[:1], tmp_path)
     assert "table 0 20" in data
     assert "table 0 18" not in data
     assert data["state 0"]["evaluation_steps"] == []
@@ -162,9 +165,7 @@ def test_the_exported_file_is_bounded_and_says_what_it_lacks(runs, tmp_path, mon
 
 def test_examples_take_a_quarter_of_the_exported_file_at_most(runs, tmp_path, monkeypatch):
     monkeypatch.setattr("rl.view.export.MAX_BYTES", 80_000)
-    export(runs[:1], tmp_path / "run.html")
-    page = (tmp_path / "run.html").read_text()
-    data = json.loads(re.search(r'id="exported">(.*)</script>', page)[1])
+    _, data = exported(runs[:1], tmp_path)
     parts = {name: data[name] for name in data if name.startswith(("changes", "example"))}
     assert 0 < len([name for name in parts if name.startswith("example")]) < 30
     assert len(json.dumps(parts, separators=(",", ":"))) <= 20_000

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import mmap
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,9 +27,6 @@ UNWRITTEN = 4
 """Number of steps whose rollouts may wait to be written."""
 
 _ENCODER = json.JSONEncoder(allow_nan=False)
-
-BLOCK = 1 << 16
-"""Bytes that are read at once from the end of a file."""
 
 
 class RunRecord:
@@ -212,9 +210,7 @@ class RunRecord:
         return _read_numbers(self.metrics_path)
 
     def newest_metrics(self) -> Iterator[dict]:
-        """Yield the rows of ``metrics.jsonl`` from the last to the first, reading only as far as
-        the caller goes.
-        """
+        """Yield the rows of ``metrics.jsonl`` as :func:`rows_from_end` does."""
         return (_with_nan(row) for row in rows_from_end(self.metrics_path))
 
     def read_evaluations(self) -> list[dict]:
@@ -234,7 +230,9 @@ class RunRecord:
         self._writer.submit(int).result()  # what is being written is taken back below
         if self.events_path.exists():  # new events would be appended to an incomplete last line
             with failing_loudly(self.events_path):
-                os.truncate(self.events_path, end_of_lines(self.events_path))
+                with _mapped(self.events_path) as text:
+                    end = text.rfind(b"\n") + 1
+                os.truncate(self.events_path, end)
         self.rollouts.drop_after(step)
         self.evaluated.drop_after(step)
         rows = [self.metrics_path, self.digests_path, self.ledger_path, self.evaluations_path]
@@ -301,35 +299,24 @@ def _with_nan(row: dict) -> dict:
     return {name: math.nan if value is None else value for name, value in row.items()}
 
 
-def end_of_lines(path: Path) -> int:
-    """Return the offset of the end of the last whole line, in bytes."""
-    with open(path, "rb") as file:
-        position = file.seek(0, os.SEEK_END)
-        while position > 0:
-            first = max(0, position - BLOCK)
-            file.seek(first)
-            if (found := file.read(position - first).rfind(b"\n")) >= 0:
-                return first + found + 1
-            position = first
-    return 0
-
-
 def rows_from_end(path: Path) -> Iterator[dict]:
-    """Yield each whole row, the last one first. Read the file block by block."""
-    if not path.exists():
+    """Yield each whole row, the last one first. Read only as far as the caller goes."""
+    with _mapped(path) as text:
+        end = text.rfind(b"\n") + 1
+        while end:
+            begin = text.rfind(b"\n", 0, end - 1) + 1
+            yield json.loads(text[begin:end])
+            end = begin
+
+
+@contextmanager
+def _mapped(path: Path) -> Iterator[mmap.mmap | bytes]:
+    """Yield the content of a file, whose pages are read when they are looked at."""
+    if not path.exists() or not path.stat().st_size:  # an empty file cannot be mapped
+        yield b""
         return
-    position = end_of_lines(path)
-    with open(path, "rb") as file:
-        tail = b""
-        while position > 0:
-            first = max(0, position - BLOCK)
-            file.seek(first)
-            tail = file.read(position - first) + tail
-            position = first
-            whole = tail.index(b"\n") + 1 if first > 0 and b"\n" in tail else 0
-            lines = tail[whole:] if first == 0 or whole else b""
-            tail = tail[: len(tail) - len(lines)]
-            yield from map(json.loads, reversed(lines.splitlines()))
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+        yield text
 
 
 def _line(row: dict) -> str:

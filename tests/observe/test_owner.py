@@ -5,8 +5,11 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -69,6 +72,18 @@ def within(seconds: float, condition) -> None:
         time.sleep(0.01)
 
 
+def at_once(count: int, start: Callable[[], Any]) -> list[Any]:
+    """Return the results of ``count`` calls of ``start`` that begin together."""
+    gate = threading.Barrier(count)
+
+    def begin(_: int) -> Any:
+        gate.wait()
+        return start()
+
+    with ThreadPoolExecutor(count) as threads:
+        return [*threads.map(begin, range(count), timeout=30)]
+
+
 def test_a_second_owner_is_refused_with_the_name_of_the_first(tmp_path, monkeypatch):
     monkeypatch.setenv("TILLER_LOGS", str(tmp_path / "logs" / "17.2"))
     with (
@@ -93,19 +108,15 @@ def test_a_killed_owner_on_this_host_is_replaced_at_once(tmp_path, writer, monke
     FolderOwner(tmp_path).release()
 
 
-def test_an_attempt_waits_for_the_owner_to_leave(tmp_path, capsys):
+def test_an_attempt_waits_for_the_owner_to_leave_and_no_longer_than_it_may(tmp_path, capsys):
     first = FolderOwner(tmp_path)
+    started = time.monotonic()
+    with pytest.raises(FolderInUse):
+        FolderOwner(tmp_path, wait_s=0.3)
+    assert time.monotonic() - started >= 0.3
     threading.Timer(0.5, first.release).start()
     with FolderOwner(tmp_path, wait_s=120):
         assert "waiting for its end" in capsys.readouterr().out
-
-
-def test_waiting_for_the_owner_is_bounded(tmp_path):
-    with FolderOwner(tmp_path):
-        started = time.monotonic()
-        with pytest.raises(FolderInUse):
-            FolderOwner(tmp_path, wait_s=0.3)
-        assert time.monotonic() - started >= 0.3
 
 
 def test_an_owner_on_another_host_that_lives_is_refused(tmp_path, writer, monkeypatch):
@@ -166,23 +177,14 @@ def test_one_of_many_concurrent_owners_gets_the_folder(tmp_path, writer, killed)
     if killed:
         first = writer()
         kill(first)
-    results = []
-    gate = threading.Barrier(8)
 
-    def start():
-        gate.wait()
+    def start() -> FolderOwner | None:
         try:
-            results.append(FolderOwner(tmp_path))
+            return FolderOwner(tmp_path)
         except FolderInUse:
-            results.append(None)
+            return None
 
-    threads = [threading.Thread(target=start) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    [only] = filter(None, results)
-    assert len(results) == 8
+    [only] = filter(None, at_once(8, start))
     only.release()
 
 
@@ -206,24 +208,11 @@ def test_a_lock_on_a_replaced_file_does_not_count(tmp_path, writer, monkeypatch)
 def test_two_runs_of_one_second_get_two_default_folders(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("rl.observe.owner.time.strftime", lambda form: "20260101-000000")
-    folders = []
-    gate = threading.Barrier(4)
-
-    def start():
-        gate.wait()
-        folders.append(claim("quickstart", "", resume=False))
-
-    threads = [threading.Thread(target=start) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    names = {owner.folder.name for owner in folders}
-    assert names == {
-        "quickstart-20260101-000000",
-        *(f"quickstart-20260101-000000-{number}" for number in (2, 3, 4)),
-    }
-    for owner in folders:
+    owners_of = at_once(4, lambda: claim("quickstart", "", resume=False))
+    first = "quickstart-20260101-000000"
+    names = {first, *(f"{first}-{number}" for number in (2, 3, 4))}
+    assert {owner.folder.name for owner in owners_of} == names
+    for owner in owners_of:
         owner.release()
 
 

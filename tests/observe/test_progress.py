@@ -62,23 +62,15 @@ def test_a_terminal_shows_bar_sparkline_and_time_left():
     assert "run folder: runs/x" in output
 
 
-def test_a_narrow_terminal_gets_no_more_than_two_lines():
+def test_a_finished_step_replaces_the_stage_and_a_narrow_terminal_gets_two_lines():
     out = io.StringIO()
     progress = Progress(30, quiet=False, console=Console(file=out, force_terminal=True, width=50))
-    progress.update(make_rows(30)[9])
-    progress.console.print(progress._render())
-    assert len(out.getvalue().splitlines()) == 2
-
-
-def test_a_finished_step_replaces_the_stage():
-    out = io.StringIO()
-    progress = Progress(30, quiet=False, console=Console(file=out, force_terminal=True, width=120))
     progress.stage("warming up…")
     progress.update(make_rows(30)[9])
-    out.truncate(0)
+    out.truncate(out.seek(0))
     progress.console.print(progress._render())
-    assert "step" in out.getvalue()
-    assert "warming up…" not in out.getvalue()
+    assert "step" in out.getvalue() and "warming up…" not in out.getvalue()
+    assert len(out.getvalue().splitlines()) == 2
 
 
 def test_an_evaluation_names_its_weights_and_skipped_evaluations():
@@ -139,13 +131,6 @@ def test_a_summary_begins_with_the_scores_and_leaves_out_zeros():
     assert names == ["eval/loss", "eval/perplexity", "steps"]
 
 
-@pytest.mark.parametrize("terminal", [False, True])
-def test_warnings_and_evaluations_stay_on_the_screen(terminal):
-    lines = run(10, terminal=terminal).splitlines()
-    assert "warning: step 2: drift: kl/behaviour is 0.06" in map(str.strip, lines)
-    assert "evaluated after step 2 · exact_match 0.250 · pass@4 nan" in map(str.strip, lines)
-
-
 def test_a_warning_stands_out():
     out = io.StringIO()
     Progress(
@@ -155,19 +140,14 @@ def test_a_warning_stands_out():
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_quiet_shows_nothing(terminal):
+def test_any_run_is_shown_with_warnings_and_evaluations_and_a_quiet_one_is_not(terminal):
+    bare = [{"step": 1}, {"step": 2, "reward/mean": math.nan}]
+    for count, rows in ((30, make_rows(30)[20:]), (2, bare)):  # resumed; few metrics, no numbers
+        lines = [*map(str.strip, run(count, terminal=terminal, rows=rows).splitlines())]
+        assert any(f"step {count}/{count}" in line for line in lines)
+        assert "warning: step 2: drift: kl/behaviour is 0.06" in lines
+        assert "evaluated after step 2 · exact_match 0.250 · pass@4 nan" in lines
     assert run(10, terminal=terminal, quiet=True) == ""
-
-
-@pytest.mark.parametrize("terminal", [False, True])
-def test_a_resumed_run_continues_the_count_of_steps(terminal):
-    assert "step 30/30" in run(30, terminal=terminal, rows=make_rows(30)[20:])
-
-
-@pytest.mark.parametrize("terminal", [False, True])
-def test_missing_or_non_finite_metrics_are_allowed(terminal):
-    output = run(2, terminal=terminal, rows=[{"step": 1}, {"step": 2, "reward/mean": math.nan}])
-    assert "step 2/2" in output
 
 
 @pytest.mark.parametrize("terminal", [False, True])
@@ -214,11 +194,8 @@ def test_sparkline_spans_least_to_greatest():
     assert len(sparkline([float(value) for value in range(1000)], 24)) == 24
 
 
-def test_time_shares_leave_out_small_shares():
+def test_shares_and_durations_are_short():
     assert time_shares(make_rows(1)[0]) == "generate 50% train 30%"
     assert time_shares({"step": 1}) == ""
-
-
-def test_durations_are_short():
     shown = [duration(seconds) for seconds in (0.4, 59, 188, 7500, 273_600)]
     assert shown == ["0s", "59s", "3m 08s", "2h 05m", "3d 04h"]

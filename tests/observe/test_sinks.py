@@ -12,6 +12,8 @@ from rl.observe.events import Events
 from rl.observe.sinks import Sink, Sinks
 
 WAIT_S = 60.0
+FULL = "sink Lines gets no more events: OSError: no space left"
+SLOW = "sink Lines is too slow and loses events; the run goes on"
 
 
 class Lines(Sink):
@@ -20,7 +22,12 @@ class Lines(Sink):
     @dataclass(kw_only=True, slots=True)
     class Config(Sink.Config):
         fails_at: int = -1
+        """Step whose event raises."""
+        opens_before: int = 100
+        """Step from which on an attempt cannot be opened."""
         waits: bool = False
+        close: str = ""
+        """``raises`` or ``hangs``."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -29,6 +36,8 @@ class Lines(Sink):
 
     def open(self, run):
         self.seen.append(("open", run.step))
+        if run.step >= self.config.opens_before:
+            raise OSError("no space left")
 
     def write(self, event):
         if self.config.waits:
@@ -39,6 +48,10 @@ class Lines(Sink):
 
     def close(self):
         self.seen.append("close")
+        if self.config.close == "raises":
+            raise OSError("no space left")
+        if self.config.close == "hangs":
+            self.go_on.wait(WAIT_S)
 
 
 def events_to(sinks: Sinks) -> Events:
@@ -53,9 +66,29 @@ def attempt(events: Events, first: int, last: int) -> None:
         events.emit("metrics", step=step, metrics=metrics)
 
 
-def test_a_sink_is_opened_for_each_attempt_and_closed_at_the_end(tmp_path, warnings):
+@pytest.fixture
+def started(tmp_path, warnings):
+    """Return a function that starts sinks, and let those that hang end after the test."""
+    made = []
+
+    def start(*sinks: Lines) -> Sinks:
+        made.extend(sinks)
+        return Sinks([*sinks], tmp_path, {}, warnings.append)
+
+    yield start
+    for sink in made:
+        sink.go_on.set()
+
+
+@pytest.fixture
+def short_times(monkeypatch):
+    monkeypatch.setattr(module, "WAITING", 3)
+    monkeypatch.setattr(module, "CLOSE_S", 0.2)
+
+
+def test_a_sink_is_opened_for_each_attempt_and_closed_at_the_end(started, warnings):
     sink = Lines.Config().build()
-    sinks = Sinks([sink], tmp_path, {}, warnings.append)
+    sinks = started(sink)
     events = events_to(sinks)
     events.note("before the start")
     attempt(events, 1, 2)
@@ -68,77 +101,45 @@ def test_a_sink_is_opened_for_each_attempt_and_closed_at_the_end(tmp_path, warni
     assert warnings == []
 
 
-def test_a_sink_that_fails_is_warned_of_once_and_others_go_on(tmp_path, warnings):
-    broken = Lines.Config(fails_at=2).build()
+@pytest.mark.parametrize(
+    ("fault", "seen"),
+    [
+        ({"fails_at": 2}, ["started", "metrics", "close"]),
+        ({"fails_at": 2, "close": "raises"}, ["started", "metrics", "close"]),
+        ({"close": "raises"}, ["started", "metrics", "metrics", "metrics", "close"]),
+        ({"opens_before": 0}, []),
+    ],
+)
+def test_a_sink_that_fails_is_closed_once_if_it_is_open_and_others_go_on(
+    fault, seen, started, warnings
+):
+    broken = Lines.Config(**fault).build()
     whole = Lines.Config().build()
-    sinks = Sinks([broken, whole], tmp_path, {}, warnings.append)
-    attempt(events_to(sinks), 1, 5)
+    sinks = started(broken, whole)
+    attempt(events_to(sinks), 1, 3)
     sinks.close()
-    assert warnings == ["sink Lines gets no more events: OSError: no space left"]
-    assert whole.seen.count("metrics") == 5
+    assert broken.seen == [("open", 0), *seen]
+    assert warnings == [FULL]
+    assert whole.seen.count("metrics") == 3
 
 
-def test_a_sink_that_fails_is_closed_once_and_warned_of_once(tmp_path, warnings):
-    class Broken(Lines):
-        @dataclass(kw_only=True, slots=True)
-        class Config(Lines.Config):
-            pass
-
-        def close(self):
-            super().close()
-            raise OSError("a second error")
-
-    sink = Broken.Config(fails_at=2).build()
-    sinks = Sinks([sink], tmp_path, {}, warnings.append)
-    attempt(events_to(sinks), 1, 5)
-    sinks.close()
-    assert sink.seen == [("open", 0), "started", "metrics", "close"]
-    assert warnings == ["sink Broken gets no more events: OSError: no space left"]
-    broken = Broken.Config().build()  # fails when it is closed
-    sinks = Sinks([broken], tmp_path, {}, warnings.append)
-    attempt(events_to(sinks), 1, 1)
-    sinks.close()
-    assert broken.seen.count("close") == 1
-    assert warnings[1:] == ["sink Broken gets no more events: OSError: a second error"]
-
-
-def test_a_sink_that_fails_to_open_is_not_closed(tmp_path, warnings):
-    class Shut(Lines):
-        @dataclass(kw_only=True, slots=True)
-        class Config(Lines.Config):
-            pass
-
-        def open(self, run):
-            super().open(run)
-            if run.step:
-                raise OSError("no")
-
-    sink = Shut.Config().build()
-    sinks = Sinks([sink], tmp_path, {}, warnings.append)
+def test_a_sink_that_cannot_be_opened_again_is_not_closed_again(started, warnings):
+    sink = Lines.Config(opens_before=1).build()
+    sinks = started(sink)
     attempt(events_to(sinks), 1, 1)
     attempt(events_to(sinks), 2, 2)
     sinks.close()
     assert sink.seen == [("open", 0), "started", "metrics", "close", ("open", 1)]
 
 
-def test_a_sink_that_fails_and_hangs_in_its_close_delays_nothing(tmp_path, warnings, monkeypatch):
-    monkeypatch.setattr(module, "CLOSE_S", 0.2)
-
-    class Stuck(Lines):
-        @dataclass(kw_only=True, slots=True)
-        class Config(Lines.Config):
-            pass
-
-        def close(self):
-            self.go_on.wait(WAIT_S)
-
-    sink = Stuck.Config(fails_at=1).build()
-    sinks = Sinks([sink], tmp_path, {}, warnings.append)
-    attempt(events_to(sinks), 1, 5)
+@pytest.mark.usefixtures("short_times")
+def test_a_sink_that_fails_and_hangs_in_its_close_delays_nothing(started, warnings):
+    sink = Lines.Config(fails_at=1, close="hangs").build()
+    sinks = started(sink)
+    attempt(events_to(sinks), 1, 2)
     sinks.close()
     assert not sink.go_on.is_set()
     assert ["no space left" in text for text in warnings] == [True, False]
-    sink.go_on.set()
 
 
 def test_a_sink_without_a_config_of_its_own_is_refused_when_it_is_defined():
@@ -149,31 +150,21 @@ def test_a_sink_without_a_config_of_its_own_is_refused_when_it_is_defined():
             pass
 
 
-def test_a_sink_that_hangs_loses_events_and_delays_nothing(tmp_path, warnings, monkeypatch):
-    monkeypatch.setattr(module, "WAITING", 3)
-    monkeypatch.setattr(module, "CLOSE_S", 0.2)
+@pytest.mark.usefixtures("short_times")
+def test_a_sink_that_hangs_loses_events_and_delays_nothing(started, warnings):
     sink = Lines.Config(waits=True).build()
-    sinks = Sinks([sink], tmp_path, {}, warnings.append)
+    sinks = started(sink)
     attempt(events_to(sinks), 1, 100)
     sinks.close()
     assert sink.seen == [("open", 0)]
-    assert warnings[0] == "sink Lines is too slow and loses events; the run goes on"
+    assert warnings[0] == SLOW
     assert "did not close within" in warnings[1]
-    sink.go_on.set()
 
 
-class Slow(Lines):
-    """Sink that falls behind from its first event until ``go_on`` is set."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(Lines.Config):
-        waits: bool = True
-
-
-def test_a_slow_sink_is_closed_after_what_waits_is_written(tmp_path, warnings, monkeypatch):
+def test_a_slow_sink_is_closed_after_what_waits_is_written(started, warnings, monkeypatch):
     monkeypatch.setattr(module, "WAITING", 3)
-    sink = Slow.Config().build()
-    sinks = Sinks([sink], tmp_path, {}, warnings.append)
+    sink = Lines.Config(waits=True).build()
+    sinks = started(sink)
     events = events_to(sinks)
     attempt(events, 1, 0)
     until = time.monotonic() + WAIT_S
@@ -183,13 +174,12 @@ def test_a_slow_sink_is_closed_after_what_waits_is_written(tmp_path, warnings, m
     threading.Timer(0.5, sink.go_on.set).start()
     sinks.close()
     assert sink.seen[-1] == "close"
-    assert warnings == ["sink Slow is too slow and loses events; the run goes on"]
+    assert warnings == [SLOW]
 
 
-def test_sinks_that_hang_share_the_time_to_close(tmp_path, warnings, monkeypatch):
-    monkeypatch.setattr(module, "CLOSE_S", 0.3)
-    hung = [Slow.Config().build() for _ in range(5)]
-    sinks = Sinks(hung, tmp_path, {}, warnings.append)
+@pytest.mark.usefixtures("short_times")
+def test_sinks_that_hang_share_the_time_to_close(started, warnings, monkeypatch):
+    sinks = started(*(Lines.Config(waits=True).build() for _ in range(5)))
     attempt(events_to(sinks), 1, 1)
     waits: list[float] = []
     join = threading.Thread.join
@@ -201,7 +191,5 @@ def test_sinks_that_hang_share_the_time_to_close(tmp_path, warnings, monkeypatch
     monkeypatch.setattr(threading.Thread, "join", joined)
     sinks.close()
     monkeypatch.undo()
-    assert 0 < waits[0] <= 0.3 and waits[1:] == [0.0] * 4
+    assert 0 < waits[0] <= 0.2 and waits[1:] == [0.0] * 4
     assert len(warnings) == 5
-    for sink in hung:
-        sink.go_on.set()

@@ -14,10 +14,11 @@ from rl.observe.spans import Stopwatch
 def clock(monkeypatch):
     now = [100.0]
     monkeypatch.setattr("rl.observe.spans.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("rl.observe.spans.time.time", lambda: now[0])
     return now
 
 
-def test_spans_of_one_name_add_up_and_a_lap_covers_the_step(clock):
+def test_spans_of_one_name_add_up_and_a_lap_covers_the_step_and_resets_all(clock):
     watch = Stopwatch()
     for _ in range(2):
         with watch.span("generate"):
@@ -25,21 +26,36 @@ def test_spans_of_one_name_add_up_and_a_lap_covers_the_step(clock):
     with watch.span("train"):
         clock[0] += 1.0
     clock[0] += 0.5
-    assert watch.lap() == {
-        "timing/generate": 4.0,
-        "timing/train": 1.0,
-        "timing/step": 5.5,
-        "timing/hidden": 0.0,
-    }
-
-
-def test_a_lap_resets_all_spans(clock):
-    watch = Stopwatch()
-    with watch.span("generate"):
-        clock[0] += 2.0
-    watch.lap()
+    spans = {"timing/generate": 4.0, "timing/train": 1.0}
+    assert watch.lap() == spans | {"timing/step": 5.5, "timing/hidden": 0.0}
     clock[0] += 3.0
     assert watch.lap() == {"timing/step": 3.0, "timing/hidden": 0.0}
+
+
+def test_a_span_is_an_event_with_its_process_its_times_and_its_step(clock):
+    """Overlapping spans of one name are one event, and a lap cuts a span that goes on."""
+    seen = []
+    watch = Stopwatch(Events(seen.append))
+    watch.step = 7
+    with watch.span("train"), watch.span("optim_step", "trainer"):
+        clock[0] += 2.0
+    assert "timing/optim_step" not in watch.lap()
+    with watch.span("generate"):
+        clock[0] += 1.0
+        with watch.span("generate"):
+            clock[0] += 1.0
+        clock[0] += 1.0
+        watch.lap()
+        watch.step = 8
+        clock[0] += 4.0
+    names = ("process", "name", "begin", "end", "step")
+    assert [tuple(event[name] for name in names) for event in seen] == [
+        ("trainer", "optim_step", 100.0, 102.0, 7),
+        ("controller", "train", 100.0, 102.0, 7),
+        ("controller", "generate", 102.0, 105.0, 7),
+        ("controller", "generate", 105.0, 109.0, 8),
+    ]
+    assert watch.lap()["timing/generate"] == 4.0
 
 
 def test_a_span_that_raises_counts(clock):
@@ -86,11 +102,8 @@ def test_a_stage_across_a_lap_counts_its_hidden_time_in_each_step(clock):
 
 def test_overlapping_spans_of_one_name_count_once_and_hide_nothing(clock):
     watch = Stopwatch()
-    with watch.span("generate"):
-        clock[0] += 1.0
-        with watch.span("generate"):
-            clock[0] += 2.0
-        clock[0] += 4.0
+    with watch.span("generate"), watch.span("generate"):
+        clock[0] += 7.0
     assert watch.lap() == {"timing/generate": 7.0, "timing/step": 7.0, "timing/hidden": 0.0}
 
 

@@ -43,17 +43,22 @@ def test_tensorboard_reads_each_step_once_also_after_a_resume(tmp_path, warnings
     assert tensorboard_steps(tmp_path) == [1, 2, 3, 4, 5, 6]
 
 
-KILLED = """
+PROGRAM = """
 import os, signal, sys, time
 from pathlib import Path
+from rl.observe import sinks as module
 from rl.observe.events import Events
 from rl.observe.sinks import Sinks
-from rl.observe.trackers import TensorBoard
-sinks = Sinks([TensorBoard.Config().build()], Path(sys.argv[1]), {}, print)
+from rl.observe.trackers import TensorBoard, Trackio, WeightsAndBiases
+module.CLOSE_S = 300.0  # the machine may be busy
+sinks = Sinks([{sink}.build()], Path(sys.argv[1]), {{"steps": 3}}, sys.exit)
 events = Events(sinks.write)
-events.emit("started", step=0, host="", pid=0)
-for step in range(1, 2000):
-    events.emit("metrics", step=step, metrics={"reward/mean": step / 10})
+events.emit("started", step={first} - 1, host="", pid=0)
+for step in range({first}, {last} + 1):
+    events.emit("metrics", step=step, metrics={{"step": step, "reward/mean": step / 10}})
+{then}
+"""
+KILL = """
 thread = sinks._threads[0]
 while thread._events.qsize() > 100:
     time.sleep(0.001)
@@ -62,9 +67,22 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+def attempted(
+    folder: Path, sink: str, first: int, last: int, *, then: str = "sinks.close()", **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Log the steps ``first`` to ``last`` to a sink in a process of its own: wandb closes its file
+    when the process ends, not when the run finishes.
+    """
+    program = PROGRAM.format(sink=sink, first=first, last=last, then=then)
+    command = [sys.executable, "-c", program, folder]
+    environment = os.environ | variables
+    return subprocess.run(
+        command, timeout=WAIT_S, env=environment, capture_output=True, text=True, check=False
+    )
+
+
 def test_a_killed_run_leaves_files_that_tensorboard_reads(tmp_path):
-    done = subprocess.run([sys.executable, "-c", KILLED, tmp_path], timeout=WAIT_S, check=False)
-    assert done.returncode == -9
+    assert attempted(tmp_path, "TensorBoard.Config()", 1, 1999, then=KILL).returncode == -9
     steps = tensorboard_steps(tmp_path)
     assert steps == [*range(1, len(steps) + 1)]
     assert len(steps) > 0
@@ -92,33 +110,6 @@ def wandb_records(path: Path) -> Iterator[bytes]:
     assert position == len(content)
 
 
-WANDB = """
-import sys
-from pathlib import Path
-from rl.observe import sinks as module
-from rl.observe.events import Events
-from rl.observe.sinks import Sinks
-from rl.observe.trackers import WeightsAndBiases
-module.CLOSE_S = 300.0  # the machine may be busy
-config = WeightsAndBiases.Config(mode="offline", project="tests")
-sinks = Sinks([config.build()], Path(sys.argv[1]), {"steps": 3}, sys.exit)
-events = Events(sinks.write)
-first, last = int(sys.argv[2]), int(sys.argv[3])
-events.emit("started", step=first - 1, host="", pid=0)
-for step in range(first, last + 1):
-    events.emit("metrics", step=step, metrics={"step": step, "reward/mean": step / 10})
-sinks.close()
-"""
-
-
-def wandb_attempt(folder: Path, first: int, last: int) -> None:
-    """Log the steps ``first`` to ``last`` offline, in a process of its own: wandb closes its file
-    when the process ends, not when the run finishes.
-    """
-    command = [sys.executable, "-c", WANDB, folder, str(first), str(last)]
-    subprocess.run(command, timeout=WAIT_S, check=True)
-
-
 def wandb_content(path: Path) -> tuple[set[tuple[str, str]], list[tuple[int, float]]]:
     """Return projects and ids of the run in a file, and step and reward of each row."""
     from wandb.proto import wandb_internal_pb2
@@ -137,14 +128,15 @@ def wandb_content(path: Path) -> tuple[set[tuple[str, str]], list[tuple[int, flo
 
 
 def test_an_offline_wandb_run_is_complete_and_resumed_as_itself(tmp_path):
-    wandb_attempt(tmp_path, 1, 3)
+    sink = "WeightsAndBiases.Config(mode='offline', project='tests')"
+    assert attempted(tmp_path, sink, 1, 3).returncode == 0
     (first,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
     name = (tmp_path / "wandb" / "id").read_text()
     assert name in first.name
     runs, rows = wandb_content(first)
     assert runs == {("tests", name)}
     assert rows == [(1, 0.1), (2, 0.2), (3, 0.3)]
-    wandb_attempt(tmp_path, 3, 4)
+    assert attempted(tmp_path, sink, 3, 4).returncode == 0
     (second,) = {*(tmp_path / "wandb").glob("offline-run-*/run-*.wandb")} - {first}
     runs, rows = wandb_content(second)
     assert runs == {("tests", name)}
@@ -152,17 +144,7 @@ def test_an_offline_wandb_run_is_complete_and_resumed_as_itself(tmp_path):
     assert wandb_content(first)[1][-1] == (3, 0.3)  # the file of the first attempt stays
 
 
-TRACKIO = """
-import sys
-from pathlib import Path
-from rl.observe.events import Events
-from rl.observe.sinks import Sinks
-from rl.observe.trackers import Trackio
-sinks = Sinks([Trackio.Config(project="tests").build()], Path(sys.argv[1]), {"steps": 3}, print)
-events = Events(sinks.write)
-events.emit("started", step=0, host="", pid=0)
-for step in (1, 2, 3):
-    events.emit("metrics", step=step, metrics={"reward/mean": step / 10})
+ROWS = """
 sinks.close()
 from trackio.sqlite_storage import SQLiteStorage
 print(SQLiteStorage.get_logs("tests", Path(sys.argv[1]).name))
@@ -171,20 +153,13 @@ print(SQLiteStorage.get_logs("tests", Path(sys.argv[1]).name))
 
 @pytest.mark.long
 def test_trackio_has_each_step(tmp_path):
-    environment = {
-        **os.environ,
+    variables = {
         "PYTHONPATH": str(trackio_folder()),
         "TRACKIO_DIR": str(tmp_path / "trackio"),
         "HF_HUB_OFFLINE": "1",
     }
-    done = subprocess.run(
-        [sys.executable, "-c", TRACKIO, tmp_path / "run"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=WAIT_S,
-        check=False,
-    )
+    sink = "Trackio.Config(project='tests')"
+    done = attempted(tmp_path / "run", sink, 1, 3, then=ROWS, **variables)
     assert done.returncode == 0, done.stderr
     assert [f"'reward/mean': 0.{step}" in done.stdout for step in (1, 2, 3)] == [True] * 3
 
@@ -205,8 +180,8 @@ def test_the_config_says_which_sinks_a_run_has():
 
 def test_weights_and_biases_online_needs_a_key_before_anything_starts(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    monkeypatch.delenv("WANDB_BASE_URL", raising=False)
+    for name in ("WANDB_API_KEY", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
     online = WeightsAndBiases.Config(mode="online")
     with pytest.raises(ConfigError, match="sinks.wandb is 'online', and this user has no key"):
         online.check()
@@ -223,7 +198,6 @@ def test_weights_and_biases_online_needs_a_key_before_anything_starts(tmp_path, 
 def test_a_package_that_is_missing_is_named_before_anything_starts():
     config = find_config("quickstart")()
     config.sinks.trackio = True
-    with pytest.raises(
-        ConfigError, match=r"sinks.trackio needs the package trackio, .*pip install"
-    ):
+    said = "sinks.trackio needs the package trackio, .*pip install"
+    with pytest.raises(ConfigError, match=said):
         validate(config)

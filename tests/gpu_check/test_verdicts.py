@@ -10,95 +10,72 @@ from scripts.gpu_check.verdicts import Verdict
 MEMORY = {"generator": 32.0, "trainer": 9.0}
 GRPO = [{"step": step, "logprob/error_max": 0.02, "reward/mean": 0.1} for step in (1, 2, 3)]
 
-FAILING: dict[str, tuple[Verdict, str]] = {
-    "a log-prob beyond rounding": (
+FAILING: list[tuple[Verdict, str]] = [
+    (
         verdicts.of_parity([1e-6, 0.01], "float32", []),
-        "log-probs differ by up to 0.01 and on average by 0.005; float32 explains 0.001 and 0.0001",
+        "differ by up to 0.01 and on average by 0.005; float32 explains 0.001 and 0.0001",
     ),
-    "log-probs that all drift": (
+    (
         verdicts.of_parity([0.2, 0.2], "bfloat16", []),
         "on average by 0.2; bfloat16 explains 0.5 and 0.05",
     ),
-    "a log-prob that is NaN": (verdicts.of_parity([math.nan, 0.0], "bfloat16", []), "nan"),
-    "a module that differs": (
-        verdicts.of_parity([0.0], "bfloat16", ["norm layers.1.attention.q_norm: differs by 0.1"]),
-        "norm layers.1.attention.q_norm: differs by 0.1",
-    ),
-    "a parameter that was not pushed": (
+    (verdicts.of_parity([math.nan, 0.0], "bfloat16", []), "nan"),
+    (verdicts.of_parity([0.0], "bfloat16", ["norm 1: differs by 0.1"]), "norm 1: differs by 0.1"),
+    (
         verdicts.of_push(["norm.weight", "lm_head.weight"], [1.0], 1e9),
         "2 of the generator's parameters differ from the trainer's; the first is norm.weight",
     ),
-    "a generator that keeps its memory": (
+    (
         verdicts.of_memory({"idle": 0.5, "generator": 33.0, "trainer": 42.0}, MEMORY),
-        "42.0 GiB are used while the trainer alone has the GPU, and 13.5 are explained: the "
-        "generator did not give its memory back",
+        "42.0 GiB are used while the trainer alone has the GPU, and 13.5 are explained: the gen",
     ),
-    "a trainer that keeps its memory": (
+    (
         verdicts.of_memory({"idle": 0.5, "generator": 43.0, "trainer": 11.0}, MEMORY),
-        "43.0 GiB are used while the generator alone has the GPU, and 36.5 are explained: the "
-        "trainer did not give its memory back",
+        "43.0 GiB are used while the generator alone has the GPU, and 36.5 are explained: the t",
     ),
-    "graphs with weights of before": (
+    (
         verdicts.of_changed_weights(3.0, [0.1, 2.5]),
-        "log-probs differ by 2.5 after a push that moved them by 3: the graphs compute with other "
-        "weights, or another kernel",
+        "log-probs differ by 2.5 after a push that moved them by 3: the graphs compute with other",
     ),
-    "weights that hardly changed": (
-        verdicts.of_changed_weights(0.05, [0.01]),
-        "the step moved log-probs by 0.05 only, so that nothing can be told",
-    ),
-    "float8 that is off": (
-        verdicts.of_float8([0.0, 0.0], [2.0, 1.0]),
-        "log-probs are those of bfloat16, bit for bit: float8 is not used",
-    ),
-    "float8 that is too coarse": (
-        verdicts.of_float8([1.0, 0.5], [2.0, 1.0]),
-        "log-probs differ from those of bfloat16 by 0.75 on average",
-    ),
-    "float8 that does not train": (
-        verdicts.of_float8([0.1], [2.0, 2.1]),
-        "the loss on one batch went from 2 to 2.1",
-    ),
-    "a step that is missing after a resume": (
+    (verdicts.of_changed_weights(0.05, [0.01]), "moved log-probs by 0.05 only, so that nothing"),
+    (verdicts.of_float8([0.0, 0.0], [2.0, 1.0]), "bit for bit: float8 is not used"),
+    (verdicts.of_float8([1.0, 0.5], [2.0, 1.0]), "from those of bfloat16 by 0.75 on average"),
+    (verdicts.of_float8([0.1], [2.0, 2.1]), "the loss on one batch went from 2 to 2.1"),
+    (
         verdicts.of_run([GRPO[0], GRPO[2]], 3, "bfloat16"),
         "metrics.jsonl has the steps [1, 3]; they should be 1 to 3, once each",
     ),
-    "a run whose reward is NaN": (
+    (
         verdicts.of_run([*GRPO[:2], GRPO[2] | {"reward/mean": math.nan}], 3, "bfloat16"),
         "reward/mean became NaN",
     ),
-    "a run whose generator drifts": (
+    (
         verdicts.of_run([*GRPO[:2], GRPO[2] | {"logprob/error_max": 0.7}], 3, "bfloat16"),
         "log-probs of generator and trainer differ by 0.7 in the run",
     ),
-}
-PASSING = {
-    "parity": (
-        verdicts.of_parity([0.02, 0.01], "bfloat16", []),
-        "max |Δ| 2.0e-02, mean 1.5e-02 over 2 tokens",
-    ),
-    "push": (verdicts.of_push([], [0.5, 0.25], 1e9), "2 pushes of 1 GB, 0.25 s with digests"),
-    "memory": (
+]
+PASSING: list[tuple[Verdict, str]] = [
+    (verdicts.of_parity([0.02, 0.01], "bfloat16", []), "max |Δ| 2.0e-02, mean 1.5e-02 over 2 tok"),
+    (verdicts.of_push([], [0.5, 0.25], 1e9), "2 pushes of 1 GB, 0.25 s with digests"),
+    (
         verdicts.of_memory({"idle": 0.5, "generator": 35.0, "trainer": 11.0}, MEMORY),
         "GiB used: idle 0.5, generator 35.0, trainer 11.0",
     ),
-    "graphs": (verdicts.of_changed_weights(3.0, [0.1]), "moved log-probs by 3.0e+00"),
-    "float8": (verdicts.of_float8([0.1, 0.3], [2.0, 1.5]), "loss 2.000 to 1.500"),
-    "run": (verdicts.of_run(GRPO, 3, "bfloat16"), "reward 0.1"),
-}
+    (verdicts.of_changed_weights(3.0, [0.1]), "moved log-probs by 3.0e+00"),
+    (verdicts.of_float8([0.1, 0.3], [2.0, 1.5]), "loss 2.000 to 1.500"),
+    (verdicts.of_run(GRPO, 3, "bfloat16"), "reward 0.1"),
+]
 
 
-@pytest.mark.parametrize("case", FAILING)
-def test_a_verdict_says_what_is_wrong(case):
-    verdict, text = FAILING[case]
+@pytest.mark.parametrize(("verdict", "text"), FAILING)
+def test_a_verdict_says_what_is_wrong(verdict, text):
     assert verdict.state == "FAIL"
     assert text in verdict.wrong
     assert verdict.numbers
 
 
-@pytest.mark.parametrize("case", PASSING)
-def test_a_verdict_has_the_figures(case):
-    verdict, text = PASSING[case]
+@pytest.mark.parametrize(("verdict", "text"), PASSING)
+def test_a_verdict_has_the_figures(verdict, text):
     assert (verdict.state, verdict.wrong) == ("ok", "")
     assert text in verdict.said
     assert verdict.numbers

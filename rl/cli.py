@@ -97,7 +97,7 @@ def read_config(arguments: Sequence[str], *, program: str) -> tuple[str, RunConf
                 config=(tyro.conf.CascadeSubcommandArgs,),  # any field may follow a chosen part
             )
     except SystemExit:
-        raise ConfigError(_refusal(output.getvalue(), _names(base))) from None
+        raise _refusal(output.getvalue(), _names(base)) from None
     except ValueError as error:  # a torchtitan dataclass refused its values
         raise ConfigError(str(error)) from error
     except Exception as error:
@@ -119,24 +119,25 @@ def _choose_algorithm(config: RLConfig, overrides: list[str]) -> list[str]:
     return others
 
 
-def _refusal(text: str, fields: list[str]) -> str:
-    """Return the reason in tyro's message, with the valid words nearest to a refused word."""
+def _refusal(text: str, fields: list[str]) -> ConfigError:
+    """Return tyro's message as an error, with the valid words nearest to a refused word."""
     words = " ".join(line.strip("│ ") for line in text.splitlines())
     # a line ends the title, the reason and each of the other parts
     _, reason, rest, *_ = map(str.strip, re.split("[─╭╮╰╯-]{3,}", words))
     if found := re.search(r"invalid choice '(.+?)' for argument '(.+?)'\. .*\((.+)\)", reason):
         choices = sorted(re.findall(r"'([^']+)'", found[3]))
-        allowed = ", ".join(choices)
-        return f"{found[2]} is {found[1]!r}; {nearest(found[1], choices)}allowed are {allowed}"
+        fix = f"{nearest(found[1], choices)}allowed are {', '.join(choices)}"
+        return ConfigError(f"{found[2]} is {found[1]!r}", field=found[2], fix=fix)
     if found := re.search(r"Error parsing (\S+): (.+)", reason):
-        return f"{found[1]}: {found[2]}"
+        return ConfigError(found[2], field=found[1])
     if found := re.search(r"Missing value for argument '(\S+)'", reason):
-        return f"{found[1]} needs a value"
+        return ConfigError(f"{found[1]} needs a value", field=found[1])
     if found := re.search(r"Unrecognized options: ([^\s=]+)", reason):
         parts = re.findall(r"\b[\w.-]+:[\w-]+", rest)
         hint = nearest(found[1], [*parts, *(f"--{field}" for field in fields)])
-        return f"{found[1]}: there is no such option; {hint}a field is given as --FIELD VALUE"
-    return reason
+        fix = f"{hint}a field is given as --FIELD VALUE"
+        return ConfigError("there is no such option", field=found[1], fix=fix)
+    return ConfigError(reason)
 
 
 def load_config(name: str) -> tuple[str, RunConfig]:
@@ -167,7 +168,7 @@ def read_frozen(path: Path) -> tuple[str, RunConfig]:
     try:
         return content["name"], thawed(content["config"])
     except ConfigError as error:
-        raise ConfigError(f"--config {path}: {error}") from error
+        raise error.inside(f"--config {path}") from error
 
 
 def read_config_file(path: Path, title: str) -> dict[str, Any]:
@@ -178,14 +179,16 @@ def read_config_file(path: Path, title: str) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text())
     except FileNotFoundError:
-        raise ConfigError(f"{title}: there is no such file; {A_RUNS_FILE}") from None
+        raise ConfigError("there is no such file", field=title, fix=A_RUNS_FILE) from None
     except OSError as error:
-        raise ConfigError(f"{title}: cannot be read: {error.strerror}") from error
+        raise ConfigError(f"cannot be read: {error.strerror}", field=title) from error
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{title}: is not JSON: {error}; {A_RUNS_FILE}") from error
-    require(isinstance(content, dict), f"{title}: holds {shown(content)}; {A_RUNS_FILE}")
+        raise ConfigError(f"is not JSON: {error}", field=title, fix=A_RUNS_FILE) from error
+    is_object = isinstance(content, dict)
+    require(is_object, f"holds {shown(content)}", field=title, fix=A_RUNS_FILE)
     for key, kind in (("name", str), ("config", dict)):
-        require(isinstance(content.get(key), kind), f"{title}: it has no {key!r}; {A_RUNS_FILE}")
+        has_key = isinstance(content.get(key), kind)
+        require(has_key, f"it has no {key!r}", field=title, fix=A_RUNS_FILE)
     return content
 
 
@@ -255,10 +258,9 @@ def _import(module_name: str, name: str) -> ModuleType:
             return importlib.import_module(module_name)
         except ModuleNotFoundError as error:
             if error.name and f"{module_name}.".startswith(f"{error.name}."):
-                raise ConfigError(
-                    f"--config {name}: cannot import {module_name} ({error}); is its folder on "
-                    "PYTHONPATH?"
-                ) from error
+                problem = f"cannot import {module_name} ({error})"
+                fix = "is its folder on PYTHONPATH?"
+                raise ConfigError(problem, field=f"--config {name}", fix=fix) from error
             raise
 
 
@@ -343,7 +345,7 @@ def _full_argument(config: RunConfig, argument: str, known: list[str], chosen: s
         return f"--{parent}.{negation}{last}{equals}{value}"
     ends = ", ".join(f"--{name}" for name in found)
     require(not found, f"--{written} is the end of several fields; give one of {ends}")
-    raise ConfigError(_unknown_field(positive, known))
+    raise _unknown_field(positive, known)
 
 
 def _other_name(written: str) -> str:
@@ -351,7 +353,7 @@ def _other_name(written: str) -> str:
     return f"{written}: Tiller's name of this field is --{OTHER_NAMES.get(name)}"
 
 
-def _unknown_field(given: str, known: list[str]) -> str:
+def _unknown_field(given: str, known: list[str]) -> ConfigError:
     section = given.rpartition(".")[0]
     while section and not any(name.startswith(f"{section}.") for name in known):
         section = section.rpartition(".")[0]
@@ -361,4 +363,5 @@ def _unknown_field(given: str, known: list[str]) -> str:
     hint = nearest(given, known, prefix="--")
     place = f"All in {section or 'the config'}: "
     names = textwrap.fill(place + ", ".join(siblings), 100, break_on_hyphens=False)
-    return f"--{given}: there is no such field; {hint.rstrip()}\n{names}"
+    fix = f"{hint.rstrip()}\n{names}"
+    return ConfigError("there is no such field", field=f"--{given}", fix=fix)

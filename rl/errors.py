@@ -37,50 +37,58 @@ def end_program(code: int) -> NoReturn:
 class ConfigError(ValueError):
     """Error in the config or in its input; raised before any process starts.
 
-    Either a sentence, or what is wrong as data: the ``value`` of a ``field``, what is ``allowed``,
-    and a ``fix`` or reason.
+    The error is data: a ``field`` or another place, and a ``fix`` or reason. What is wrong is
+
+    - the ``value`` of the field, if ``allowed`` says which values are right;
+    - ``problem`` otherwise.
     """
 
     def __init__(
         self,
-        sentence: str = "",
+        problem: str = "",
         *,
         field: str = "",
         value: object = None,
         allowed: str = "",
         fix: str = "",
     ):
+        self.problem = problem
         self.field = field
         self.value = value
         self.allowed = allowed
         self.fix = fix
-        super().__init__(sentence or f"{self.fault}; {self.remedy}")
+        place = "" if self.fault.startswith(field) else f"{field}: "
+        super().__init__("; ".join(filter(None, [place + self.fault, self.remedy])))
 
     @property
     def fault(self) -> str:
-        """Field and value."""
+        """What is wrong: field and value, or the problem."""
+        if not self.allowed:
+            return self.problem
         value = self.value.__qualname__ if isinstance(self.value, type) else shown(self.value)
         return f"{self.field} is {value}"
 
     @property
     def remedy(self) -> str:
-        """Allowed values, and the fix."""
-        return ": ".join(filter(None, [f"it must be {self.allowed}", self.fix]))
+        """Allowed values, and the fix; empty if neither is known."""
+        rule = f"it must be {self.allowed}" if self.allowed else ""
+        return ": ".join(filter(None, [rule, self.fix]))
 
     def inside(self, place: str) -> "ConfigError":
-        """Return the same error with ``place`` before its text."""
-        if not self.field:
-            return ConfigError(f"{place}: {self}")
-        field = f"{place}: {self.field}"
-        return ConfigError(field=field, value=self.value, allowed=self.allowed, fix=self.fix)
+        """Return the same error with ``place`` before its field."""
+        field = ": ".join(filter(None, [place, self.field]))
+        problem = self.problem
+        if self.field and problem.startswith(self.field):
+            problem = f"{place}: {problem}"
+        return ConfigError(
+            problem, field=field, value=self.value, allowed=self.allowed, fix=self.fix
+        )
 
 
-def require(condition: bool, message: str) -> None:
-    """Raise ConfigError with ``message`` unless ``condition`` holds. The message names the field,
-    its value and the allowed values.
-    """
+def require(condition: bool, problem: str, *, field: str = "", fix: str = "") -> None:
+    """Raise ConfigError with these data unless ``condition`` holds."""
     if not condition:
-        raise ConfigError(message)
+        raise ConfigError(problem, field=field, fix=fix)
 
 
 def require_value(holds: bool, field: str, value: object, allowed: str, fix: str = "") -> None:

@@ -47,23 +47,24 @@ def _users(frames: list[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
     return [frame for frame in frames if not frame[0].startswith(_FOREIGN)]
 
 
-def users_error(what: str, error: BaseException) -> ConfigError:
-    """Return a ConfigError with ``error`` and the line of the user's code that raised it."""
+def users_error(what: str, error: BaseException, *, field: str = "") -> ConfigError:
+    """Return a ConfigError with ``error`` and the line of the user's code that raised it. ``field``
+    is the field that names the code, by default ``what``.
+    """
     text = (error.msg if isinstance(error, SyntaxError) else _text(error)) or "no message"
-    return ConfigError(
-        f"{what}: {place_of(error)}: {type(error).__name__}: {text}{hint(text)}; correct it there"
-    )
+    problem = f"{what}: {place_of(error)}: {type(error).__name__}: {text}{hint(text)}"
+    return ConfigError(problem, field=field or what, fix="correct it there")
 
 
 @contextmanager
-def users_code(what: str) -> Iterator[None]:
-    """Turn an exception of the user's code inside the block into a ConfigError with its line."""
+def users_code(what: str, *, field: str = "") -> Iterator[None]:
+    """Turn an exception of the user's code inside the block into :func:`users_error`."""
     try:
         yield
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:
-        raise users_error(what, error) from error
+        raise users_error(what, error, field=field) from error
 
 
 def _text(error: BaseException) -> str:

@@ -295,10 +295,8 @@ def check_known(name: str, function: str, known: Collection[str]) -> None:
             f"def {function}() -> RLConfig"
         )
     if function not in known:
-        raise ConfigError(
-            f"--config {name}: there is no such config; {nearest(function, known)}the configs are "
-            f"{', '.join(sorted(known))}"
-        )
+        fix = f"{nearest(function, known)}the configs are {', '.join(sorted(known))}"
+        raise ConfigError("there is no such config", field=f"--config {name}", fix=fix)
 
 
 def run_parser(program: str, description: str, one_gpu: str, **options: Any) -> ArgumentParser:

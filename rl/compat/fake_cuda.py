@@ -5,10 +5,11 @@ process of its own.
 """
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch._dynamo  # compares signatures of functions that pretend replaces
@@ -24,7 +25,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 __all__ = [
     "FakeTensor",
     "FakeTensorMode",
-    "TorchDispatchMode",
     "as_fake",
     "is_working_out_shapes",
     "mutates",
@@ -73,29 +73,40 @@ ONE_KERNEL = ("silu_backward",)
 """Operators that are one kernel on CUDA. A torch without CUDA would compute them from others."""
 
 
-class Device(Protocol):
-    """Device that ``pretend`` asks and tells."""
+class Device(TorchDispatchMode, ABC):
+    """Device that ``pretend`` asks and tells. Every operator passes through it while it is active.
 
-    name: str
-    bytes: int
-    capability: tuple[int, int]
-    count: int
-    """Number of GPUs that the process sees."""
+    ``count`` is the number of GPUs that the process sees.
+    """
 
+    def __init__(self, name: str, bytes: int, capability: tuple[int, int], count: int):
+        super().__init__()
+        self.name = name
+        self.bytes = bytes
+        self.capability = capability
+        self.count = count
+
+    @abstractmethod
     def holds(self, key: int) -> bool:
         """Return whether the storage of this key is on the device."""
 
+    @abstractmethod
     def resized(self, key: int, bytes: int) -> None:
         """Record the new size of a storage."""
 
+    @abstractmethod
     def called(self, name: str) -> None:
         """Record a call of the driver, which has no effect here."""
 
     @property
-    def used(self) -> int: ...
+    @abstractmethod
+    def used(self) -> int:
+        """Bytes of the tensors on the device."""
 
     @property
-    def peak(self) -> int: ...
+    @abstractmethod
+    def peak(self) -> int:
+        """Largest number of bytes so far."""
 
 
 def is_working_out_shapes() -> bool:
@@ -170,49 +181,34 @@ def _indexed(value: Any) -> Any:
     return _current() if bare else value
 
 
-class Stream:
-    """A stream on which all work is already done."""
+class Done:
+    """A stream on which all work is done, or an event that has happened."""
 
     def __init__(self, *_: Any, **__: Any):
         self.device = _current()
         self.stream_id = id(self)
         self.cuda_stream = 0
 
-    def wait_stream(self, _: Any) -> None: ...
-
-    def wait_event(self, _: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def query(self) -> bool:
-        return True
-
-    def record_event(self, event: "Event | None" = None) -> "Event":
-        return event or Event()
-
-    def __enter__(self) -> "Stream":
-        return self
-
-    def __exit__(self, *_: Any) -> None: ...
-
-
-class Event:
-    """An event that has happened."""
-
-    def __init__(self, *_: Any, **__: Any): ...
-
-    def record(self, *_: Any) -> "Event":
-        return self
-
     def wait(self, *_: Any) -> None: ...
 
+    wait_stream = wait_event = synchronize = wait
+
     def query(self) -> bool:
         return True
 
-    def synchronize(self) -> None: ...
+    def record(self, *_: Any) -> "Done":
+        return self
+
+    def record_event(self, event: "Done | None" = None) -> "Done":
+        return event or self
 
     def elapsed_time(self, _: Any) -> float:
         return 0.0
+
+    def __enter__(self) -> "Done":
+        return self
+
+    def __exit__(self, *_: Any) -> None: ...
 
 
 _kernels = torch.library.Library("aten", "IMPL")
@@ -325,7 +321,7 @@ def _driver(device: Device) -> None:
     cuda.cudart = lambda: runtime
     cuda.check_error = lambda status: None
     accelerator: Any = torch.accelerator
-    accelerator.current_stream = Stream
+    accelerator.current_stream = Done
     accelerator.current_accelerator = lambda *_, **__: torch.device("cuda")
     accelerator.is_available = lambda: True
     version: Any = torch.version
@@ -388,11 +384,8 @@ def _facts(device: Device) -> dict[str, Callable[..., Any]]:
 
 def _streams(device: Device) -> dict[str, Callable[..., Any]]:
     return {
-        "Stream": Stream,
-        "ExternalStream": Stream,
-        "Event": Event,
-        "current_stream": Stream,
-        "default_stream": Stream,
+        **dict.fromkeys(("Stream", "ExternalStream", "Event"), Done),
+        **dict.fromkeys(("current_stream", "default_stream"), Done),
         "stream": contextlib.nullcontext,
         "device": contextlib.nullcontext,
         "synchronize": lambda *_: device.called("synchronize"),

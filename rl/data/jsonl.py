@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any
 
@@ -27,10 +27,12 @@ class Row:
     line: int
     """Line of the file, from 1; of other sources, number of the row, from 0."""
     value: Mapping[str, Any]
+    field: str = ""
+    """Config field that names the source."""
 
-    def error(self, text: str) -> ConfigError:
+    def error(self, problem: str, *, fix: str = "") -> ConfigError:
         """Return an error that names the row."""
-        return ConfigError(f"{self.where}: {text}")
+        return ConfigError(f"{self.where}: {problem}", field=self.field, fix=fix)
 
     def text(self, name: str, *, empty: bool = False) -> str:
         """Return the text in field ``name``.
@@ -42,7 +44,8 @@ class Row:
         if not isinstance(value, str) or not (empty or value.strip()):
             raise self.error(f"field {name!r} is missing or not text{_given(value)}")
         if not is_unicode(value):
-            raise self.error(f"field {name!r} has half of a surrogate pair, as \\ud800; remove it")
+            problem = f"field {name!r} has half of a surrogate pair, as \\ud800"
+            raise self.error(problem, fix="remove it")
         return value
 
 
@@ -56,7 +59,8 @@ def read_rows(source: Source, *, field: str = "data.path", form: str = "{…}") 
     """
     path = str(source) if isinstance(source, str | PathLike) else None
     if path == "":
-        raise ConfigError(f"{field}: not set; name a JSONL file whose lines are {form}")
+        fix = f"name a JSONL file whose lines are {form}"
+        raise ConfigError("not set", field=field, fix=fix)
     rows = _of_items(source, field, form) if path is None else _of_file(path, field, form)
     count = 0
     for row in rows:
@@ -64,7 +68,8 @@ def read_rows(source: Source, *, field: str = "data.path", form: str = "{…}") 
         count += 1
     if not count:
         name = path or f"the {type(source).__name__}"
-        raise ConfigError(f"{field}: {name} is empty; each line should be a JSON object {form}")
+        fix = f"each line should be a JSON object {form}"
+        raise ConfigError(f"{name} is empty", field=field, fix=fix)
 
 
 def _of_file(path: str, field: str, form: str) -> Iterator[Row]:
@@ -75,44 +80,45 @@ def _of_file(path: str, field: str, form: str) -> Iterator[Row]:
                     tell_progress(f"read {number:,} lines of {path}")
                 where = f"{field}: {path} line {number}"
                 if number == 1 and raw[:2] in OTHER_BOMS:
-                    raise ConfigError(
-                        f"{where}: not JSON: the file is {OTHER_BOMS[raw[:2]]}; save it as UTF-8"
-                    )
+                    problem = f"{where}: not JSON: the file is {OTHER_BOMS[raw[:2]]}"
+                    raise ConfigError(problem, field=field, fix="save it as UTF-8")
                 if number == 1:
                     raw = raw.removeprefix(BOM)
                 if raw.strip():
-                    yield _row(where, number, _parsed(where, raw), form)
+                    yield _row(where, number, _parsed(where, raw, field), form, field)
     except FileNotFoundError:
-        raise ConfigError(f"{field}: there is no file {path!r}") from None
+        raise ConfigError(f"there is no file {path!r}", field=field) from None
     except OSError as error:  # a folder, no permission, a broken disk
-        raise ConfigError(f"{field}: {path!r} cannot be read: {error.strerror}") from None
+        raise ConfigError(f"{path!r} cannot be read: {error.strerror}", field=field) from None
 
 
 def _of_items(source: Any, field: str, form: str) -> Iterator[Row]:
     nested = type(source).__module__.partition(".")[0] == "datasets"
     if isinstance(source, Mapping) or not isinstance(source, Iterable):
         fix = f"take one of its splits, {', '.join(map(str, source))}" if nested else "give rows"
-        raise ConfigError(f"{field}: a {type(source).__name__} has no rows; {fix}")
+        raise ConfigError(f"a {type(source).__name__} has no rows", field=field, fix=fix)
     for number, value in enumerate(source):
         if number and number % EVERY == 0:
             tell_progress(f"read {number:,} rows of {field}")
-        row = _row(f"{field}: row {number}", number, value, form)
-        yield Row(row.where, row.line, without_nulls(row.value)) if nested else row
+        row = _row(f"{field}: row {number}", number, value, form, field)
+        yield replace(row, value=without_nulls(row.value)) if nested else row
 
 
-def _parsed(where: str, raw: bytes) -> Any:
+def _parsed(where: str, raw: bytes, field: str) -> Any:
     try:
         return json.loads(raw.decode())
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{where}: not JSON: {error}; save the file as UTF-8") from None
+        problem = f"{where}: not JSON: {error}"
+        raise ConfigError(problem, field=field, fix="save the file as UTF-8") from None
     except (ValueError, RecursionError) as error:  # also if nested too deep
-        raise ConfigError(f"{where}: not JSON: {error}") from None
+        raise ConfigError(f"{where}: not JSON: {error}", field=field) from None
 
 
-def _row(where: str, line: int, value: Any, form: str) -> Row:
+def _row(where: str, line: int, value: Any, form: str, field: str) -> Row:
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{where}: not a JSON object{_given(value)}; write {form}")
-    return Row(where, line, value)
+        problem = f"{where}: not a JSON object{_given(value)}"
+        raise ConfigError(problem, field=field, fix=f"write {form}")
+    return Row(where, line, value, field)
 
 
 def without_nulls(value: Any) -> Any:

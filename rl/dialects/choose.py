@@ -25,30 +25,29 @@ def dialect_of(model: "str | PreTrainedTokenizerFast") -> Dialect:
     """
     tokenizer = load_tokenizer(model) if isinstance(model, str) else model
     require_chat_template(tokenizer)
-    where = f"model.hf_path: the chat template in {tokenizer.name_or_path!r}"
+    where = f"the chat template in {tokenizer.name_or_path!r}"
     reasons = []
     for thinks in (True, False):
         try:
             dialect = Qwen3Dialect(tokenizer, thinks=thinks)
             reason = _first_difference(dialect)
         except ConfigError as error:
-            reason = str(error).removeprefix("model.hf_path: ")
+            reason = error.problem
         if not reason:
             return dialect
         reasons.append(reason)
     try:
         from rl.dialects.renderers_adapter import find_family
     except ImportError:
-        raise ConfigError(
-            f"{where} is not Qwen3's ({reasons[0]}); for other families install the package "
-            "renderers: pip install 'tiller-rl[dialects]'"
-        ) from None
+        problem = f"{where} is not Qwen3's ({reasons[0]})"
+        fix = "for other families install the package renderers: pip install 'tiller-rl[dialects]'"
+        raise ConfigError(problem, field="model.hf_path", fix=fix) from None
     family = find_family(tokenizer)
     if family is None:
-        raise ConfigError(
-            f"{where} is neither Qwen3's ({reasons[0]}) nor one that the package renderers has; "
-            "use a model with such a template"
+        problem = (
+            f"{where} is neither Qwen3's ({reasons[0]}) nor one that the package renderers has"
         )
+        raise ConfigError(problem, field="model.hf_path", fix="use a model with such a template")
     return family
 
 

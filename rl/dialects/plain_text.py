@@ -28,10 +28,12 @@ class PlainText:
         control = tokenizer.get_added_vocab()
         for text, row in zip(control, self.encode(list(control)), strict=True):
             if not set(control.values()).isdisjoint(row):
-                raise ConfigError(
-                    f"model.hf_path: the tokenizer in {tokenizer.name_or_path!r} makes a control "
-                    f"token of the plain text {text!r}; remove it from the vocabulary's words"
+                problem = (
+                    f"the tokenizer in {tokenizer.name_or_path!r} makes a control token of the "
+                    f"plain text {text!r}"
                 )
+                fix = "remove it from the vocabulary's words"
+                raise ConfigError(problem, field="model.hf_path", fix=fix)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the tokens of each text."""

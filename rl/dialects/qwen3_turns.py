@@ -35,10 +35,11 @@ class Control:
         words = [_word(field.name) for field in fields(cls)]
         missing = [word for word in words if word not in known]
         if missing:
-            raise ConfigError(
-                f"model.hf_path: the tokenizer in {tokenizer.name_or_path!r} has no control token "
-                f"{missing[0]!r}, which Qwen3's chat template needs"
+            problem = (
+                f"the tokenizer in {tokenizer.name_or_path!r} has no control token {missing[0]!r}, "
+                "which Qwen3's chat template needs"
             )
+            raise ConfigError(problem, field="model.hf_path")
         return cls(*(known[word] for word in words))
 
     @property

@@ -48,7 +48,7 @@ def _doctor(arguments: list[str]) -> int:
         parse_config(rest, program=PROGRAM)  # prints the help and exits
     from rl.doctor.host import Host, check_host  # imports torch, which --help does without
 
-    host = Host.here()
+    host = Host()
     found = list[Finding]()
     _report(found, check_host(host))
     if rest:

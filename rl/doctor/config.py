@@ -5,7 +5,7 @@ from typing import Any
 
 from rl.algorithms.losses import CrossEntropyLoss
 from rl.config import PolicyGradientConfig, RLConfig, RunConfig
-from rl.doctor.findings import Finding, refused, warning
+from rl.doctor.findings import Finding, error, refused, warning
 from rl.errors import ConfigError
 from rl.plan.plan import Plan
 from rl.platform import device_type
@@ -28,8 +28,8 @@ def check_config(config: RunConfig) -> Iterator[Finding]:
 
 def check_plan(plan: Plan) -> Iterator[Finding]:
     """Yield what does not fit into the memory of a device or a host."""
-    for complaint in plan.errors:
-        yield refused("config", complaint, cut=": ")
+    for lack in plan.lacks:
+        yield error("config", lack.where, lack.what, lack.fix)
 
 
 def check_settings(config: RunConfig) -> Iterator[Finding]:
@@ -73,8 +73,8 @@ def _refusals(config: RunConfig, made: Sequence[Callable[[Any], None]]) -> Itera
     for check in made:
         try:
             check(config)
-        except ConfigError as error:
-            yield refused("config", error)
+        except ConfigError as reason:
+            yield refused("config", reason)
 
 
 def _check_precision(config: RLConfig) -> Iterator[Finding]:

@@ -50,7 +50,7 @@ def check_inputs(config: RLConfig) -> tuple[Task | None, list[Finding]]:
         task = build_task(replace(config, quiet=True))
     except ConfigError as reason:
         found.append(refused("data", reason))
-        found += _check_tokenizer(config, str(reason))
+        found += _check_tokenizer(config)
     try:
         build_algorithm(config)
     except ConfigError as reason:
@@ -90,8 +90,8 @@ def check_template(
     try:
         dialect_of(tokenizer)
     except ConfigError as reason:
-        what, _, fix = str(reason).removeprefix("model.hf_path: ").rpartition("; ")
-        yield warning("data", where, f"{what}: conversations of several turns are refused", fix)
+        what = f"{reason.problem}: conversations of several turns are refused"
+        yield warning("data", where, what, reason.fix)
 
 
 def check_prompts(config: RLConfig, task: Task) -> Iterator[Finding]:
@@ -101,7 +101,7 @@ def check_prompts(config: RLConfig, task: Task) -> Iterator[Finding]:
         prompts = [training_prompt(task, number) for number in range(MOST_PROMPTS)]
         held_out = held_out_prompts(config.evaluation, task)
     except RunError as reason:
-        yield refused("data", reason)
+        yield refused("data", reason, "task")
         return
     first = {_key(prompt) for prompt in prompts[:each_step]}
     looked_at = min(each_step, MOST_PROMPTS)
@@ -144,14 +144,12 @@ def _check_lengths(config: RLConfig, task: Task, prompts: list[Prompt]) -> Itera
         yield warning("data", "rollout.max_tokens", what, f"set it to {max(long)} or more")
 
 
-def _check_tokenizer(config: RLConfig, reason: str) -> Iterator[Finding]:
-    if config.model.hf_path is None:
-        return
-    try:
-        load_tokenizer(config.model.hf_path)
-    except ConfigError as other:
-        if str(other) != reason:
-            yield refused("data", other)
+def _check_tokenizer(config: RLConfig) -> Iterator[Finding]:
+    if config.model.hf_path is not None:
+        try:
+            load_tokenizer(config.model.hf_path)
+        except ConfigError as reason:
+            yield refused("data", reason)
 
 
 def _key(prompt: Prompt) -> str:

@@ -1,10 +1,9 @@
 """Finding of a check."""
 
-import re
 from dataclasses import dataclass
 from typing import Literal
 
-from rl.errors import ConfigError
+from rl.errors import ConfigError, RunError
 
 CORRECT = "correct it there"
 
@@ -37,12 +36,10 @@ def warning(room: str, where: str, what: str, fix: str) -> Finding:
     return Finding(room, "warning", where, what, fix)
 
 
-def refused(room: str, reason: Exception | str, cut: str = "; ") -> Finding:
-    """Return the finding of an error: of its data, or of a sentence ``PLACE …; FIX``."""
-    if isinstance(reason, ConfigError) and reason.field:
-        return error(room, reason.field, reason.fault, reason.remedy)
-    text = str(reason).splitlines()[0]
-    what, _, fix = text.rpartition(cut)
-    first = re.match(r"--config \S+|\S+", text)
-    place = first[0].rstrip(":,;") if first else room
-    return error(room, place, what or text, fix if what else CORRECT)
+def refused(room: str, reason: ConfigError | RunError, where: str = "") -> Finding:
+    """Return the finding of an error in ``where``, by default the field of the error."""
+    if isinstance(reason, RunError):
+        reason = ConfigError(str(reason))
+    what = reason.fault.splitlines()[0]
+    fix = reason.remedy.partition("\n")[0]
+    return error(room, where or reason.field or room, what, fix or CORRECT)

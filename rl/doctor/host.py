@@ -1,13 +1,13 @@
 """Checks of this host, whatever runs there: packages, limits, network and devices."""
 
 import os
+import platform
 import re
 import resource
 import shutil
 import socket
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
@@ -30,64 +30,87 @@ OLDEST_DRIVERS = {"13": 580, "12": 525}
 """Drivers that a major version of CUDA needs: docs.nvidia.com/deploy/cuda-compatibility."""
 
 
+def _packages() -> dict[str, str]:
+    return {canonicalize_name(p.name): p.version for p in metadata.distributions()}
+
+
+def _requirements() -> tuple[str, ...]:
+    try:
+        tiller = metadata.distribution("tiller-rl")
+    except metadata.PackageNotFoundError:
+        return ("tiller-rl",)
+    return f"python {tiller.metadata['Requires-Python']}", *(tiller.requires or ())
+
+
+def _free_memory() -> int:
+    rows = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    free = next(int(row[1]) * 1024 for row in rows if row[0] == "MemAvailable:")
+    group = Path("/sys/fs/cgroup")
+    limit = group / "memory.max"
+    if limit.exists() and (most := limit.read_text().strip()) != "max":
+        free = min(free, int(most) - int((group / "memory.current").read_text()))
+    return free
+
+
+def driver_of(file: Path) -> str:
+    """Return the version of the NVIDIA driver that describes itself in ``file``; empty if none."""
+    described = file.read_text() if file.exists() else ""
+    found = re.search(r"Kernel Module.*? (\d+\.[\d.]+)", described)
+    return found[1] if found else ""
+
+
+def _address() -> str:
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return ""
+
+
+def _constraints() -> tuple[str, ...]:
+    pins = CONSTRAINTS.read_text().splitlines() if CONSTRAINTS.exists() else []
+    return tuple(pin for pin in pins if "==" in pin)
+
+
+def _shared_free() -> int:
+    folder = Path("/dev/shm")
+    return shutil.disk_usage(folder).free if os.access(folder, os.W_OK) else 0
+
+
+def _has_compiler() -> bool:
+    return bool(os.environ.get("CXX")) or any(map(shutil.which, COMPILERS))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """Facts of a host."""
+    """Facts of a host, by default of this one."""
 
-    python: str
-    packages: dict[str, str]
+    python: str = field(default_factory=platform.python_version)
+    packages: dict[str, str] = field(default_factory=_packages)
     """Versions of the installed packages by their canonical names."""
-    requirements: tuple[str, ...]
-    constraints: tuple[str, ...]
-    cores: int
-    omp_num_threads: str
-    open_files: int
-    shared_free: int
+    requirements: tuple[str, ...] = field(default_factory=_requirements)
+    constraints: tuple[str, ...] = field(default_factory=_constraints)
+    cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
+    omp_num_threads: str = field(default_factory=lambda: os.environ.get("OMP_NUM_THREADS", ""))
+    open_files: int = field(default_factory=lambda: resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    shared_free: int = field(default_factory=_shared_free)
     """Number of free bytes of /dev/shm; 0 if it cannot be written."""
-    memory: int
+    memory: int = field(default_factory=_free_memory)
     """Number of bytes that processes can still allocate."""
-    loopback: bool
+    loopback: bool = field(default_factory=has_loopback)
     """Whether processes can connect through 127.0.0.1."""
-    address: str
+    address: str = field(default_factory=_address)
     """Address of the host's name; empty if it has none."""
-    compiler: bool
-    cuda: bool
-    gpus: int
-    nvidia: bool
+    compiler: bool = field(default_factory=_has_compiler)
+    cuda: bool = field(default_factory=lambda: device_type() == "cuda")
+    gpus: int = field(default_factory=device_count)
+    nvidia: bool = field(default_factory=Path("/dev/nvidia0").exists)
     """Whether the host has an NVIDIA device, usable or not."""
-    driver: str
+    driver: str = field(default_factory=lambda: driver_of(DRIVER))
     """Version of the NVIDIA driver; empty without one."""
-    torch_cuda: str
+    torch_cuda: str = torch.version.cuda or ""
     """Version of CUDA that torch is built for; empty if it is built for CPU."""
-    nccl: bool
-    rdma: bool
-
-    @classmethod
-    def here(cls) -> "Host":
-        """Return the facts of this host."""
-        shared = Path("/dev/shm")
-        pins = CONSTRAINTS.read_text().splitlines() if CONSTRAINTS.exists() else []
-        return cls(
-            python=".".join(map(str, sys.version_info[:3])),
-            packages={canonicalize_name(p.name): p.version for p in metadata.distributions()},
-            requirements=_requirements(),
-            constraints=tuple(pin for pin in pins if "==" in pin),
-            cores=len(os.sched_getaffinity(0)),
-            omp_num_threads=os.environ.get("OMP_NUM_THREADS", ""),
-            open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-            shared_free=shutil.disk_usage(shared).free if os.access(shared, os.W_OK) else 0,
-            memory=_free_memory(),
-            loopback=has_loopback(),
-            address=_address(),
-            compiler=bool(os.environ.get("CXX")) or any(map(shutil.which, COMPILERS)),
-            cuda=device_type() == "cuda",
-            gpus=device_count(),
-            nvidia=Path("/dev/nvidia0").exists(),
-            driver=driver_of(DRIVER),
-            torch_cuda=torch.version.cuda or "",
-            nccl=torch.distributed.is_nccl_available(),
-            rdma=has_rdma(),
-        )
+    nccl: bool = field(default_factory=torch.distributed.is_nccl_available)
+    rdma: bool = field(default_factory=has_rdma)
 
 
 def check_host(host: Host) -> Iterator[Finding]:
@@ -142,35 +165,3 @@ def _check_packages(host: Host) -> Iterator[Finding]:
         more = f" and {len(others) - 5} more" if len(others) > 5 else ""
         what = f"other versions are installed: {', '.join(others[:5])}{more}"
         yield warning("host", CONSTRAINTS.name, what, SET_UP)
-
-
-def _requirements() -> tuple[str, ...]:
-    try:
-        tiller = metadata.distribution("tiller-rl")
-    except metadata.PackageNotFoundError:
-        return ("tiller-rl",)
-    return f"python {tiller.metadata['Requires-Python']}", *(tiller.requires or ())
-
-
-def _free_memory() -> int:
-    rows = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
-    free = next(int(row[1]) * 1024 for row in rows if row[0] == "MemAvailable:")
-    group = Path("/sys/fs/cgroup")
-    limit = group / "memory.max"
-    if limit.exists() and (most := limit.read_text().strip()) != "max":
-        free = min(free, int(most) - int((group / "memory.current").read_text()))
-    return free
-
-
-def driver_of(file: Path) -> str:
-    """Return the version of the NVIDIA driver that describes itself in ``file``; empty if none."""
-    described = file.read_text() if file.exists() else ""
-    found = re.search(r"Kernel Module.*? (\d+\.[\d.]+)", described)
-    return found[1] if found else ""
-
-
-def _address() -> str:
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return ""

@@ -28,7 +28,7 @@ def check_run(folder: Path, config: RunConfig | None) -> Iterator[Finding]:
             for _ in rows_of(folder / name):
                 pass
         except RunError as reason:
-            yield refused("run", reason)
+            yield refused("run", reason, str(folder / name))
     yield from _check_failure(folder)
 
 
@@ -70,7 +70,7 @@ def _damages(path: Path, *, of_rl: bool) -> Iterator[str]:
         if of_rl:
             read_groups(path / ROLLOUTS)
     except RunError as damage:
-        yield str(damage).rpartition("; ")[0]
+        yield str(damage)
 
 
 def _check_owner(folder: Path) -> Iterator[Finding]:

@@ -13,7 +13,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from rl.errors import EXIT_CONFIG, EXIT_FAILED, require
+from rl.errors import EXIT_CONFIG, EXIT_FAILED, require, require_value
 from rl.launch.freeze import NODE, SOURCE, Launch, as_json, run_command
 
 CONFIG = "/etc/tiller"  # folder of the ConfigMap in the pod of the run
@@ -25,12 +25,12 @@ def manifests(launch: Launch) -> str:
     """Return all manifests as one JSON document for ``kubectl apply -f``. Raises ConfigError."""
     kubernetes = launch.config.kubernetes
     for name in ("image", "claim"):
-        require(bool(getattr(kubernetes, name)), f"kubernetes.{name} is empty; it must be set")
-    require(
-        launch.folder.is_relative_to(kubernetes.mount),
-        f"output_dir is {str(launch.folder)!r}; it must be below "
-        f"kubernetes.mount={kubernetes.mount!r}, a volume",
-    )
+        field = f"kubernetes.{name}"
+        is_set = bool(getattr(kubernetes, name))
+        require(is_set, f"{field} is empty", field=field, fix="it must be set")
+    is_below = launch.folder.is_relative_to(kubernetes.mount)
+    rule = f"below kubernetes.mount={kubernetes.mount!r}, a volume"
+    require_value(is_below, "output_dir", str(launch.folder), rule)
     data = {"config.json": launch.frozen}
     config = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": _metadata(launch), "data": data}
     items = [config, _mesh(launch), _job(launch)]

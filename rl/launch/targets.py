@@ -15,14 +15,13 @@ from rl.plan.plan import Plan
 def check(target: str, config: RunConfig, wait: bool) -> None:
     """Raise ConfigError if the run cannot work there, before it waits in a queue."""
     if target == "local":
-        nodes = f"trainer.nodes and generator.nodes come to {config.nodes} nodes"
-        require(config.nodes == 1, f"{nodes}; it must be 1 on this host")
+        problem = f"trainer.nodes and generator.nodes come to {config.nodes} nodes"
+        fix = "it must be 1 on this host"
+        require(config.nodes == 1, problem, field="trainer.nodes", fix=fix)
         config.hardware.require_here()
         return
-    require(
-        target == "slurm" or not wait,
-        "--wait: not for kubernetes; follow the run by kubectl logs -f",
-    )
+    fix = "follow the run by kubectl logs -f"
+    require(target == "slurm" or not wait, "not for kubernetes", field="--wait", fix=fix)
     errors = Plan(config).errors
     require(not errors, "\n".join(errors))
 

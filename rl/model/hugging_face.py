@@ -89,9 +89,10 @@ def read_json(field: str, path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{field}: {path} cannot be read: {error}") from None
+        raise ConfigError(f"{path} cannot be read: {error}", field=field) from None
     kind = type(content).__name__
-    require(kind == "dict", f"{field}: {path} holds a {kind}; it must be a JSON object, {{...}}")
+    fix = "it must be a JSON object, {...}"
+    require(kind == "dict", f"{path} holds a {kind}", field=field, fix=fix)
     return content  # type: ignore[no-any-return]
 
 
@@ -138,7 +139,8 @@ class _Check:
     path: Path
 
     def require(self, condition: bool, key: str, value: Any, allowed: str) -> None:
-        require(condition, f"{self.field}: {key} in {self.path} is {value!r}; {allowed}")
+        problem = f"{key} in {self.path} is {value!r}"
+        require(condition, problem, field=self.field, fix=allowed)
 
     def one_of(self, key: str, value: Any, allowed: tuple[Any, ...]) -> None:
         holds = any(value == each and type(value) is type(each) for each in allowed)

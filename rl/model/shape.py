@@ -101,11 +101,12 @@ def shape_of(config: ModelConfig, *, field: str = "model.hf_path") -> ModelShape
         return ModelShape(**{name: getattr(config, name) for name in names}, dtype="float32")
     folder = Path(config.hf_path)
     name = repr(str(folder))
-    require(folder.is_dir(), f"{field}: there is no folder {name}; name one with a model")
-    require((folder / "config.json").is_file(), f"{field}: {name} has no config.json")
-    advice = "save the model with safe_serialization=True"
+    fix = "name one with a model"
+    require(folder.is_dir(), f"there is no folder {name}", field=field, fix=fix)
+    require((folder / "config.json").is_file(), f"{name} has no config.json", field=field)
+    fix = "save the model with safe_serialization=True"
     has_weights = any(folder.glob("*.safetensors"))
-    require(has_weights, f"{field}: {name} has no *.safetensors; {advice}")
+    require(has_weights, f"{name} has no *.safetensors", field=field, fix=fix)
     hf = read_config(field, folder)
     has_experts = hf["model_type"] == "qwen3_moe"
     return ModelShape(

@@ -20,17 +20,17 @@ def load_tokenizer(hf_path: str) -> "PreTrainedTokenizerFast":
     from transformers import PreTrainedTokenizerFast
 
     files = [Path(hf_path) / name for name in ("tokenizer.json", "tokenizer_config.json")]
-    remedy = "save the tokenizer beside the model"
-    require(files[0].is_file(), f"model.hf_path: {hf_path!r} has no tokenizer.json; {remedy}")
+    fix = "save the tokenizer beside the model"
+    has_one = files[0].is_file()
+    require(has_one, f"{hf_path!r} has no tokenizer.json", field="model.hf_path", fix=fix)
     for path in filter(Path.exists, files):
         read_json("model.hf_path", path)
     try:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(hf_path, local_files_only=True)
     except Exception as error:  # of many kinds, from transformers, tokenizers and Python
         cause = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise ConfigError(
-            f"model.hf_path: the tokenizer in {hf_path!r} cannot be loaded: {cause}; save it again"
-        ) from None
+        problem = f"the tokenizer in {hf_path!r} cannot be loaded: {cause}"
+        raise ConfigError(problem, field="model.hf_path", fix="save it again") from None
     return tokenizer
 
 
@@ -41,8 +41,9 @@ def require_room(tokenizer: "PreTrainedTokenizerFast", vocab_size: int) -> None:
     size = max(tokenizer.get_vocab().values(), default=-1) + 1
     require(
         size <= vocab_size,
-        f"model.vocab_size: {vocab_size} is smaller than the tokenizer's vocabulary; set it to "
-        f"{size} or more, or, with model.hf_path, use the tokenizer of that model",
+        f"{vocab_size} is smaller than the tokenizer's vocabulary",
+        field="model.vocab_size",
+        fix=f"set it to {size} or more, or, with model.hf_path, use the tokenizer of that model",
     )
 
 
@@ -50,8 +51,9 @@ def require_chat_template(tokenizer: "PreTrainedTokenizerFast") -> None:
     """Raise ConfigError if the tokenizer has no chat template."""
     require(
         bool(tokenizer.chat_template),
-        f"model.hf_path: the tokenizer in {tokenizer.name_or_path!r} has no chat template; use an "
-        "instruction-tuned model or add chat_template.jinja",
+        f"the tokenizer in {tokenizer.name_or_path!r} has no chat template",
+        field="model.hf_path",
+        fix="use an instruction-tuned model or add chat_template.jinja",
     )
 
 
@@ -66,10 +68,9 @@ def read_stop_token_ids(hf_path: str, tokenizer: "PreTrainedTokenizerFast") -> t
         listed = _generation_stops(Path(hf_path))
         size = len(tokenizer)
         wrong = [token for token in listed if type(token) is not int or not 0 <= token < size]
-        named = f"model.hf_path: eos_token_id in {path} is {wrong[0] if wrong else ''!r}"
-        require(
-            not wrong, f"{named}; it must be one or more of the {size} token ids of the tokenizer"
-        )
+        problem = f"eos_token_id in {path} is {wrong[0] if wrong else ''!r}"
+        fix = f"it must be one or more of the {size} token ids of the tokenizer"
+        require(not wrong, problem, field="model.hf_path", fix=fix)
         ids.update(listed)
     return tuple(sorted(ids))
 

@@ -176,24 +176,21 @@ def run_folder(name: str, output_dir: str, *, resume: bool) -> Path:
         folder = next(path for path in map(folder.with_name, names) if not path.exists())
     found = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     if found.is_symlink() and not found.exists():
-        raise ConfigError(
-            f"output_dir: {found} is a link to {os.readlink(found)}, which is missing; make that "
-            "folder, or choose another --output-dir"
-        )
+        problem = f"{found} is a link to {os.readlink(found)}, which is missing"
+        fix = "make that folder, or choose another --output-dir"
+        raise ConfigError(problem, field="output_dir", fix=fix)
     try:
         holds_run = (folder / "config.json").exists()
     except OSError as error:
-        raise ConfigError(
-            f"output_dir: {folder} cannot be read: {error.strerror}; choose another --output-dir"
-        ) from None
-    require(
-        resume or not holds_run,
-        f"output_dir: {folder} already holds a run; add --resume, or name another folder",
-    )
-    require(
-        holds_run or not resume,
-        f"--resume: output_dir {str(folder)!r} holds no run; name the folder of a run",
-    )
+        problem = f"{folder} cannot be read: {error.strerror}"
+        fix = "choose another --output-dir"
+        raise ConfigError(problem, field="output_dir", fix=fix) from None
+    problem = f"{folder} already holds a run"
+    fix = "add --resume, or name another folder"
+    require(resume or not holds_run, problem, field="output_dir", fix=fix)
+    problem = f"output_dir {str(folder)!r} holds no run"
+    fix = "name the folder of a run"
+    require(holds_run or not resume, problem, field="--resume", fix=fix)
     return folder
 
 
@@ -212,8 +209,8 @@ def claim(name: str, output_dir: str, *, resume: bool, wait_s: float = 0.0) -> F
         except FolderInUse as error:
             if wait_s:
                 raise
-            advice = "wait for its end, end it, or name another folder"
-            raise ConfigError(f"output_dir: {error}; {advice}") from None
+            fix = "wait for its end, end it, or name another folder"
+            raise ConfigError(str(error), field="output_dir", fix=fix) from None
         try:
             run_folder(name, str(folder), resume=resume)  # the previous owner may have left a run
         except ConfigError:

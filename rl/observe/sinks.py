@@ -69,7 +69,8 @@ class Sink(Configurable, ABC):
         require(
             "Config" in cls.__dict__,
             f"class {cls.__name__} has no Config of its own, so that its config would build "
-            f"{parent}; write in it: @dataclass(kw_only=True, slots=True) class "
+            f"{parent}",
+            fix="write in it: @dataclass(kw_only=True, slots=True) class "
             f"Config({parent}.Config): pass",
         )
         super().__init_subclass__(**options)

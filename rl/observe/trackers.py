@@ -17,8 +17,9 @@ def require_package(field: str, package: str) -> None:
     """Raise ConfigError, naming ``field``, unless ``package`` is installed."""
     require(
         importlib.util.find_spec(package) is not None,
-        f"{field} needs the package {package}, which is not installed; run pip install {package}, "
-        "or leave the field out",
+        f"{field} needs the package {package}, which is not installed",
+        field=field,
+        fix=f"run pip install {package}, or leave the field out",
     )
 
 
@@ -90,8 +91,9 @@ class WeightsAndBiases(Sink):
             require_package("sinks.wandb", "wandb")
             require(
                 self.mode == "offline" or has_wandb_key(),
-                "sinks.wandb is 'online', and this user has no key of Weights & Biases; run wandb "
-                "login, set WANDB_API_KEY, or set sinks.wandb to 'offline'",
+                "sinks.wandb is 'online', and this user has no key of Weights & Biases",
+                field="sinks.wandb",
+                fix="run wandb login, set WANDB_API_KEY, or set sinks.wandb to 'offline'",
             )
 
     config: Config

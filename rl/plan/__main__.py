@@ -85,14 +85,14 @@ def _plan(arguments: list[str]) -> int:
 
 def _rehearse(config: "RunConfig", arguments: list[str], *, rank: int | None, as_json: bool) -> int:
     from rl.plan.planned_run import PlannedRun
-    from rl.plan.rehearsal.report import describe
     from rl.plan.rehearsal.start import errors_of, rehearsal
+    from rl.plan.report import describe_rehearsal
 
     run = PlannedRun(config)
     result = rehearsal(run, arguments, rank=rank or 0)
     errors = errors_of(result, run)
     found = {"feasible": not errors, "errors": errors, **result}
-    print(json.dumps(found) if as_json else describe(result, run, errors))
+    print(json.dumps(found) if as_json else describe_rehearsal(result, run, errors))
     return EXIT_CONFIG if errors else 0
 
 

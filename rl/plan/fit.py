@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from torchtitan.distributed.activation_checkpoint import FullAC
 
+from rl.errors import counted
 from rl.generation.config import kv_bytes_at_least
 from rl.plan.memory import GIB, Item, RankMemory, environment_workers, kv_bytes
 from rl.plan.planned_run import PlannedRun
@@ -68,17 +69,30 @@ def _at_once(ranks: list[RankMemory], shared: frozenset[str]) -> tuple[RankMemor
     )
 
 
-def complaints(run: PlannedRun, found: list[Memory]) -> list[str]:
-    """Return a message for each memory that is too small. Equal ranks are named once."""
-    messages: dict[tuple[Any, ...], str] = {}
+@dataclass(frozen=True, slots=True)
+class Lack:
+    """Memory that a run lacks."""
+
+    where: str
+    """Mesh, host or field."""
+    what: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.fix}"
+
+
+def lacks_of(run: PlannedRun, found: list[Memory]) -> list[Lack]:
+    """Return a lack for each memory that is too small. Equal ranks are named once."""
+    lacks: dict[tuple[Any, ...], Lack] = {}
     for memory in found:
         if memory.used > memory.limit:
             kinds = (memory.kind, *dict.fromkeys(rank.role for rank in memory.ranks))
-            messages.setdefault(kinds, _complaint(run, memory))
-    return [*messages.values(), *(_kv_complaint(run) if run.generators else [])]
+            lacks.setdefault(kinds, _lack(run, memory))
+    return [*lacks.values(), *(_lack_of_cache(run) if run.generators else [])]
 
 
-def _complaint(run: PlannedRun, memory: Memory) -> str:
+def _lack(run: PlannedRun, memory: Memory) -> Lack:
     cpu_host = memory.kind == "host" and not run.cuda
     item, rank = max(
         (
@@ -94,12 +108,13 @@ def _complaint(run: PlannedRun, memory: Memory) -> str:
     more = f" and {count - 4} more" if count > 4 else ""
     where = "" if names == memory.name else f"{memory.name}: "
     equal = sum(each.mesh == rank.mesh for each in memory.ranks)
-    return (
+    what = (
         f"{where}{names}{more} need{'s' if count == 1 else ''} {memory.used / GIB:.1f} GiB of the "
         f"{memory.limit / GIB:.1f} that it has; the largest item is {item.name}, "
-        f"{item.bytes / GIB:.1f} GiB on each of {equal} rank{'s' if equal > 1 else ''} of "
-        f"{rank.mesh}: {_remedy(run, memory, item, rank)}"
+        f"{item.bytes / GIB:.1f} GiB on each of {counted(equal, 'rank')} of {rank.mesh}"
     )
+    place = memory.name if memory.kind == "host" else memory.ranks[0].mesh
+    return Lack(place, what, _remedy(run, memory, item, rank))
 
 
 def _remedy(run: PlannedRun, memory: Memory, item: Item, rank: RankMemory) -> str:
@@ -139,8 +154,8 @@ def _model_remedy(run: PlannedRun, item: Item, rank: RankMemory) -> str:
         if not isinstance(trainer.activation_checkpoint, FullAC.Config):
             return "give trainer.activation-checkpoint:full"
         tokens = trainer.micro_batch_tokens
-        if tokens and tokens > run.longest:
-            return f"set trainer.micro_batch_tokens to {max(run.longest, tokens // 2)}"
+        if tokens and tokens > run.config.longest:
+            return f"set trainer.micro_batch_tokens to {max(run.config.longest, tokens // 2)}"
         if not tokens and trainer.micro_batch_size > 1:
             return f"set trainer.micro_batch_size to {trainer.micro_batch_size // 2}"
         return _twice(run, rank.role, "context_parallel_degree")
@@ -149,7 +164,7 @@ def _model_remedy(run: PlannedRun, item: Item, rank: RankMemory) -> str:
     if item.name == "gathered by FSDP":
         return _twice(run, rank.role, "tensor_parallel_degree")
     if item.name == "RoPE tables":
-        return f"set model.max_seq_len to {run.longest}"
+        return f"set model.max_seq_len to {run.config.longest}"
     return _twice(run, rank.role, "data_parallel_shard_degree")
 
 
@@ -163,10 +178,8 @@ def _twice(run: PlannedRun, name: str, degree: str) -> str:
     return f"set {role.parallelism_field}.{degree} to {value}{more}"
 
 
-def _kv_complaint(run: PlannedRun) -> list[str]:
-    """Return the message that the KV cache cannot hold a sequence of model.max_seq_len, which vLLM
-    requires.
-    """
+def _lack_of_cache(run: PlannedRun) -> list[Lack]:
+    """Return the lack of a KV cache for one sequence of model.max_seq_len, which vLLM requires."""
     generator = run.rl.generator
     field = f"{run.section}generator"
     left = kv_bytes(run)
@@ -175,12 +188,13 @@ def _kv_complaint(run: PlannedRun) -> list[str]:
     if needed <= left:
         return []
     enough = share + (needed - left) / (run.device.memory_gib * GIB)
-    remedy = f"set {field}.tensor_parallel_degree to {2 * generator.tensor_parallel_degree}"
+    fix = f"set {field}.tensor_parallel_degree to {2 * generator.tensor_parallel_degree}"
     if left and enough <= MAX_SHARE:
         share_needed = int(enough * 100 + 1) / 100
-        remedy = f"set {field}.gpu_memory_utilization to {share_needed}, or lower model.max_seq_len"
-    return [
+        fix = f"set {field}.gpu_memory_utilization to {share_needed}, or lower model.max_seq_len"
+    what = (
         f"{field}.gpu_memory_utilization is {share}, which leaves {left / GIB:.2f} GiB of each "
         f"GPU for its KV cache; one sequence of model.max_seq_len={run.shape.max_seq_len} "
-        f"needs {needed / GIB:.2f} GiB: {remedy}"
-    ]
+        f"needs {needed / GIB:.2f} GiB"
+    )
+    return [Lack(f"{field}.gpu_memory_utilization", what, fix)]

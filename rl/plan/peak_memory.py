@@ -67,7 +67,7 @@ class MemoryOfPasses(PassSizes):
     def __init__(self, run: PlannedRun, name: str):
         super().__init__(run, name)
         self.cuda = run.cuda
-        self.longest = run.longest
+        self.longest = run.config.longest
         self.values = self.role.head == "values"
         self.learns = name in LEARNING
         self.trains_weights = self.learns and self.trainer.lora is None
@@ -211,8 +211,8 @@ def micro_batch_cells(run: PlannedRun, trainer: TrainerConfig) -> int:
     """Return the maximum number of tokens, padding included, in a forward pass on a data-parallel
     rank. Every sequence is assumed to have the maximum length.
     """
-    share = -(-run.sequences // trainer.dp_degree) * run.longest
-    limit = trainer.micro_batch_tokens or trainer.micro_batch_size * run.longest
+    share = -(-run.config.sequences // trainer.dp_degree) * run.config.longest
+    limit = trainer.micro_batch_tokens or trainer.micro_batch_size * run.config.longest
     return min(limit, share)
 
 

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from rl.config import RunConfig
-from rl.plan.fit import complaints, memories
+from rl.plan.fit import lacks_of, memories
 from rl.plan.memory import all_ranks, environment_workers, kv_bytes, kv_sequences
 from rl.plan.planned_run import PlannedRun
 from rl.plan.push import push_of
@@ -23,7 +23,8 @@ class Plan:
         self.run = PlannedRun(config)
         self.ranks = all_ranks(self.run)
         self.memories = memories(self.run, self.ranks)
-        self.errors = complaints(self.run, self.memories)
+        self.lacks = lacks_of(self.run, self.memories)
+        self.errors = [*map(str, self.lacks)]
         self.push = push_of(self.run) if self.run.generators else None
         self.step = step_of(self.run, self.push)
 
@@ -66,8 +67,8 @@ class Plan:
             return None
         return {
             "bytes": kv_bytes(run),
-            "longest_sequence_tokens": run.longest_sampled,
-            "sequences": kv_sequences(run, run.longest_sampled),
+            "longest_sequence_tokens": run.rl.longest,
+            "sequences": kv_sequences(run, run.rl.longest),
         }
 
     def _episodes(self) -> dict[str, int] | None:

@@ -75,21 +75,6 @@ class PlannedRun:
         self.shared = frozenset(sharing[config.colocate])
 
     @property
-    def longest(self) -> int:
-        """Number of tokens of the longest sequence that is trained on."""
-        return self.config.longest
-
-    @property
-    def longest_sampled(self) -> int:
-        """Number of tokens of the longest prompt and completion of the generators."""
-        return self.rl.longest
-
-    @property
-    def sequences(self) -> int:
-        """Number of sequences that a step trains on."""
-        return self.config.sequences
-
-    @property
     def sequences_sampled(self) -> int:
         """Number of sequences that generators may have at once."""
         if self.rl is not self.config:  # that evaluates alone

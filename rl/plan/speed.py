@@ -96,8 +96,8 @@ def sizes_of(shape: ModelShape, *, fuse_qkv: bool) -> Sizes:
 def step_of(run: PlannedRun, push: Push | None) -> Step:
     """Return the estimate of a step. ``push`` is None for runs without generators."""
     if push is None or not isinstance(run.config, RLConfig):
-        length = run.longest * MEAN_SHARE
-        tokens = round(run.sequences * length)
+        length = run.config.longest * MEAN_SHARE
+        tokens = round(run.config.sequences * length)
         time = _training(run, tokens, length)
         stages = (0.0, time.seconds, 0.0)
         seconds = time.seconds
@@ -106,7 +106,7 @@ def step_of(run: PlannedRun, push: Push | None) -> Step:
     else:
         prompt, completion = _mean_lengths(run)
         length = prompt + completion
-        tokens = round(run.sequences * length)
+        tokens = round(run.config.sequences * length)
         time = _training(run, tokens, length)
         generation, concurrency = _generation(run, prompt, completion)
         stages = (generation, time.seconds, push.seconds)
@@ -139,7 +139,7 @@ def _mean_lengths(run: PlannedRun) -> tuple[float, float]:
     sampled = run.rl.rollout.max_tokens * MEAN_SHARE * _mean_turns(run)
     if run.episodes is None:
         return given, sampled
-    whole = run.longest_sampled * MEAN_SHARE
+    whole = run.rl.longest * MEAN_SHARE
     sampled = min(sampled, whole / 2 if given > whole / 2 else whole - given)
     return whole - sampled, sampled
 
@@ -228,7 +228,7 @@ def _generation(run: PlannedRun, prompt: float, completion: float) -> tuple[floa
     device = run.device
     sizes = sizes_of(run.shape, fuse_qkv=run.config.model.fuse_qkv)
     tp = generator.tensor_parallel_degree
-    requests = math.ceil(run.sequences / generator.replicas)
+    requests = math.ceil(run.config.sequences / generator.replicas)
     fits = kv_sequences(run, math.ceil(prompt + completion))
     concurrency = max(1, min(requests, generator.max_running_requests, fits))
     products = 2 * sizes.active / (tp * device.tflops * 1e12 * hardware.training_efficiency)

@@ -85,7 +85,8 @@ class ChatTask(Task):
         self.set_tokenizer(tokenizer, read_stop_token_ids(folder, tokenizer))
         if only_scores:
             return
-        held_out = choose_held_out(problems, config.held_out_fraction, self._where())
+        named = f"task.{self.field}"
+        held_out = choose_held_out(problems, config.held_out_fraction, named, self.source)
         questions = self._make_questions(problems)
         self.held_out = list(compress(questions, held_out))
         self.train = list(compress(questions, map(not_, held_out)))
@@ -99,9 +100,6 @@ class ChatTask(Task):
 
     def eval_prompts(self, count: int) -> list[Prompt]:
         return [question.prompt(place) for place, question in enumerate(self.held_out[:count])]
-
-    def _where(self) -> str:
-        return f"task.{self.field}: {self.source}"
 
     def _make_questions(self, problems: list[Problem]) -> list[_Question]:
         questions = list[_Question]()
@@ -127,10 +125,11 @@ class ChatTask(Task):
         except Exception as error:  # the template is a program
             line = f" in line {error.lineno}" if hasattr(error, "lineno") else ""
             roles = " and ".join(message["role"] for message in messages)
-            raise ConfigError(
-                f"model.hf_path: the chat template in {self.tokenizer.name_or_path!r} fails for "
-                f"messages of {roles}: {type(error).__name__}: {error}{line}"
-            ) from None
+            problem = (
+                f"the chat template in {self.tokenizer.name_or_path!r} fails for messages of "
+                f"{roles}: {type(error).__name__}: {error}{line}"
+            )
+            raise ConfigError(problem, field="model.hf_path") from None
         return cast(str, text)
 
     def _check_lengths(self, problems: list[Problem], lengths: list[int]) -> None:
@@ -142,14 +141,18 @@ class ChatTask(Task):
         ]
         if long:
             length, number = long[0]
-            raise ConfigError(
-                f"{self._where()} {self.unit} {number}: its prompt has {length} tokens, more than "
+            problem = (
+                f"{self.source} {self.unit} {number}: its prompt has {length} tokens, more than "
                 f"{field} allows ({len(long)} such {self.unit}s, the longest of {max(long)[0]} "
-                f"tokens); raise the limit or leave such {self.unit}s out"
+                "tokens)"
             )
+            fix = f"raise the limit or leave such {self.unit}s out"
+            raise ConfigError(problem, field=f"task.{self.field}", fix=fix)
 
 
-def choose_held_out(problems: list[Problem], fraction: float, source: str) -> list[bool]:
+def choose_held_out(
+    problems: list[Problem], fraction: float, field: str, source: str
+) -> list[bool]:
     """Return which problems are for evaluation: those whose questions have the lowest hashes, so
     that copies of a question stay together. None if ``fraction`` is 0.
     """
@@ -161,8 +164,9 @@ def choose_held_out(problems: list[Problem], fraction: float, source: str) -> li
     different = sorted(set(hashes))
     require(
         len(different) >= 2,
-        f"{source} has {len(different)} different question; it must have 2 or more, "
-        "one to train on and one held out",
+        f"{source} has {len(different)} different question",
+        field=field,
+        fix="it must have 2 or more, one to train on and one held out",
     )
     count = min(math.ceil(len(different) * fraction), len(different) - 1)
     held_out = set(different[:count])

@@ -43,8 +43,9 @@ class CopyDigits(Task):
         limit, field = self.prompt_limit()
         require(
             digits + 2 <= limit,
-            f"task.digits: {digits} digits make prompts of {digits + 2} tokens, longer than "
-            f"{field} allows; lower task.digits or raise the limit",
+            f"{digits} digits make prompts of {digits + 2} tokens, longer than {field} allows",
+            field="task.digits",
+            fix="lower task.digits or raise the limit",
         )
         self.set_tokenizer(word_tokenizer(), stop_token_ids=(TOKEN["<eos>"],))
 

@@ -44,7 +44,8 @@ class Gsm8kJsonl(ChatJsonl):
             question = row.text("question").strip()
             answer = reference_number(row.text("answer"))
             if answer is None:
-                raise row.error("field 'answer' does not end in '#### NUMBER'; add the number")
+                problem = "field 'answer' does not end in '#### NUMBER'"
+                raise row.error(problem, fix="add the number")
             problems.append(Problem(number=row.line, question=question, answer=answer))
         return problems
 

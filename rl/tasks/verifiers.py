@@ -74,7 +74,7 @@ class VerifiersTask(AgentTask):
             Problem(number=row.line, question=_text_of(row.value), answer=json.dumps(row.value))
             for row in read_rows(config.path, field="task.path", form='{"prompt": …, …}')
         ]
-        held_out = choose_held_out(rows, config.held_out_fraction, f"task.path: {config.path}")
+        held_out = choose_held_out(rows, config.held_out_fraction, "task.path", config.path)
         self._held_out = [*compress(rows, held_out)]
         self._train = [*compress(rows, map(not_, held_out))]
 

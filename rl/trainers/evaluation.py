@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 
 from rl.config import EvaluationConfig, RLConfig, SamplingRunConfig
-from rl.errors import GroupLost, RunError
+from rl.errors import ConfigError, GroupLost
 from rl.metrics import Metrics
 from rl.observe.rollouts import Chunk
 from rl.rollout.prompts import eval_prompts
@@ -201,17 +201,15 @@ class EvaluationSchedule:
 def held_out_prompts(config: EvaluationConfig, task: Task) -> list[Prompt]:
     """Return the prompts of each evaluation, none if ``config.prompts`` is 0.
 
-    Raises RunError for prompts that cannot be used.
+    Raises RunError for prompts that cannot be used, and ConfigError if there are none.
     """
     if config.prompts == 0:
         return []
     if prompts := eval_prompts(task, config.prompts):
         return prompts
-    name = type(task).__name__
-    raise RunError(
-        f"evaluation.prompts is {config.prompts}, but {name} holds out no prompts; set it to 0 for "
-        "no evaluation"
-    )
+    field = "evaluation.prompts"
+    problem = f"{field} is {config.prompts}, but {type(task).__name__} holds out no prompts"
+    raise ConfigError(problem, field=field, fix="set it to 0 for no evaluation")
 
 
 def _chunk(groups: list[Group]) -> Chunk:

@@ -43,8 +43,8 @@ def build_task(config: RLConfig) -> Task:
     Raises ConfigError, also for what the task's own code raises.
     """
     name = type(config.task).__qualname__.removesuffix(".Config")
-    with reading(quiet=config.quiet), _before_start():
-        with users_code(f"task: building {name}"):
+    with reading(quiet=config.quiet), _before_start("task"):
+        with users_code(f"task: building {name}", field="task"):
             task: Task = config.task.build(seed=config.seed, model=config.model)
         for attribute, call in (
             ("shape", "super().__init__(config, seed=seed, model=model)"),
@@ -168,14 +168,16 @@ def reading(*, quiet: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _before_start() -> Iterator[None]:
-    """Raise RunError as ConfigError, since no run has begun. Ctrl-C stays KeyboardInterrupt."""
+def _before_start(field: str = "") -> Iterator[None]:
+    """Raise RunError as ConfigError of ``field``, since no run has begun. Ctrl-C stays
+    KeyboardInterrupt.
+    """
     try:
         yield
     except RunError as error:
         if isinstance(error.__cause__, ConfigError | KeyboardInterrupt):
             raise error.__cause__ from None
-        raise ConfigError(str(error)) from error
+        raise ConfigError(str(error), field=field) from error
 
 
 @contextmanager

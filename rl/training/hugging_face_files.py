@@ -41,8 +41,8 @@ def check_folder(
     Without ``needs_head``, a folder without a value head is accepted for a model with one. Reads
     headers only, and if a tied head is stored, a few of its rows.
     """
-    adapter = f"{folder} has an {ADAPTER}, which transformers would apply; merge it or move it away"
-    require(not (folder / ADAPTER).exists(), adapter)
+    adapter = f"{folder} has an {ADAPTER}, which transformers would apply"
+    require(not (folder / ADAPTER).exists(), adapter, fix="merge it or move it away")
     stored = stored_tensors(folder)
     layers = shape.n_layers
     experts = shape.num_experts or 1
@@ -79,17 +79,18 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     one_file = folder / ONE_FILE
     index = folder / INDEX
     if not index.is_file():
-        neither = f"{folder} has neither {ONE_FILE} nor {INDEX}; save it with save_pretrained"
-        require(one_file.is_file(), neither)
+        neither = f"{folder} has neither {ONE_FILE} nor {INDEX}"
+        require(one_file.is_file(), neither, fix="save it with save_pretrained")
         return dict(_read_header(one_file))
     files = _read_index(index)
     names = sorted(set(files.values()))
-    both = f"{folder} holds both {ONE_FILE} and {INDEX} of other files; remove the outdated one"
-    require(not one_file.is_file() or names == [ONE_FILE], both)
+    both = f"{folder} holds both {ONE_FILE} and {INDEX} of other files"
+    holds = not one_file.is_file() or names == [ONE_FILE]
+    require(holds, both, fix="remove the outdated one")
     stored: dict[str, StoredTensor] = {}
     for file in names:
-        lacks = f"{folder} lacks {file}, which {INDEX} names; copy or download the file again"
-        require((folder / file).is_file(), lacks)
+        lacks = f"{folder} lacks {file}, which {INDEX} names"
+        require((folder / file).is_file(), lacks, fix="copy or download the file again")
         for name, tensor in _read_header(folder / file):
             first = stored.setdefault(name, tensor)
             require(first is tensor, f"{folder}: {name} is in both {first.file} and {file}")
@@ -136,9 +137,8 @@ def _read_header(path: Path) -> Iterator[tuple[str, StoredTensor]]:
                 header = tensors.get_slice(name)
                 yield name, StoredTensor(path.name, tuple(header.get_shape()), header.get_dtype())
     except (OSError, SafetensorError) as error:
-        raise ConfigError(
-            f"{path} cannot be read: {error}; copy or download the file again"
-        ) from None
+        problem = f"{path} cannot be read: {error}"
+        raise ConfigError(problem, fix="copy or download the file again") from None
 
 
 def _read_index(path: Path) -> dict[str, str]:
@@ -158,11 +158,11 @@ def _check_tied_head(folder: Path, stored: dict[str, StoredTensor]) -> None:
     """
     rows = [_some_rows(folder, stored, name) for name in (EMBEDDING, HEAD)]
     same = stored[EMBEDDING].shape == stored[HEAD].shape and all(map(torch.equal, *rows))
-    require(
-        same,
+    problem = (
         f"{folder / stored[HEAD].file}: {HEAD} differs from {EMBEDDING}, but config.json has "
-        f"tie_word_embeddings=True; set it to false, or remove {HEAD}",
+        "tie_word_embeddings=True"
     )
+    require(same, problem, fix=f"set it to false, or remove {HEAD}")
 
 
 def _some_rows(folder: Path, stored: dict[str, StoredTensor], name: str) -> Iterator[torch.Tensor]:

@@ -40,7 +40,7 @@ def _validate_optimizer(model: Role) -> None:
     for name in optimizer.optimizer_factory_kwargs_by_name:
         rule = f"the optimizer_name of one of {field}.param_groups: {names}"
         place = f"{field}.optimizer_factory_kwargs_by_name"
-        require(name in names, f"{place} has {name!r}; it must be {rule}")
+        require(name in names, f"{place} has {name!r}", field=place, fix=f"it must be {rule}")
     for number, group in enumerate(groups):
         place = f"{field}.param_groups.{number}"
         name = group.optimizer_name
@@ -48,10 +48,10 @@ def _validate_optimizer(model: Role) -> None:
         require_value(name in OPTIMIZERS, f"{place}.optimizer_name", name, rule)
         options = OPTIMIZERS[name]
         for key in group.optimizer_kwargs:
-            require(
-                not options or key in options,
-                f"{place}.optimizer_kwargs has {key!r}; {name} takes {', '.join(options)}",
-            )
+            known = not options or key in options
+            kwargs = f"{place}.optimizer_kwargs"
+            fix = f"{name} takes {', '.join(options)}"
+            require(known, f"{kwargs} has {key!r}", field=kwargs, fix=fix)
 
 
 def validate_generator(config: RLConfig) -> None:

@@ -42,13 +42,11 @@ def validate_start(field: str, path: str, config: RunConfig) -> None:
     """Raise ConfigError, naming ``field``, unless the trained model of ``config`` can start from
     the Hugging Face folder ``path``.
     """
-    head = config.models()["trainer"].head
-    _check_shape(field, path, config.model)
-    _check(field, path, shape_of(config.model), head, needs_head=False)
+    _check(field, path, config.model, config.models()["trainer"].head, needs_head=False)
 
 
 def _validate_role(field: str, role: RoleConfig) -> None:
-    shape = shape_of(role.model, field=f"{field}.model.hf_path")
+    shape_of(role.model, field=f"{field}.model.hf_path")
     if role.checkpoint is not None:
         _check_start(f"{field}.checkpoint", role.checkpoint, role.model, role.head)
         return
@@ -56,35 +54,35 @@ def _validate_role(field: str, role: RoleConfig) -> None:
     if folder is None:
         rule = f"the folder of the weights, unless {field}.model.hf_path is"
         raise ConfigError(field=f"{field}.checkpoint", allowed=rule)
-    _check(f"{field}.model.hf_path", folder, shape, role.head)
+    _check(f"{field}.model.hf_path", folder, role.model, role.head)
 
 
 def _check_start(field: str, path: str, model: ModelConfig, head: Head) -> None:
     """Raise ConfigError, naming ``field``, unless a model with ``head`` can start from ``path``."""
-    folder = Path(path)
-    if not (folder / "config.json").is_file():
-        holds = (folder / ".metadata").is_file()
+    if Path(path, "config.json").is_file():
+        _check(field, path, model, head)
+    else:
+        holds = Path(path, ".metadata").is_file()
         require_value(holds, field, path, f"{COMPLETE}, or a Hugging Face folder")
-        return
-    _check_shape(field, path, model)
-    _check(field, path, shape_of(model), head)
 
 
 def _validate_initial_load(config: RunConfig) -> None:
     checkpoint = config.trainer.checkpoint
     field = "trainer.checkpoint.initial_load_path"
     path = checkpoint.initial_load_path
-    if not path:
-        return
-    if not checkpoint.initial_load_in_hf:
+    if path and checkpoint.initial_load_in_hf:
+        validate_start(field, path, config)
+    elif path:
         fix = "set initial_load_in_hf for a Hugging Face folder"
         require_value(Path(path, ".metadata").is_file(), field, path, COMPLETE, fix)
-        return
-    validate_start(field, path, config)
 
 
-def _check_shape(field: str, path: str, model: ModelConfig) -> None:
-    """Raise ConfigError unless the folder ``path`` holds a model of the sizes of ``model``."""
+def _check(
+    field: str, path: str, model: ModelConfig, head: Head, *, needs_head: bool = True
+) -> None:
+    """Raise ConfigError unless the folder ``path`` holds the weights of a model with ``head`` that
+    has the sizes of ``model``.
+    """
     ours = shape_of(model)
     theirs = shape_of(ModelConfig(hf_path=path), field=field)
     for key in (each.name for each in dataclasses.fields(ModelShape)):
@@ -92,12 +90,7 @@ def _check_shape(field: str, path: str, model: ModelConfig) -> None:
         needed = getattr(ours, key)
         rule = f"the folder of a model whose {key} is {needed}, not {found}"
         require_value(key in OWN_FIELDS or found == needed, field, path, rule)
-
-
-def _check(
-    field: str, folder: str, shape: ModelShape, head: Head, *, needs_head: bool = True
-) -> None:
     try:
-        check_folder(Path(folder), shape, head, needs_head=needs_head)
+        check_folder(Path(path), ours, head, needs_head=needs_head)
     except ConfigError as error:
         raise error.inside(field) from None

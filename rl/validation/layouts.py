@@ -128,9 +128,10 @@ def _validate_experts(role: Role) -> None:
         holders = shards * parallelism.data_parallel_replicate_degree
     require(
         holders <= experts or (shape.dim % shards == 0 and width % shards == 0),
-        f"{model}.moe_hidden_dim is {shape.moe_hidden_dim} and {model}.dim is {shape.dim}; with "
-        f"more ranks ({holders}) than experts ({experts}) FSDP cuts both, so the {shards} shards "
-        "must divide them",
+        f"{model}.moe_hidden_dim is {shape.moe_hidden_dim} and {model}.dim is {shape.dim}",
+        field=f"{model}.moe_hidden_dim",
+        fix=f"with more ranks ({holders}) than experts ({experts}) FSDP cuts both, so the {shards} "
+        "shards must divide them",
     )
 
 
@@ -173,16 +174,19 @@ def validate_devices(config: RunConfig) -> None:
         require(
             processes <= room,
             f"{name} is {value}, which comes to {processes} processes on a node; its "
-            f"{hardware.host_gib:.0f} GiB of memory hold at most {room}: lower it, or set "
-            "hardware.host_memory_gib to what a node has",
+            f"{hardware.host_gib:.0f} GiB of memory hold at most {room}",
+            field=name,
+            fix="lower it, or set hardware.host_memory_gib to what a node has",
         )
     if hardware.kind == "cpu":
         return
     for name, ranks in needed.items():
         require(
             ranks <= hardware.gpus,
-            f"{name} put {ranks} ranks on a node, which has {hardware.gpus} GPUs; lower them, set "
-            "trainer.nodes to more, or hardware.gpus_per_node to what the nodes have",
+            f"{name} put {ranks} ranks on a node, which has {hardware.gpus} GPUs",
+            field=name,
+            fix="lower them, set trainer.nodes to more, or hardware.gpus_per_node to what the "
+            "nodes have",
         )
     if placement.needed_by_models > hardware.gpus:
         advice = "colocate to 'models'"
@@ -192,6 +196,7 @@ def validate_devices(config: RunConfig) -> None:
         advice = "generator.nodes to 1, or colocate to 'all'"
     require(
         placement.needed <= hardware.gpus,
-        f"the meshes need {placement.needed} GPUs on a node, which has {hardware.gpus}: set "
-        f"{advice}, or hardware.gpus_per_node to what the nodes have",
+        f"the meshes need {placement.needed} GPUs on a node, which has {hardware.gpus}",
+        field="the meshes",
+        fix=f"set {advice}, or hardware.gpus_per_node to what the nodes have",
     )

@@ -121,8 +121,9 @@ def _validate_roles(config: RLConfig) -> None:
         field = f"roles.{name}"
         require(
             name.isidentifier() and name not in taken,
-            f"roles: {name!r} cannot be the name of a role; it must be an identifier other than "
-            f"{', '.join(taken)}",
+            f"{name!r} cannot be the name of a role",
+            field="roles",
+            fix=f"it must be an identifier other than {', '.join(taken)}",
         )
         shape = shape_of(role.model)
         size = shape.vocab_size

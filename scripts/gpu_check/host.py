@@ -7,7 +7,7 @@ from scripts.gpu_check.verdicts import Verdict
 
 async def host(setting: Setting) -> Verdict:
     """Return the doctor's findings; its warnings do not fail."""
-    facts = Host.here()
+    facts = Host()
     found = [*check_host(facts)]
     wrong = [f"{each.where}: {each.what}; {each.fix}" for each in found if each.severity == "error"]
     if setting.cuda and not facts.cuda:

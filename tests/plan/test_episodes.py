@@ -3,7 +3,7 @@
 import pytest
 
 from rl.cli import find_config
-from rl.plan.fit import complaints, memories
+from rl.plan.fit import lacks_of, memories
 from rl.plan.memory import GIB, WORKER_PROCESS, all_ranks
 from rl.plan.plan import Plan
 from rl.plan.planned_run import PlannedRun
@@ -66,7 +66,7 @@ def test_each_worker_needs_memory_of_the_host():
     assert host_of(config) == before + 4 * WORKER_PROCESS
     config.hardware.host_memory_gib = (before + 3 * WORKER_PROCESS) / GIB
     setting = PlannedRun(config)
-    (complaint, *_) = complaints(setting, memories(setting, all_ranks(setting)))
-    assert "host 0: " in complaint
+    (lack, *_) = lacks_of(setting, memories(setting, all_ranks(setting)))
+    assert lack.where == "host 0"
     config.rollout.reward_workers = 0
     assert "in the controller's process" in describe("games", Plan(config))

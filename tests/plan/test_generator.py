@@ -8,18 +8,9 @@ from rl.plan.memory import GIB, all_ranks, kv_sequences
 from rl.plan.planned_run import PlannedRun
 from tests.generation.ranks import GeneratorRanks
 from tests.plan.generators import held, repacked
-from tests.plan.test_memory import config_of
+from tests.plan.test_memory import SIZES, config_of
 
-MODEL = ModelConfig(
-    vocab_size=2048,
-    dim=512,
-    n_layers=8,
-    n_heads=4,
-    n_kv_heads=2,
-    head_dim=64,
-    hidden_dim=1536,
-    max_seq_len=300,
-)
+MODEL = ModelConfig(**SIZES, dim=512, n_layers=8, hidden_dim=1536, max_seq_len=300)
 ENGINE = GeneratorConfig(
     dtype="float32", block_size=32, max_batched_tokens=512, max_running_requests=8
 )

@@ -1,6 +1,7 @@
 """The planned memory of ranks is that of real engines."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from rl.cli import find_config
 from rl.config import RLConfig
 from rl.model.shape import ModelConfig
 from rl.model.shards import Layout, Shard
-from rl.plan.memory import all_ranks, pinned, transfer_of
+from rl.plan.memory import RankMemory, all_ranks, pinned, transfer_of
 from rl.plan.peak_memory import MemoryOfPasses
 from rl.plan.planned_run import PlannedRun
 from rl.weights.packed import PackedPublisher, PackedSubscriber
@@ -21,22 +22,13 @@ from tests.plan.engines import LENGTH, ROWS, grown, held, saved, storages
 from tests.training.layouts import LAYOUTS
 from tests.training.ranks import on_ranks
 
-TIED = ModelConfig(
-    vocab_size=2048,
-    dim=256,
-    n_layers=4,
-    n_heads=4,
-    n_kv_heads=2,
-    head_dim=64,
-    hidden_dim=768,
-    max_seq_len=64,
-)
+SIZES = {"vocab_size": 2048, "n_heads": 4, "n_kv_heads": 2, "head_dim": 64}
+TIED = ModelConfig(**SIZES, dim=256, n_layers=4, hidden_dim=768, max_seq_len=64)
 UNTIED = replace(TIED, tie_embeddings=False, fuse_qkv=False)
 UNEVEN = replace(TIED, vocab_size=2046, n_kv_heads=4)
 EXPERTS = replace(TIED, num_experts=4, experts_per_token=2, moe_hidden_dim=384)
-LARGE = replace(
-    TIED, dim=512, n_layers=14, hidden_dim=1536
-)  # large against the other growth of a process
+# large against the other growth of a process
+LARGE = replace(TIED, dim=512, n_layers=14, hidden_dim=1536)
 
 
 def config_of(model: ModelConfig, layout: str = "alone") -> RLConfig:
@@ -50,19 +42,11 @@ def config_of(model: ModelConfig, layout: str = "alone") -> RLConfig:
     return config
 
 
-def critic(layout: str) -> RLConfig:
-    config = config_of(TIED)
-    config.algorithm.advantage = GAE.Config()
-    config.critic.parallelism = LAYOUTS[layout].parallelism
-    return config
-
-
-def adapted(layout: str) -> RLConfig:
-    config = config_of(TIED, layout)
-    config.trainer.lora = LoRAConverter.Config(rank=8, alpha=16.0)
-    return config
-
-
+CRITIC = config_of(TIED)
+CRITIC.algorithm.advantage = GAE.Config()
+CRITIC.critic.parallelism = LAYOUTS["tp2"].parallelism
+ADAPTED = config_of(TIED, "fsdp2")
+ADAPTED.trainer.lora = LoRAConverter.Config(rank=8, alpha=16.0)
 CASES = {
     "one rank, tied": (config_of(TIED), "trainer"),
     "one rank, untied": (config_of(UNTIED), "trainer"),
@@ -72,19 +56,16 @@ CASES = {
     "HSDP 2 x 2": (config_of(TIED, "hsdp4"), "trainer"),
     "CP 2": (config_of(UNTIED, "cp2"), "trainer"),
     "experts, EP 2": (config_of(EXPERTS, "ep2"), "trainer"),
-    "adapters, FSDP 2": (adapted("fsdp2"), "trainer"),
-    "critic, TP 2": (critic("tp2"), "critic"),
+    "adapters, FSDP 2": (ADAPTED, "trainer"),
+    "critic, TP 2": (CRITIC, "critic"),
 }
-
-
-TOGETHER = {
-    "FSDP 2 x TP 2, tied, uneven",
-    "CP 2",
-    "experts, EP 2",
-    "adapters, FSDP 2",
-    "critic, TP 2",
-}
+TOGETHER = [name for name in CASES if name.startswith(("FSDP 2 x", "CP", "exp", "ada", "cri"))]
 """Cases that hold every dimension. Others are for the long tests."""
+
+
+def bytes_of(rank: RankMemory, name: str) -> int:
+    """Return the planned bytes of a rank's item; 0 if the rank has none."""
+    return sum(item.bytes for item in rank.named(name))
 
 
 @pytest.mark.parametrize(
@@ -95,12 +76,10 @@ def test_memory_computed_from_layouts_is_that_of_engines(case, tmp_path):
     config, role = CASES[case]
     planned = [rank for rank in all_ranks(PlannedRun(config)) if rank.role == role]
     measured = on_ranks(len(planned), held, config, role, str(tmp_path))
+    padding = 4 * config.model.dim if "uneven" in case else 0  # FSDP's, of one row
     for rank, sizes in zip(planned, measured, strict=True):
-        said = {name: sum(item.bytes for item in rank.named(name)) for name in sizes}
-        padding = 4 * config.model.dim if "uneven" in case else 0  # FSDP's, of one row
-        assert said == {
-            name: pytest.approx(size, rel=0, abs=padding) for name, size in sizes.items()
-        }
+        said = {name: bytes_of(rank, name) for name in sizes}
+        assert said == pytest.approx(sizes, rel=0, abs=padding)
 
 
 @pytest.mark.parametrize("delta", [False, True])
@@ -114,26 +93,19 @@ def test_both_ends_of_a_push_over_the_network_have_the_planned_memory(delta):
     ranks = all_ranks(setting)
 
     def parts(layout: Layout) -> list[Shard]:
-        return [
-            Shard(region, torch.zeros(region.box.shape, dtype=transfer.dtype)) for region in layout
-        ]
+        zeros = partial(torch.zeros, dtype=transfer.dtype)
+        return [Shard(region, zeros(region.box.shape)) for region in layout]
 
     for rank, layout in enumerate(setting.pushed):
         publisher = PackedPublisher(parts(layout), transfer, rank=rank)
-        size = storages(
-            memory
-            for slots in (publisher._slots, publisher._deltas)
-            for slot in slots
-            for memory in slot
-        )
-        assert size == sum(item.bytes for item in ranks[rank].named("push slots"))
+        slots = [*publisher._slots, *publisher._deltas]
+        size = storages(memory for slot in slots for memory in slot)
+        assert size == bytes_of(ranks[rank], "push slots")
         publisher.close()
     for rank, layout in enumerate(setting.wanted):
         subscriber = PackedSubscriber([], parts(layout), transfer, rank=rank)
         size = storages(memory for pair in subscriber._staged.values() for memory in pair)
-        assert size == sum(
-            item.bytes for item in ranks[len(setting.pushed) + rank].named("push staging")
-        )
+        assert size == bytes_of(ranks[len(setting.pushed) + rank], "push staging")
 
 
 @pytest.mark.parametrize("layout", [pytest.param("alone", marks=pytest.mark.long), "fsdp2"])
@@ -141,9 +113,8 @@ def test_processes_grow_by_the_planned_memory(layout, tmp_path):
     """Libraries have buffers too, and on several ranks FSDP and gloo keep buffers of a pass."""
     config = config_of(LARGE, layout)
     planned = [rank for rank in all_ranks(PlannedRun(config)) if rank.mesh == "trainer"]
-    for rank, sizes in zip(
-        planned, on_ranks(len(planned), grown, config, str(tmp_path)), strict=True
-    ):
+    measured = on_ranks(len(planned), grown, config, str(tmp_path))
+    for rank, sizes in zip(planned, measured, strict=True):
         size = {item.name: item.bytes for item in rank.items}
         slack = 2 * size["gathered by FSDP"] if layout != "alone" else 0
         assert sizes["push slots"] == pytest.approx(size["push slots"], rel=0.02)
@@ -155,37 +126,32 @@ def test_processes_grow_by_the_planned_memory(layout, tmp_path):
             assert least <= sizes[moment] <= 1.1 * (least + slack)
 
 
+def activations_of(config: RLConfig) -> int:
+    return MemoryOfPasses(PlannedRun(config), "trainer").in_head().activations
+
+
 @pytest.mark.parametrize(
-    ("dtype", "model"),
+    ("dtype", "name"),
     [
-        ("float32", TIED),
-        ("bfloat16", EXPERTS),
-        pytest.param("float32", EXPERTS, marks=pytest.mark.long),
-        pytest.param("bfloat16", TIED, marks=pytest.mark.long),
+        ("float32", "dense"),
+        ("bfloat16", "experts"),
+        pytest.param("float32", "experts", marks=pytest.mark.long),
+        pytest.param("bfloat16", "dense", marks=pytest.mark.long),
     ],
-    ids=["float32-dense", "bfloat16-experts", "float32-experts", "bfloat16-dense"],
 )
-def test_planned_activations_are_close_to_what_autograd_saves(model, dtype, tmp_path):
-    config = config_of(model)
+def test_planned_activations_are_close_to_what_autograd_saves(name, dtype, tmp_path):
+    config = config_of({"dense": TIED, "experts": EXPERTS}[name])
     config.trainer.training.mixed_precision_param = dtype
     (size,) = on_ranks(1, saved, config, str(tmp_path))
-    assert MemoryOfPasses(PlannedRun(config), "trainer").in_head().activations == pytest.approx(
-        size, rel=0.1
-    )
+    assert activations_of(config) == pytest.approx(size, rel=0.1)
 
 
 def test_checkpointing_saves_little_more_than_a_layer(tmp_path):
     whole = config_of(TIED)
     whole.trainer.activation_checkpoint = FullAC.Config()
     (size,) = on_ranks(1, saved, whole, str(tmp_path))
-    assert (
-        size
-        < MemoryOfPasses(PlannedRun(whole), "trainer").in_head().activations
-        < size
-        + MemoryOfPasses(PlannedRun(config_of(replace(TIED, n_layers=1))), "trainer")
-        .in_head()
-        .activations
-    )
+    layer = activations_of(config_of(replace(TIED, n_layers=1)))
+    assert size < activations_of(whole) < size + layer
 
 
 def test_pinned_memory_is_rounded_as_torch_rounds_it():

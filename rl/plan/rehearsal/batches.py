@@ -45,7 +45,7 @@ def lengths_of(run: PlannedRun, trainer: TrainerConfig, longest: int) -> list[in
     """Return the lengths of the sequences of a rank's step: the longest ones that fill two
     micro-batches, or all of the step if it has fewer, and shorter ones in the rest.
     """
-    share = -(-run.sequences // trainer.dp_degree)
+    share = -(-run.config.sequences // trainer.dp_degree)
     cells = longest - 1  # the last token predicts nothing
     limit = trainer.micro_batch_tokens
     per_micro = trainer.micro_batch_size if limit is None else max(1, limit // cells)
@@ -60,7 +60,7 @@ def work_of(run: PlannedRun, name: str) -> Work:
     """Return what the role ``name`` computes in a step on a rank."""
     config = run.config
     trainer = run.roles[name].trainer
-    lengths = lengths_of(run, trainer, run.longest)
+    lengths = lengths_of(run, trainer, run.config.longest)
     if isinstance(config, RLConfig):
         return _rl_work(run, config, name, lengths)
     if isinstance(config, PreferenceConfig):

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 
 from rl.compat.fake_cuda import (
+    Device,
     FakeTensor,
     FakeTensorMode,
     HostCalls,
-    TorchDispatchMode,
     as_fake,
     is_working_out_shapes,
     storage_key,
@@ -49,7 +49,7 @@ COLLECTIVES = (
 KINDS = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 
 
-class FakeCuda(TorchDispatchMode):
+class FakeCuda(Device):
     """GPU of one rank. While the mode is active, tensors of the host are real, tensors on ``cuda``
     have no numbers, and copies to the host are zeros or known numbers.
 
@@ -57,11 +57,7 @@ class FakeCuda(TorchDispatchMode):
     """
 
     def __init__(self, name: str, bytes: int, capability: tuple[int, int], count: int):
-        super().__init__()
-        self.name = name
-        self.bytes = bytes
-        self.capability = capability
-        self.count = count
+        super().__init__(name, bytes, capability, count)
         self.ledger = Ledger()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._numbers: dict[int, int] = {}
@@ -78,11 +74,9 @@ class FakeCuda(TorchDispatchMode):
         self._host_calls.__exit__(*error)
 
     def holds(self, key: int) -> bool:
-        """Return whether the storage of this key is on the device."""
         return key in self._numbers
 
     def resized(self, key: int, bytes: int) -> None:
-        """Record the new size of a storage."""
         self.ledger.resize(self._numbers[key], bytes)
 
     def called(self, name: str) -> None:
@@ -92,12 +86,10 @@ class FakeCuda(TorchDispatchMode):
 
     @property
     def used(self) -> int:
-        """Bytes of the tensors on the device."""
         return self.ledger.used
 
     @property
     def peak(self) -> int:
-        """Largest number of bytes so far."""
         return self.ledger.peak
 
     def number(self, tensor: torch.Tensor) -> int | None:

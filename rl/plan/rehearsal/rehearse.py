@@ -1,8 +1,12 @@
-"""Rehearsal of one role: the real engine takes two steps on a fake device."""
+"""Rehearsal of one role: the real engine takes two steps on a fake device. The program takes the
+number of a rank and a config's arguments, and prints JSON.
+"""
 
 import dataclasses
+import json
 import os
 import resource
+import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
@@ -12,10 +16,13 @@ from typing import Any
 import torch
 
 import rl.training.model as model_module
+from rl.cli import parse_config
 from rl.compat import fake_flex
 from rl.compat.fake_cuda import pretend
 from rl.compat.titan import tell_device
 from rl.compat.torch_internals import local_tensor
+from rl.errors import end_program
+from rl.plan.memory import GIB
 from rl.plan.planned_run import LEARNING, PlannedRun
 from rl.plan.rehearsal.batches import Work, work_of
 from rl.plan.rehearsal.device import FakeCuda
@@ -23,7 +30,6 @@ from rl.plan.rehearsal.ledger import Ledger, line_of_error
 from rl.training.engine import TrainingEngine
 
 STEPS = 2
-GIB = 1 << 30
 CARDS = {
     "a100": ("NVIDIA A100-SXM4-80GB", (8, 0)),
     "h100": ("NVIDIA H100 80GB HBM3", (9, 0)),
@@ -197,3 +203,19 @@ def _entries(ledger: Ledger, kept: Kept) -> dict[str, Any]:
 def _rows(counts: Counter[tuple[str, str, str]], *names: str) -> list[dict[str, Any]]:
     """Return keys and numbers under ``names``, the largest number first."""
     return [dict(zip(names, (*key, number), strict=True)) for key, number in counts.most_common()]
+
+
+def main(arguments: list[str]) -> int:
+    """Print the rehearsal of every role that has the rank, as one line of JSON."""
+    rank = int(arguments[0])
+    name, config = parse_config(arguments[1:], program="python -m rl.plan")
+    run = PlannedRun(config)
+    device = fake_device(run)
+    roles = [each for each, role in run.roles.items() if rank < role.trainer.ranks]
+    found = [rehearse(device, run, role, rank) for role in roles]
+    print(json.dumps({"config": name, "roles": found}))
+    return 0
+
+
+if __name__ == "__main__":
+    end_program(main(sys.argv[1:]))

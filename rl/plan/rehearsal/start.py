@@ -11,7 +11,7 @@ import torch
 
 from rl.compat import WRITTEN_FOR
 from rl.errors import RunError, require
-from rl.plan.memory import all_ranks
+from rl.plan.memory import GIB, all_ranks
 from rl.plan.planned_run import PlannedRun
 
 NOT_REHEARSED = ("CUDA context", "push slots")
@@ -26,7 +26,7 @@ def rehearsal(run: PlannedRun, arguments: Sequence[str], *, rank: int) -> dict[s
     """
     _check(run, rank)
     ended = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "rl.plan.rehearsal", str(rank), *arguments],
+        [sys.executable, "-W", "ignore", "-m", "rl.plan.rehearsal.rehearse", str(rank), *arguments],
         capture_output=True,
         text=True,
         env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},  # the GPU is a fake one here too
@@ -44,14 +44,14 @@ def rehearsal(run: PlannedRun, arguments: Sequence[str], *, rank: int) -> dict[s
 
 def errors_of(result: dict[str, Any], run: PlannedRun) -> list[str]:
     """Return a sentence for each role that failed, or whose peak exceeds the device's memory."""
-    memory = run.device.memory_gib * 2**30
+    memory = run.device.memory_gib * GIB
     found = []
     for role in result["roles"]:
         name = f"{role['role']} rank {role['rank']}"
         if role["error"] is not None:
             found.append(f"{name}, {role['error']}")
         elif role["peak"] > memory:
-            need = role["peak"] / 2**30
+            need = role["peak"] / GIB
             found.append(f"{name} needs {need:.2f} GiB of {run.device.memory_gib:g} GiB")
     return found
 
@@ -62,24 +62,29 @@ def _check(run: PlannedRun, rank: int) -> None:
     written_for = WRITTEN_FOR["torch"]
     require(
         installed == written_for,
-        f"torch {installed} is installed; --rehearse changes torch from inside and was written for "
-        f"torch {written_for}: install that version",
+        f"torch {installed} is installed",
+        field="torch",
+        fix=f"--rehearse changes torch from inside and was written for torch {written_for}: "
+        "install that version",
     )
     device = run.hardware.device
     require(
         device not in ("auto", "cpu"),
-        f"hardware.device is {device!r}; --rehearse needs the name of a GPU, such as "
-        "--hardware.device h100",
+        f"hardware.device is {device!r}",
+        field="hardware.device",
+        fix="--rehearse needs the name of a GPU, such as --hardware.device h100",
     )
     trainers = {name: role.trainer for name, role in run.roles.items()}
     ranks = {name: trainer.ranks for name, trainer in trainers.items()}
     require(
         0 <= rank < max(ranks.values()),
-        f"--rank is {rank}; it must be below {max(ranks.values())}, the number of ranks of the "
-        "largest model",
+        f"--rank is {rank}",
+        field="--rank",
+        fix=f"it must be below {max(ranks.values())}, the number of ranks of the largest model",
     )
     require(
         not any(trainer.compile.enable for trainer in trainers.values()),
-        "trainer.compile.enable is True; --rehearse cannot run compiled code: add "
-        "--trainer.compile.no-enable",
+        "trainer.compile.enable is True",
+        field="trainer.compile.enable",
+        fix="--rehearse cannot run compiled code: add --trainer.compile.no-enable",
     )

@@ -44,37 +44,30 @@ class Together:
             mutation()
 
 
-ENGINE = "rl.training.engine:"
+ENGINE = "rl.training.engine:TrainingEngine"
 HEAD = "rl.training.logprobs:"
 METRICS = "rl.training.metrics:_totals"
+MICRO = "rl.training.micro_batches:MicroBatch"
+ONE_DTYPE = "a product takes one dtype"
 
 MUTATIONS = {
     "a micro-batch stays on the host": Mutation(
-        f"{ENGINE}TrainingEngine._micro_batches", ".to(self.device)", "", "device"
+        f"{ENGINE}._micro_batches", ".to(self.device)", "", "device"
     ),
     "one column stays on the host": Mutation(
-        "rl.training.micro_batches:MicroBatch.to",
-        '{"index", "columns", ',
-        '{"index", "columns", "loss_weights", ',
-        "device",
+        f"{MICRO}.to", '{"index", "columns", ', '{"index", "columns", "loss_weights", ', "device"
     ),
     "a host tensor in a stack": Mutation(
         METRICS, "torch.zeros_like(weight)", "torch.zeros((), dtype=torch.float64)", "device"
     ),
     "a host tensor in a collective": Mutation(
-        f"{ENGINE}TrainingEngine._over_batch",
-        "device=self.device",
-        'device="cpu"',
-        "NCCL refuses tensors of the host",
+        f"{ENGINE}._over_batch", "device=self.device", 'device="cpu"', "NCCL refuses tensors of"
     ),
     "a product of two dtypes": Mutation(
-        f"{HEAD}_scaled_logits", "hidden @", "hidden.float() @", "a product takes one dtype"
+        f"{HEAD}_scaled_logits", "hidden @", "hidden.float() @", ONE_DTYPE
     ),
     "a missing cast": Mutation(
-        f"{HEAD}_LinearLogProbs.backward",
-        ".to(hidden.dtype)",
-        "",
-        "a product takes one dtype",
+        f"{HEAD}_LinearLogProbs.backward", ".to(hidden.dtype)", "", ONE_DTYPE
     ),
     "a missing dimension": Mutation(f"{HEAD}_owned", ".unsqueeze(-1)", "", "dimension"),
     "a missing transposition": Mutation(
@@ -84,13 +77,10 @@ MUTATIONS = {
         f"{HEAD}LogProbHead.forward", "group = None", "group = None; float(hidden.sum())", ""
     ),
     "a condition on a device tensor": Mutation(
-        METRICS,
-        "counted = weights > 0",
-        "counted = weights > 0 if weights.sum() > 0 else weights > 1",
-        "",
+        METRICS, "weights > 0", "weights > 0 if weights.sum() > 0 else weights > 1", ""
     ),
     "a mask that is an index": Mutation(
-        "rl.training.micro_batches:MicroBatch.per_token",
+        f"{MICRO}.per_token",
         "[self.cells].masked_fill(self.first, 0.0)",
         "[self.cells][self.first | ~self.first]",
         "",

@@ -1,5 +1,6 @@
 """Rehearsals in processes that are forked from one that has imported everything."""
 
+import re
 import shlex
 from collections import Counter
 from collections.abc import Callable
@@ -8,13 +9,23 @@ from multiprocessing import get_context
 from typing import Any
 
 from rl.plan.rehearsal.batches import MICRO_BATCHES
-from rl.plan.rehearsal.report import NAMES
 from rl.plan.rehearsal.start import NOT_REHEARSED
+from rl.plan.report import NAMES
 from tests.warm import FORK
 
 DEADLINE_S = 900
 PHASES = {"forward 2": False, "forward_backward 2": True}
 """Phases of the last step with collectives of large tensors, and whether they train."""
+KNOWN = {
+    "rl/training/engine.py _over_batch",  # number of micro-batches; weight of the whole batch
+    "rl/training/micro_batches.py outputs_of",
+    "rl/training/gradient.py _norm",
+    "rl/training/metrics.py reduce",
+    # torchtitan's, in each micro-batch
+    "torchtitan/models/common/attention.py create_varlen_metadata_for_document",
+    "torchtitan/models/common/token_dispatcher.py _sync_token_count_exchange",
+}
+"""Lines at which a step may wait for the device."""
 Change = Callable[[], None]
 
 
@@ -30,6 +41,20 @@ def moved_bytes(found: dict[str, Any]) -> dict[str, Counter[str]]:
         if each["phase"] in moved:
             moved[each["phase"]][NAMES.get(each["kind"], each["kind"])] += each["bytes"]
     return moved
+
+
+def waits_of(rehearsed: dict) -> list[dict]:
+    """Return the waits of steps, with ``place``, the line without its number."""
+    return [
+        wait | {"place": re.sub(r":\d+", "", wait["line"])}
+        for wait in rehearsed["syncs"]
+        if wait["phase"] != "init"
+    ]
+
+
+def is_known(wait: dict) -> bool:
+    """Return whether the wait may happen."""
+    return wait["place"] in KNOWN
 
 
 class Rehearsals:

@@ -3,8 +3,7 @@
 import pytest
 
 from tests.plan.rehearsal.layouts import LAYOUTS, TOGETHER
-from tests.plan.rehearsal.rehearsals import moved_bytes, planned_bytes
-from tests.plan.rehearsal.waits import is_known, waits_of
+from tests.plan.rehearsal.rehearsals import is_known, moved_bytes, planned_bytes, waits_of
 
 SMALL = 4 << 20
 """Bytes that collectives of a few numbers may move in a step."""

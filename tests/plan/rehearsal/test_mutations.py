@@ -4,7 +4,7 @@ import pytest
 
 from tests.plan.rehearsal.layouts import DENSE
 from tests.plan.rehearsal.mutations import MUTATIONS, ONE_OF_EACH_KIND, WAITS, Together
-from tests.plan.rehearsal.waits import is_known, waits_of
+from tests.plan.rehearsal.rehearsals import is_known, waits_of
 
 ARGUMENTS = DENSE.replace("n_layers 2", "n_layers 1")
 

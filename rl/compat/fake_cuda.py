@@ -20,19 +20,8 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
-
-__all__ = [
-    "FakeTensor",
-    "FakeTensorMode",
-    "as_fake",
-    "is_working_out_shapes",
-    "mutates",
-    "pretend",
-    "storage_key",
-    "tree_leaves",
-    "tree_map_only",
-]
+from torch.utils._pytree import tree_leaves as tree_leaves  # for rl.plan.rehearsal
+from torch.utils._pytree import tree_map_only as tree_map_only
 
 RELIES_ON = (
     # tensors with a device and without memory

@@ -5,31 +5,20 @@ from typing import Any
 
 from rl.algorithms.losses import CrossEntropyLoss
 from rl.config import PolicyGradientConfig, RLConfig, RunConfig
-from rl.doctor.findings import Finding, error, refused, warning
+from rl.doctor.findings import Finding, refused, warning
 from rl.errors import ConfigError
-from rl.plan.plan import Plan
 from rl.platform import device_type
-from rl.validation import checks
 
 BFLOAT16_NOISE = 0.05  # log-probs of trainer and generators differ by up to half of it
 
 
-def check_values(config: RunConfig) -> Iterator[Finding]:
-    """Yield the first value that is of a wrong type or out of bounds."""
-    return _refusals(config, checks(config)[:2])
-
-
-def check_config(config: RunConfig) -> Iterator[Finding]:
-    """Yield what ``rl.validation`` refuses of a config of valid values: the first refusal of each
-    of its checks.
-    """
-    return _refusals(config, checks(config)[2:])
-
-
-def check_plan(plan: Plan) -> Iterator[Finding]:
-    """Yield what does not fit into the memory of a device or a host."""
-    for lack in plan.lacks:
-        yield error("config", lack.where, lack.what, lack.fix)
+def check_config(config: RunConfig, made: Sequence[Callable[[Any], None]]) -> Iterator[Finding]:
+    """Yield the first refusal of each of the checks of ``rl.validation`` in ``made``."""
+    for check in made:
+        try:
+            check(config)
+        except ConfigError as reason:
+            yield refused("config", reason)
 
 
 def check_settings(config: RunConfig) -> Iterator[Finding]:
@@ -67,14 +56,6 @@ def check_cluster(config: RunConfig, nodes: int) -> Iterator[Finding]:
     if config.nodes > 1 and config.output_dir.startswith(("/tmp/", "/dev/shm/")):
         what = f"is {config.output_dir!r}, which nodes do not share"
         yield warning("config", "output_dir", what, "name a folder that all nodes see")
-
-
-def _refusals(config: RunConfig, made: Sequence[Callable[[Any], None]]) -> Iterator[Finding]:
-    for check in made:
-        try:
-            check(config)
-        except ConfigError as reason:
-            yield refused("config", reason)
 
 
 def _check_precision(config: RLConfig) -> Iterator[Finding]:

@@ -7,13 +7,7 @@ from pathlib import Path
 
 from rl.cli import read_config
 from rl.config import RLConfig, RunConfig
-from rl.doctor.config import (
-    check_cluster,
-    check_config,
-    check_plan,
-    check_settings,
-    check_values,
-)
+from rl.doctor.config import check_cluster, check_config, check_settings
 from rl.doctor.data import check_inputs, check_prompts, check_template, check_trainer
 from rl.doctor.findings import Finding, error, refused
 from rl.doctor.host import Host
@@ -23,6 +17,7 @@ from rl.doctor.run import check_run
 from rl.errors import ConfigError
 from rl.help import take_name
 from rl.plan.plan import Plan
+from rl.validation import checks
 
 
 def check_given(host: Host, arguments: list[str], program: str) -> Iterator[Finding]:
@@ -49,11 +44,11 @@ def check_given(host: Host, arguments: list[str], program: str) -> Iterator[Find
 
 def check_all(host: Host, name: str, config: RunConfig) -> Iterator[Finding]:
     """Yield what is wrong with a config, its input, and the host for it."""
-    found = [*check_values(config)]
-    if found:
+    made = checks(config)
+    if found := [*check_config(config, made[:2])]:
         yield from found
-        return
-    found = [*check_config(config)]
+        return  # all else relies on these two
+    found = [*check_config(config, made[2:])]
     yield from found
     if not found:
         yield from _check_valid(host, name, config)
@@ -86,5 +81,6 @@ def _check_valid(host: Host, name: str, config: RunConfig) -> Iterator[Finding]:
     except ConfigError as reason:
         yield refused("config", reason)
         return
-    yield from check_plan(plan)
+    for lack in plan.lacks:
+        yield error("config", lack.where, lack.what, lack.fix)
     yield from check_memory(host, config, plan)

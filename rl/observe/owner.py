@@ -8,7 +8,6 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable
 from itertools import chain, count
 from pathlib import Path
 from typing import Any, Self
@@ -46,8 +45,6 @@ class FolderOwner:
         written.
         """
         self.folder = folder
-        self.lost: Callable[[str], None] = _end
-        """Called with a sentence if another process took the folder. Must not return."""
         self._path = folder.absolute() / "owner.json"
         self._token = uuid.uuid4().hex
         self._renewals = 0
@@ -96,7 +93,7 @@ class FolderOwner:
             started = _now()
             owner = _read(self._path)
             if owner.get("token") != self._token:
-                self.lost(f"{self.folder}: {_name(owner)} has taken this folder")
+                _end(f"{self.folder}: {_name(owner)} has taken this folder")
             self._write(self._descriptor)
             self._renewed = started
 

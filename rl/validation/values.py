@@ -43,7 +43,7 @@ def validate_types(config: Any) -> None:
     type.
     """
     for value in values(config):
-        fits = _fits(value.content, value.hint)
+        fits = any(_is_a(value.content, member) for member in _members(value.hint))
         require_value(fits, value.name, value.content, _allowed(value.hint))
 
 
@@ -191,10 +191,6 @@ def _element(hint: Any, place: int) -> Any:
     """Return argument number ``place`` of a container type: 0 for a list or tuple, 1 for a dict."""
     parts = next((get_args(member) for member in _members(hint) if get_args(member)), ())
     return parts[place] if len(parts) > place else Any
-
-
-def _fits(content: Any, hint: Any) -> bool:
-    return any(_is_a(content, member) for member in _members(hint))
 
 
 def _is_a(content: Any, kind: Any) -> bool:

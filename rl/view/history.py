@@ -125,7 +125,8 @@ class EventLog:
             if kind == "started" and len(self.starts) > 1 and row.get("step", 0) < first - 1:
                 spans.clear()
                 marks.clear()
-            if kind == "span" and _is_span(row) and first <= row.get("step", first) <= last:
+            has_times = all(isinstance(row.get(name), int | float) for name in ("begin", "end"))
+            if kind == "span" and has_times and first <= row.get("step", first) <= last:
                 names = (str(row.get("process")), str(row.get("name")))
                 spans.append([*names, row["begin"], row["end"], row.get("step")])
             elif kind in ("pushed", "arrived", "checkpoint", "evaluation", *WARNINGS):
@@ -134,7 +135,3 @@ class EventLog:
         if cut:
             spans = sorted(spans, key=lambda span: span[2] - span[3])[:SPANS]
         return {"spans": spans, "marks": marks[-500:], "left_out": cut, "steps": [first, last]}
-
-
-def _is_span(row: dict[str, Any]) -> bool:
-    return all(isinstance(row.get(name), int | float) for name in ("begin", "end"))

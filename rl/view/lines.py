@@ -46,7 +46,8 @@ class Lines:
         data = b""
         try:
             with open(self.path, "rb") as file:
-                was_cut = not self._continues(file)
+                file.seek(self.offset - len(self._before))
+                was_cut = file.read(len(self._before)) != self._before
                 file.seek(0 if was_cut else self.offset)
                 data = part = file.read(BLOCK)
                 while len(part) == BLOCK and b"\n" not in part:
@@ -61,10 +62,6 @@ class Lines:
         self.offset += len(data)
         self._before = (self._before + data[-KEPT:])[-KEPT:]
         return was_cut, data
-
-    def _continues(self, file: Any) -> bool:
-        file.seek(self.offset - len(self._before))
-        return bool(file.read(len(self._before)) == self._before)
 
 
 def row_of(line: bytes) -> dict[str, Any] | None:

@@ -280,14 +280,10 @@ def _one(path: Path, index: int) -> dict[str, Any]:
 
 def _sequence(sequence: dict[str, Any], most: int) -> dict[str, Any]:
     columns = {
-        name: [_exact(value) for value in values[:most]]
+        # nine digits determine a float32
+        name: [float(f"{each:.9g}") if isinstance(each, float) else each for each in values[:most]]
         for name, values in sequence.items()
         if values is not None and name not in HIDDEN
     }
     others = {name: columns[name] for name in columns if name not in KNOWN}
     return {name: columns.get(name, []) for name in KNOWN} | {"columns": others}
-
-
-def _exact(value: Any) -> Any:
-    """Return a float32 with the nine digits that determine it."""
-    return float(f"{value:.9g}") if isinstance(value, float) else value

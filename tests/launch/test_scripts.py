@@ -1,7 +1,11 @@
-"""Scripts and manifests that clusters get, and the frozen files. No cluster is needed."""
+"""Scripts and manifests that clusters get, the frozen files, the following of a job, and the worker
+of a node. No cluster is needed.
+"""
 
 import json
+import os
 import re
+import socket
 import sys
 from pathlib import Path
 
@@ -9,8 +13,8 @@ import pytest
 
 from rl.cli import find_config
 from rl.config import RLConfig
-from rl.errors import ConfigError
-from rl.launch import kubernetes, slurm
+from rl.errors import ConfigError, RunError
+from rl.launch import kubernetes, node, slurm
 from rl.launch.freeze import SOURCE, Launch, as_json
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -130,23 +134,18 @@ def test_gpus_are_requested_in_the_form_of_the_site():
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "folder", "message"),
+    ("field", "value", "message"),
     [
-        ("image", "", "/runs/first", "kubernetes.image is empty; it must be set"),
-        ("claim", "", "/runs/first", "kubernetes.claim is empty; it must be set"),
-        (
-            "mount",
-            "/volume",
-            "/runs/first",
-            "output_dir is '/runs/first'; it must be below kubernetes.mount='/volume'",
-        ),
+        ("image", "", "kubernetes.image is empty; it must be set"),
+        ("claim", "", "kubernetes.claim is empty; it must be set"),
+        ("mount", "/volume", "output_dir is '/runs/first'; it must be below .*mount='/volume'"),
     ],
 )
-def test_missing_fields_of_kubernetes_are_named(field, value, folder, message):
+def test_missing_fields_of_kubernetes_are_named(field, value, message):
     config = on_kubernetes()
     setattr(config.kubernetes, field, value)
     with pytest.raises(ConfigError, match=message):
-        kubernetes.manifests(launch_of(config, Path(folder)))
+        kubernetes.manifests(launch_of(config))
 
 
 def test_frozen_files_have_names_of_variables_and_no_values(tmp_path, monkeypatch):
@@ -220,3 +219,41 @@ def test_every_field_of_kubernetes_changes_the_manifests(field):
     before = kubernetes.manifests(launch_of(config))
     setattr(config.kubernetes, field, KUBERNETES[field])
     assert kubernetes.manifests(launch_of(config)) != before
+
+
+@pytest.fixture
+def follow(tmp_path, monkeypatch):
+    """Return a function that follows a job whose ``squeue`` runs the given lines of bash."""
+
+    def follow(lines: str) -> int:
+        (tmp_path / "squeue").write_text(f"#!/bin/bash\n{lines}\n")
+        (tmp_path / "squeue").chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        monkeypatch.setattr(slurm, "POLL_S", 0.01)
+        return slurm.follow(launch_of(on_three_nodes(), tmp_path), "7")
+
+    return follow
+
+
+NO_ANSWER = 'echo "Unable to contact slurm controller" >&2; exit 1'
+
+
+def test_following_survives_one_failure_of_squeue(follow, capsys):
+    once = f'[ -e "$0.asked" ] || {{ touch "$0.asked"; {NO_ANSWER}; }}'
+    assert follow(f"{once}; echo COMPLETED") == 1  # without a mark
+    assert capsys.readouterr().out == "job 7: COMPLETED\n"
+
+
+def test_following_ends_after_minutes_without_an_answer(follow, monkeypatch):
+    monkeypatch.setattr(slurm, "NO_ANSWER_S", 0.1)
+    with pytest.raises(RunError, match="Unable to contact slurm controller"):
+        follow(NO_ANSWER)
+
+
+def test_no_other_process_takes_the_port_before_the_worker_listens():
+    with node.reserve("127.0.0.1") as reserved:
+        address = reserved.getsockname()
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(address)
+        with socket.create_server(address):  # with SO_REUSEADDR, as Monarch listens
+            assert node.listens(*address)

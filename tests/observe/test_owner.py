@@ -156,18 +156,16 @@ def test_an_owner_that_was_stopped_and_not_replaced_goes_on(tmp_path, writer):
     assert first.is_alive()
 
 
-def test_missing_storage_blocks_writes_and_ends_nothing(tmp_path):
+def test_missing_storage_blocks_writes_and_ends_nothing(tmp_path, monkeypatch):
     lost = []
+    monkeypatch.setattr(owners, "_end", lost.append)
     with FolderOwner(tmp_path) as owner:
-        owner.lost = lost.append
         path = owner._path
-        descriptor = owner._descriptor
         owner._path = Path("/dev/null/owner.json")  # every look at it fails with an OSError
         time.sleep(0.5)
         with pytest.raises(OSError):
             owner.check()
         owner._path = path
-        owner._descriptor = descriptor
         owner.check()
         assert not lost
 

@@ -1,6 +1,7 @@
 """scripts/slurm_dev.sh: a Slurm that behaves as one, and leaves nothing behind."""
 
 import os
+import re
 import select
 import shutil
 import signal
@@ -39,9 +40,7 @@ def waiting(cluster: Cluster) -> subprocess.Popen:
 def test_every_node_answers_under_its_own_name_and_address(cluster: Cluster):
     nodes = cluster.ask("srun", "-N3", "bash", "-c", "echo $(hostname) $(getent hosts $(hostname))")
     assert sorted(nodes.splitlines()) == [f"n{i} 10.77.0.{i} n{i}" for i in (1, 2, 3)]
-
-
-def test_a_node_takes_four_ranks_on_fewer_cores(cluster: Cluster):
+    # and takes four ranks on fewer cores
     assert cluster.ask("srun", "-N1", "-n4", "hostname").splitlines() == ["n1"] * 4
 
 
@@ -54,43 +53,29 @@ def test_a_batch_job_writes_its_output_and_exit_code(cluster: Cluster, tmp_path:
 
 def test_a_preempted_job_is_requeued_and_may_soon_run_again(cluster: Cluster, tmp_path: Path):
     script = "echo life ${SLURM_RESTART_COUNT:-0}; [ ${SLURM_RESTART_COUNT:-0} = 1 ] || sleep 1000"
-    cluster.ask(
-        "scontrol", "update", "PartitionName=main", "GraceTime=0"
-    )  # its end is seen every 30 s only
-    low = cluster.submit(
-        "-N3", "--exclusive", "--open-mode=append", f"--output={tmp_path}/low", "--wrap", script
-    )
+    # its end is seen every 30 s only
+    cluster.ask("scontrol", "update", "PartitionName=main", "GraceTime=0")
+    whole = ("-N3", "--exclusive")
+    output = ("--open-mode=append", f"--output={tmp_path}/low")
+    low = cluster.submit(*whole, *output, "--wrap", script)
     cluster.wait_for(low, "RUNNING")
-    high = cluster.submit(
-        "-N3", "--exclusive", "-p", "high", f"--output={tmp_path}/high", "--wrap", "srun hostname"
-    )
+    output = ("-p", "high", f"--output={tmp_path}/high")
+    high = cluster.submit(*whole, *output, "--wrap", "srun hostname")
     cluster.wait_for(low, "PENDING")
     cluster.wait_for(high, "COMPLETED")
-    assert datetime.fromisoformat(cluster.field(low, "StartTime")) < datetime.now() + timedelta(
-        seconds=15
-    )
+    starts = datetime.fromisoformat(cluster.field(low, "StartTime"))
+    assert starts < datetime.now() + timedelta(seconds=15)
     cluster.start_now(low)
     cluster.wait_for(low, "COMPLETED")
     cluster.ask("scontrol", "update", "PartitionName=main", "GraceTime=30")
-    lives = [
-        line for line in (tmp_path / "low").read_text().splitlines() if line.startswith("life")
-    ]
-    assert lives == ["life 0", "life 1"]
+    assert re.findall("^life .*", (tmp_path / "low").read_text(), re.M) == ["life 0", "life 1"]
     assert sorted((tmp_path / "high").read_text().split()) == ["n1", "n2", "n3"]
 
 
 def test_run_hands_on_exit_status_input_folder_and_environment(cluster: Cluster, tmp_path: Path):
     command = [SCRIPT, "run", "bash", "-c", "pwd; cat; echo $WORD; hostname; exit 7"]
-    environment = cluster.environment({"WORD": "given"})
-    ran = subprocess.run(
-        command,
-        env=environment,
-        cwd=tmp_path,
-        input="read\n",
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
+    options = {"env": cluster.environment({"WORD": "given"}), "cwd": tmp_path, "input": "read\n"}
+    ran = subprocess.run(command, **options, capture_output=True, text=True, timeout=PATIENCE_S)
     assert ran.stdout.split() == [str(tmp_path), "read", "given", "login"]
     assert ran.returncode == 7
 
@@ -122,15 +107,12 @@ def test_a_second_up_finds_the_first(cluster: Cluster):
     assert cluster.holder() == holder
 
 
-def test_without_a_cluster_down_succeeds_and_run_names_the_remedy(other: Cluster):
+def test_without_a_cluster_down_succeeds_run_names_the_remedy_and_other_files_stay(other: Cluster):
     down = other.stop()
     run = other.run("true")
     assert (down.returncode, run.returncode) == (0, 1)
     assert "no Slurm is up" in down.stdout
     assert "scripts/slurm_dev.sh up" in run.stderr
-
-
-def test_a_folder_that_holds_something_else_is_left_alone(other: Cluster):
     other.folder.mkdir()
     (other.folder / "thesis").touch()
     refused = other.start()
@@ -142,14 +124,8 @@ def test_a_folder_that_holds_something_else_is_left_alone(other: Cluster):
 def test_up_closes_the_files_of_its_caller(other: Cluster):
     read, write = os.pipe()
     command = [SCRIPT, "up", "1"]
-    subprocess.run(
-        command,
-        env=other.environment(),
-        pass_fds=[write],
-        check=True,
-        capture_output=True,
-        timeout=PATIENCE_S,
-    )
+    options = {"env": other.environment(), "pass_fds": [write], "timeout": PATIENCE_S}
+    subprocess.run(command, **options, check=True, capture_output=True)
     os.close(write)
     at_end, _, _ = select.select([read], [], [], PATIENCE_S)
     assert at_end, "a process of the cluster still holds the caller's pipe"
@@ -211,16 +187,9 @@ def test_a_user_other_than_root_can_start_a_cluster(cluster: Cluster):
         environment = os.environ | {"SLURM_DEV_DIR": f"{place}/state", "XDG_CACHE_HOME": place}
 
         def as_user(*arguments: str) -> subprocess.CompletedProcess[str]:
-            options = {
-                "user": 65534,
-                "group": 65534,
-                "extra_groups": [],
-                "env": environment,
-                "cwd": place,
-            }
-            return subprocess.run(
-                [script, *arguments], capture_output=True, text=True, timeout=PATIENCE_S, **options
-            )
+            user = {"user": 65534, "group": 65534, "extra_groups": []}
+            options = {"env": environment, "cwd": place, "timeout": PATIENCE_S, **user}
+            return subprocess.run([script, *arguments], capture_output=True, text=True, **options)
 
         started = as_user("up", "2")
         if started.returncode == CANNOT_RUN_HERE:

@@ -1,6 +1,5 @@
 """Ledger of a rehearsed device: memory, collectives, waits of the host, and assumptions."""
 
-import importlib.util
 import sys
 import traceback
 from collections import Counter
@@ -8,17 +7,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 
+import torch.distributed.fsdp
+import torch.optim
+import torchtitan
+
+import rl
 from rl.plan.memory import pinned
 
-
-def _folder(package: str) -> str:
-    """Return the path of a package's folder."""
-    spec = importlib.util.find_spec(package)
-    assert spec is not None and spec.submodule_search_locations
-    return str(Path(next(iter(spec.submodule_search_locations))))
-
-
-PACKAGES = tuple(map(_folder, ("rl", "torchtitan", "torch.distributed.fsdp", "torch.optim")))
+PACKAGES = tuple(each.__path__[0] for each in (rl, torchtitan, torch.distributed.fsdp, torch.optim))
 """Folders whose code is named as the origin of an operator; the rest is torch's machinery."""
 OWN = (f"{PACKAGES[0]}/plan/rehearsal/", f"{PACKAGES[0]}/compat/fake_cuda.py")
 NAMED_FROM = 1 << 20  # bytes of an allocation from which its line is looked up

@@ -4,6 +4,7 @@ Code that asks a device for positions, counts or masks goes on as with a real de
 the same tensor on the host.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -105,10 +106,7 @@ def _is_small(tensors: list[torch.Tensor], args: tuple, kwargs: dict[str, Any], 
     if not all(map(is_short, tensors)):
         return False
     if not tensors:
-        numbers = (leaf for leaf in tree_leaves(args) if isinstance(leaf, int))
-        size = 1
-        for number in numbers:
-            size *= max(1, number)
+        size = math.prod(max(1, leaf) for leaf in tree_leaves(args) if isinstance(leaf, int))
         return "empty" not in name and size <= _limit(kwargs.get("dtype") or torch.float32)
     try:
         return torch.broadcast_shapes(*(tensor.shape for tensor in tensors)).numel() <= LONGEST

@@ -21,24 +21,30 @@ class DaemonThread(Executor):
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future:
         """Call ``fn`` after the calls before it; return its result to be."""
         if self._thread is None:
-            self._thread = Thread(target=self._work, name=self._name, daemon=True)
+            arguments = (self._calls,)
+            self._thread = Thread(target=_work, args=arguments, name=self._name, daemon=True)
             self._thread.start()
         future: Future = Future()
         self._calls.put((future, partial(fn, *args, **kwargs)))
         return future
 
     def shutdown(self, wait: bool = False, *, cancel_futures: bool = False) -> None:
-        """End the thread after the calls that were submitted, without waiting for it."""
+        """End the thread after the calls that were submitted, without waiting for it. A later call
+        starts another thread.
+        """
         self._calls.put(None)
+        self._calls = SimpleQueue()
+        self._thread = None
 
-    def _work(self) -> None:
-        while (each := self._calls.get()) is not None:
-            future, call = each
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                result = call()
-            except BaseException as error:
-                future.set_exception(error)
-            else:
-                future.set_result(result)
+
+def _work(calls: SimpleQueue[tuple[Future, Callable[[], Any]] | None]) -> None:
+    while (each := calls.get()) is not None:
+        future, call = each
+        if not future.set_running_or_notify_cancel():
+            continue
+        try:
+            result = call()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)

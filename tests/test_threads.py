@@ -26,10 +26,13 @@ def test_calls_run_one_after_the_other_until_the_thread_ends():
     wrong = thread.submit(sys.exit, 3)
     calls[2].cancel()
     last = thread.submit(seen.append, 4)
+    worker = thread._thread
     thread.shutdown()
     last.result(60)
     with pytest.raises(SystemExit):
         wrong.result(60)
     assert seen in ([0, 1, 2, 4], [0, 1, 4])
-    thread._thread.join(60)
-    assert not thread._thread.is_alive()
+    worker.join(60)
+    assert not worker.is_alive()
+    assert thread.submit(int, "7").result(60) == 7
+    thread.shutdown()

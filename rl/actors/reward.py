@@ -6,7 +6,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Awaitable, Coroutine, Iterable, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -24,6 +24,7 @@ from rl.rollout.environments import Environments
 from rl.rollout.scoring import LocalReward, Scored, is_async, rollouts_of, score_awaited
 from rl.tasks.base import Task
 from rl.tasks.environment import EnvironmentTask
+from rl.threads import DaemonThread
 from rl.types import Completion, EpisodeTurn, Place, Prompt, Rollout
 
 MESSAGE_S = 0.1  # time for the groups of a message, but at least one: quick groups share messages
@@ -180,14 +181,14 @@ class RewardWorkers:
         self._scores_at_once = False
         self._started = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._thread = DaemonThread("reward")  # of a reward in this process
         self._broken: RunError | None = RunError("the reward workers were not started")
 
     async def start(self) -> None:
         """Start the workers and build their tasks; can be called again after ``stop``."""
         if self.count == 0:
             task: Task = self.config.build_scorer(seed=self.seed, model=self.model)
-            thread = ThreadPoolExecutor(1, thread_name_prefix="reward")
-            self._here = local_rewards(task, self.deadlines.reward, thread)
+            self._here = local_rewards(task, self.deadlines.reward, self._thread)
         names = [f"reward-{number}" for number in range(self.count)]
         await asyncio.gather(*map(self._spawn, names))
         self._broken = None
@@ -208,6 +209,7 @@ class RewardWorkers:
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*(group.stop() for group in self._groups.values()))
         self._load.clear()
+        self._thread.shutdown()
 
     async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Rollout]:
         """Return the group's rollouts.

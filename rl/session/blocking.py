@@ -7,12 +7,9 @@ import threading
 from collections.abc import Callable
 from concurrent import futures
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from rl.errors import RunError
-
-if TYPE_CHECKING:
-    from rl.session.session import Session
 
 LIFE_CYCLE = {"blocking", "close", "connect", "recover", "running", "start", "stop"}
 
@@ -32,7 +29,8 @@ class BlockingSession:
     - After a model was lost, every call raises that :class:`rl.errors.RankLost`.
     """
 
-    def __init__(self, session: "Session"):
+    def __init__(self, session: Any):
+        """Make the calls of ``session``, which is not open."""
         self._session = session
         self._thread = threading.Thread(target=self._run, name="session", daemon=True)
         self._begun: futures.Future[None] = futures.Future()

@@ -5,8 +5,7 @@ import copy
 import inspect
 import operator
 from collections import Counter
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from rl.rollout.rollouter import Generate, Rollouter
 from rl.session.config import DeadlineConfig
 from rl.tasks.base import Task
 from rl.tasks.environment import EnvironmentTask
+from rl.threads import DaemonThread
 from rl.types import Completion, Prompt, Rollout, Sampling
 
 
@@ -77,22 +77,24 @@ class TaskRollouters:
         self,
         started: Task.Config | None,
         workers: Rollouter,
+        make: Callable[[Task.Config, Any], Rollouter],
         *,
         limit: float,
-        **options: Any,
+        warn: Callable[[str], None],
     ):
-        """``started`` is the task of the reward workers; ``workers`` is their sampler. ``limit`` is
-        the deadline of a coroutine that scores. ``options`` are those of :class:`Rollouter`.
+        """``started`` is the task of the reward workers; ``workers`` is their sampler, and ``make``
+        returns that of another task and its rewards. ``limit`` is the deadline of a coroutine that
+        scores.
         """
         self._started = copy.deepcopy(started)  # as the workers got it, whatever is set later
         self._code = _code_of(started._owner) if started is not None else []
         self._workers = workers
         self._limit = limit
-        self._options = options
+        self._make = make
+        self._warn = warn
         self._here: tuple[Task, Rollouter] | None = None  # of the newest task that scores here
         self._warned: set[str] = set()
-        # one, since a reward need not be thread-safe
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward")
+        self._thread = DaemonThread("reward")  # one, since a reward need not be thread-safe
         self._calls = 0
 
     async def collect(
@@ -141,15 +143,19 @@ class TaskRollouters:
     def _rollouter_here(self, task: Task) -> Rollouter:
         name = type(task).__name__
         if self._started is not None and name not in self._warned:
-            self._options["warn"](
+            self._warn(
                 f"{name} has another config or other code than the task of the session; its reward "
                 "runs in this process, not in a reward worker"
             )
         self._warned.add(name)
         if self._here is None or self._here[0] is not task:
             rewards = local_rewards(task, self._limit, self._thread)
-            self._here = task, rollouter_of(task.config, rewards, **self._options)
+            self._here = task, self._make(task.config, rewards)
         return self._here[1]
+
+    def stop(self) -> None:
+        """End the thread of rewards in this process, if it runs. A later call starts another."""
+        self._thread.shutdown()
 
 
 def _code_of(task: type[Task]) -> list[object]:

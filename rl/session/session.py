@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -94,15 +95,18 @@ class Session(Models):
             config, meshes.generator, self.router, self._push, replicas, events
         )
         self._residency.add("generator", self.pool)
-        options: dict[str, Any] = {
-            "seed": config.seed,
-            "watch": self.watch,
-            "warn": events.warn,
-            "longest": config.longest_sequence,
-        }
-        self.rollouter = rollouter_of(task, self._rewards, **options)
+        make_rollouter = partial(
+            rollouter_of,
+            seed=config.seed,
+            watch=self.watch,
+            warn=events.warn,
+            longest=config.longest_sequence,
+        )
+        self.rollouter = make_rollouter(task, self._rewards)
         limit = config.deadlines.reward
-        self._rollouters = TaskRollouters(task, self.rollouter, limit=limit, **options)
+        self._rollouters = TaskRollouters(
+            task, self.rollouter, make_rollouter, limit=limit, warn=events.warn
+        )
         self._recovery = Recovery(config.max_restarts, events)
 
     @classmethod
@@ -195,6 +199,7 @@ class Session(Models):
         rewards = [self._rewards] if self._rewards is not None else []
         everything = [*self._groups.values(), *rewards, self.pool]
         await asyncio.gather(*(each.stop() for each in everything))
+        self._rollouters.stop()
         if self._hosts is not None:
             await self._hosts.shut_down()
         if self._temporary is not None:

@@ -1,15 +1,19 @@
 """Session.rollout scores with the task that it is given, and draws new samples at each call."""
 
 import asyncio
+import threading
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 
 import rl
+from rl.observe.events import Events
 from rl.observe.spans import Stopwatch
 from rl.rollout.rollouter import Rollouter
 from rl.rollout.scoring import rollouts_of
-from rl.session.scoring import TaskRollouters
+from rl.session.meshes import Meshes
+from rl.session.scoring import TaskRollouters, rollouter_of
 from rl.tasks.copy_digits import CopyDigits
 from rl.types import Completion, Sampling
 
@@ -50,9 +54,11 @@ class Scene:
         self.runner = runner
         self.warnings: list[str] = []
         self.requests: list[rl.GenerationRequest] = []
-        options = {"seed": 0, "watch": Stopwatch(), "warn": self.warnings.append, "longest": 32}
+        warn = self.warnings.append
+        options = {"seed": 0, "watch": Stopwatch(), "warn": warn, "longest": 32}
         workers = Rollouter(self.score, **options)
-        self.rollouters = TaskRollouters(task, workers, limit=60.0, **options)
+        make = partial(rollouter_of, **options)
+        self.rollouters = TaskRollouters(task, workers, make, limit=60.0, warn=warn)
 
     async def score(self, prompt, completions):
         scored = [("", rl.Score(reward=OF_WORKERS, correct=False)) for _ in completions]
@@ -124,6 +130,33 @@ def test_a_session_without_a_task_scores_here(runner):
     scene = Scene(runner, None)
     assert scene.rewards(task_of(Graded.Config())) == {1.0}
     assert not scene.warnings
+
+
+def test_a_reward_that_hangs_in_this_process_does_not_keep_a_program_from_ending(runner, tmp_path):
+    threads = []
+
+    class Hangs(Graded):
+        @dataclass(kw_only=True, slots=True)
+        class Config(Graded.Config):
+            pass
+
+        def score(self, prompt, text, completion):
+            threads.append(threading.current_thread())
+            return rl.Score(reward=0.0, correct=False)
+
+    task = task_of(Hangs.Config())
+    Scene(runner, None).rewards(task)
+    config = rl.SessionConfig(reward_workers=0, model=MODEL)
+    workers = Meshes(config, None, tmp_path).rewards(task.config, Events())
+
+    async def score():
+        await workers.start()
+        said = Completion(tokens=[6], logprobs=[-1.0], versions=[0], finish_reason="stop")
+        await workers.score(task.prompt(0), [said])
+        await workers.stop()
+
+    runner.run(score())
+    assert [thread.daemon for thread in threads] == [True] * 5
 
 
 def test_each_call_draws_new_samples_which_depend_on_the_calls_before_alone(runner):

@@ -17,14 +17,13 @@ from rl.model.shards import Layout, Shard, layout_of
 from rl.platform import memory_domain
 from rl.weights.cuda_memory import DeviceMemory, pin, unpin
 from rl.weights.routes import packed_numel, packed_views, plan_routes
-from rl.weights.transport import SLOTS, Sent, check_dtype, copy_all
+from rl.weights.transport import SLOTS, Sent, Transfer, check_dtype, copy_all
 
 HEADER_BYTES = mmap.PAGESIZE
 # header fields, int64; the version is stored as version + 1, with 0 for no version
 _VERSION = 0
 _TOKEN = 1
 _NONE = -1
-PATIENCE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +54,8 @@ class SharedMemoryPublisher:
     process holds a lock on a slot while it uses the slot: the writer an exclusive lock, readers a
     shared one. Unlocking after a copy is the reader's acknowledgement. ::
 
-        publisher = SharedMemoryPublisher(shards, dtype)    # trainer rank
-        subscriber = SharedMemorySubscriber(segments, shards, reader=0)    # generator rank
+        publisher = SharedMemoryPublisher(shards, transfer, rank=0)    # trainer rank
+        subscriber = SharedMemorySubscriber(segments, shards, transfer, rank=0)    # generator rank
         await publisher.publish(v)    # v is readable
         held = subscriber.pull(v)     # the parameters are those of held
 
@@ -75,31 +74,25 @@ class SharedMemoryPublisher:
     crash leaves it behind, and the size of /dev/shm does not limit it.
 
     On CUDA (not run by any test) host slots are pinned, so that copies run at the speed of the bus
-    on a separate stream. With ``on_device`` the slots are GPU memory that generator ranks of the
+    on a separate stream. With ``cuda_ipc`` the slots are GPU memory that generator ranks of the
     same host open, and weights are copied from device to device.
     """
 
-    def __init__(
-        self,
-        shards: Sequence[Shard],
-        dtype: torch.dtype,
-        *,
-        on_device: bool = False,
-        patience: float = PATIENCE_S,
-    ):
-        """Allocate two slots of memory, each the size of the rank's shards in ``dtype``."""
-        self._patience = patience
+    def __init__(self, shards: Sequence[Shard], transfer: Transfer, *, rank: int):
+        """Allocate two slots, each the size of the rank's shards in the transfer dtype."""
+        self._patience = transfer.patience
         self._tensors = [shard.tensor for shard in shards]
         device = self._tensors[0].device
         layout = layout_of(shards)
-        size = slot_bytes(layout, dtype)
+        size = slot_bytes(layout, transfer.dtype)
+        on_device = transfer.transport == "cuda_ipc"
         fds = tuple(os.memfd_create("tiller-weights") for _ in range(SLOTS))
         memory = tuple(DeviceMemory.allocate(size, device) for _ in fds if on_device)
         for fd in fds:
             os.truncate(fd, HEADER_BYTES + (0 if on_device else size))
         token = secrets.randbits(62)
         self.address = segment = Segment(
-            memory_domain(), os.getpid(), fds, token, dtype, layout, memory
+            memory_domain(), os.getpid(), fds, token, transfer.dtype, layout, memory
         )
         self._slots = [_Slot(fd, segment, index, device) for index, fd in enumerate(fds)]
         self._turn = 0
@@ -158,26 +151,27 @@ class SharedMemorySubscriber:
         self,
         segments: Sequence[Segment],
         shards: Sequence[Shard],
+        transfer: Transfer,
         *,
-        reader: int,
-        patience: float = PATIENCE_S,
+        rank: int,
+        generator: int = 0,
     ):
         """Map the ``segments`` of all trainer ranks. Each pull overwrites in place the tensors of
         ``shards``.
 
-        If several trainer ranks hold equal shards, the choice of the rank to read differs by
-        ``reader``.
+        If several trainer ranks hold equal shards, the readers choose different ones.
         """
         if elsewhere := {segment.domain for segment in segments} - {memory_domain()}:
             raise RunError(
                 f"the trainer runs in {sorted(elsewhere)}, the generator in {memory_domain()}: "
                 "shared memory needs one host; set weights.transport to 'rdma' or 'auto'"
             )
-        check_dtype(shards, segments[0].dtype)
+        check_dtype(shards, transfer.dtype)
         layouts = [segment.layout for segment in segments]
+        reader = generator * len(transfer.wanted) + rank
         routes = plan_routes(layouts, layout_of(shards), reader=reader)
         self._like = shards[0].tensor
-        self._patience = patience
+        self._patience = transfer.patience
         device = self._like.device
         self._sources = [_open(rank, segment, device) for rank, segment in enumerate(segments)]
         self._copies: dict[_Slot, list[tuple[torch.Tensor, torch.Tensor]]] = {

@@ -140,7 +140,9 @@ class Sent:
 
 
 class Publisher(Protocol):
-    """A trainer rank's side: holds two versions of its shards, cast to the generator's dtype."""
+    """A trainer rank's side: holds two versions of its shards, cast to the generator's dtype. Made
+    as ``Publisher(shards, transfer, rank=rank)``.
+    """
 
     address: Any
     """Address for subscribers; can be sent to another process."""
@@ -160,7 +162,9 @@ class Publisher(Protocol):
 
 
 class Subscriber(Protocol):
-    """A generator rank's side."""
+    """A generator rank's side, which overwrites its parameters in place. Made as
+    ``Subscriber(addresses, shards, transfer, rank=rank, generator=generator)``.
+    """
 
     async def fetch(self, version: int) -> None:
         """Prepare the pull of ``version``, published by all trainer ranks, while generation goes on
@@ -220,11 +224,7 @@ def choose_transport(requested: str, domains: Collection[str], *, has_rdma: bool
 
 def open_publisher(transfer: Transfer, shards: Sequence[Shard], *, rank: int) -> Publisher:
     """Return the end of trainer rank ``rank``. Call this within the rank's actor."""
-    publisher = _class_of(transfer, "Publisher")
-    if transfer.is_network:
-        return publisher(shards, transfer, rank=rank)
-    on_device = transfer.transport == "cuda_ipc"
-    return publisher(shards, transfer.dtype, on_device=on_device, patience=transfer.patience)
+    return _class_of(transfer, "Publisher")(shards, transfer, rank=rank)
 
 
 def open_subscriber(
@@ -237,10 +237,7 @@ def open_subscriber(
 ) -> Subscriber:
     """Return the end of rank ``rank`` of generator number ``generator``."""
     subscriber = _class_of(transfer, "Subscriber")
-    if transfer.is_network:
-        return subscriber(addresses, shards, transfer, rank=rank, generator=generator)
-    reader = generator * len(transfer.wanted) + rank
-    return subscriber(addresses, shards, reader=reader, patience=transfer.patience)
+    return subscriber(addresses, shards, transfer, rank=rank, generator=generator)
 
 
 def _class_of(transfer: Transfer, end: str) -> Any:

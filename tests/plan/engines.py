@@ -11,6 +11,7 @@ from rl.training.engine import TrainingEngine
 from rl.training.model import named_adapters, named_weights
 from rl.types import Batch
 from rl.weights.shared_memory import SharedMemoryPublisher
+from rl.weights.transport import Transfer
 from tests.plan.resident import resident
 from tests.training.scenes import share
 
@@ -70,11 +71,15 @@ def held(config: RLConfig, role: str, folder: str) -> dict[str, int]:
     if role == "trainer":
         parts = engine.shards().values()
         sizes["merged weights"] = storages(engine._merged.buffers.values())
-        publisher = SharedMemoryPublisher([*parts], getattr(torch, config.generator.dtype))
+        publisher = SharedMemoryPublisher([*parts], transfer_of(config), rank=0)
         sizes["push slots"] = sum(os.fstat(fd).st_size for fd in publisher.address.fds)
         publisher.close()
     engine.close()
     return sizes
+
+
+def transfer_of(config: RLConfig) -> Transfer:
+    return Transfer("shared_memory", getattr(torch, config.generator.dtype), (), ())
 
 
 def storages(tensors: Any) -> int:
@@ -97,9 +102,7 @@ def grown(config: RLConfig, folder: str) -> dict[str, int]:
     engine.optim_step()
     sizes["with states"] = resident("RssAnon") - before
     shared = resident("RssShmem")
-    publisher = SharedMemoryPublisher(
-        [*engine.shards().values()], getattr(torch, config.generator.dtype)
-    )
+    publisher = SharedMemoryPublisher([*engine.shards().values()], transfer_of(config), rank=0)
     sizes["push slots"] = resident("RssShmem") - shared
     publisher.close()
     engine.close()

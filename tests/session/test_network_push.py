@@ -1,7 +1,6 @@
 """A push over a network that is slow or fails, between meshes that compute nothing."""
 
 import asyncio
-import functools
 import time
 from pathlib import Path
 
@@ -21,19 +20,10 @@ from rl.session.residency import Residency
 from rl.step_folders import StepFolders
 from rl.weights.transport import TransferFailed, VersionGone, WeightPushConfig
 from tests.trainers.fakes import WAIT_S, Generator, Trainer
+from tests.weights.network import in_a_loop
 
 TOO_SLOW = TransferFailed("fetch of version 1: 15.0 MiB did not arrive within 60 s")
 GIB_15 = (Region("w", (15 * 2**29,), Box.whole((15 * 2**29,))),)
-
-
-def in_a_loop(test):
-    """Run an async test on an event loop of its own."""
-
-    @functools.wraps(test)
-    def run(**fixtures):
-        asyncio.run(test(**fixtures))
-
-    return run
 
 
 def failure(cause: Exception) -> ActorFailure:

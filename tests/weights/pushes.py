@@ -12,8 +12,10 @@ from rl.model.shape import ModelConfig, shape_of
 from rl.model.shards import Box, Layout, layout_of, local_shapes, local_shards
 from rl.model.tp_plan import generator_layout
 from rl.weights.shared_memory import Segment, SharedMemoryPublisher, SharedMemorySubscriber
+from rl.weights.transport import Transfer
 
 DTYPE = torch.bfloat16
+TRANSFER = Transfer("shared_memory", DTYPE, (), ())
 # four readers get half a kv head each, and 8, 8, 8 and 6 rows of the vocabulary
 TIED_FUSED = ModelConfig(
     vocab_size=30,
@@ -56,7 +58,7 @@ class Reader:
             for name, shape in local_shapes(layouts[0]).items()
         }
         self._shards = local_shards(self._tensors, layouts[rank])
-        self._subscriber = SharedMemorySubscriber(segments, self._shards, reader=number)
+        self._subscriber = SharedMemorySubscriber(segments, self._shards, TRANSFER, rank=number)
 
     def pull(self, version: int, weights: dict[str, torch.Tensor]) -> ShardDigests:
         """Pull, check that the parameters are exactly the shards of ``weights``, return digests."""
@@ -87,7 +89,7 @@ def push(model: ModelConfig, layout: scenes.Layout, folder: str) -> Layout:
     engine = scenes.engine_of(model, folder=folder, layout=layout)
     held = list(engine.shards().values())
     places = [(layouts, rank) for layouts in generators(model) for rank in range(len(layouts))]
-    publisher = SharedMemoryPublisher(held, DTYPE)
+    publisher = SharedMemoryPublisher(held, TRANSFER, rank=dist.get_rank())
     segments = gathered(publisher.address)
     readers = {
         number: Reader(*place, segments, number)

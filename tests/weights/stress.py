@@ -15,12 +15,14 @@ import torch
 from rl.model.shards import Box, Region, Shard
 from rl.weights import shared_memory
 from rl.weights.shared_memory import Segment, SharedMemoryPublisher, SharedMemorySubscriber
+from rl.weights.transport import Transfer
 
 VERSIONS = 500
 RANKS = 2
 SHAPES = {"rows": (256, 512), "stack": (4, 64, 128), "norm": (1000,)}
 DTYPE = torch.bfloat16
 DEADLINE_S = 90.0
+TRANSFER = Transfer("shared_memory", DTYPE, (), ())
 
 # indices on the board; READY is the first of one flag for each reader
 ANNOUNCED = 0
@@ -64,7 +66,7 @@ async def _write(board: torch.Tensor, addresses: Connection) -> None:
     shares = [
         [shard(name, tensor, rank) for name, tensor in weights.items()] for rank in range(RANKS)
     ]
-    publishers = [SharedMemoryPublisher(shards, DTYPE) for shards in shares]
+    publishers = [SharedMemoryPublisher(each, TRANSFER, rank=i) for i, each in enumerate(shares)]
     addresses.send([publisher.address for publisher in publishers])
     for version in range(VERSIONS):
         if version in (ALL_READY_BY, RESPAWNED_BY):
@@ -130,9 +132,8 @@ def open_reader(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor], SharedMemorySubscriber]:
     board = open_board(board_path)
     pulled = {name: torch.zeros(shape, dtype=DTYPE) for name, shape in SHAPES.items()}
-    subscriber = SharedMemorySubscriber(
-        segments, [shard(name, tensor, None) for name, tensor in pulled.items()], reader=number
-    )
+    shards = [shard(name, tensor, None) for name, tensor in pulled.items()]
+    subscriber = SharedMemorySubscriber(segments, shards, TRANSFER, rank=number)
     board[READY + number] = 1
     return board, pulled, subscriber
 

@@ -76,3 +76,9 @@ def test_a_digest_changes_no_value(dtype):
     before = whole.clone()
     digest_of(whole)
     assert torch.equal(whole, before)
+
+
+def test_replicas_that_differ_are_named():
+    box = Box((0,), (4,))
+    with pytest.raises(ValueError, match="parameter w: two ranks hold different values"):
+        merge_digests([{("w", box): 1}, {("w", box): 2}])

@@ -16,6 +16,7 @@ from tests.weights.network import (
     MemorySubscriber,
     change,
     copied,
+    in_a_loop,
     initial,
     layouts,
     live_parts,
@@ -75,254 +76,234 @@ def test_slots_are_no_larger_than_the_shards_in_the_transfer_dtype():
     assert sum(memory.numel() for slot in publisher._deltas for memory in slot) == 0
 
 
-def test_versions_arrive_cast_in_any_order():
-    async def work():
-        weights = initial()
-        publishers, subscribers = make(weights)
-        for version in (3, 4, 6, 8, 8, 2):
-            change(weights, 1.0, seed=version)
-            expected = copied(weights)
-            await push(publishers, version)
-            change(weights, 1.0, seed=99)  # changes after the publish do not arrive
-            await pull(subscribers, version)
-            assert holds(subscribers, expected)
-
-    asyncio.run(work())
-
-
-def test_only_changes_are_read_if_they_are_smaller():
-    async def work():
-        weights = initial()
-        publishers, subscribers = make(weights, delta=True, patience=0.0)
-        sent = await push(publishers, 0)
-        assert (
-            sent.bytes_sent
-            == sent.bytes_full
-            == sum(b.numel * 2 * len(b.readers) for b in publishers[0].blobs)
-        )
-        await pull(subscribers, 0)
-        weights["rows"][0, 0] += 1.0
-        sent = await push(publishers, 1)
-        assert sent == Sent(
-            sent.bytes_full, 4 * sum(len(b.readers) for b in publishers[0].blobs) + 2 + 2
-        )
-        await subscribers[0].fetch(1)
-        assert all(read.delta for read in subscribers[0].reads)
-        subscribers[0].pull(1)
-        change(weights, 1.0, seed=1)
-        sent = await push(publishers, 2)
-        assert sent.bytes_sent == sent.bytes_full
-        await subscribers[0].fetch(2)
-        assert not any(read.delta for read in subscribers[0].reads)
-        weights["rows"][0, 0] += 1.0
-        await push(publishers, 3)
-        await pull(subscribers, 3)  # the second skipped two versions
-        assert not any(read.delta for read in subscribers[1].reads)
-        assert all(read.delta for read in subscribers[0].reads)
-        assert holds(subscribers, weights)
-
-    asyncio.run(work())
-
-
-def test_a_missing_version_is_refused_with_the_versions_that_exist():
-    async def work():
-        weights = initial()
-        publishers, subscribers = make(weights)
-        with pytest.raises(VersionGone, match="fetch of version 0: trainer rank 0 holds nothing"):
-            await subscribers[0].fetch(0)
-        await push(publishers, 0)
-        await publishers[0].publish(1)
-        with pytest.raises(RunError, match="fetch of version 1: trainer rank 1 holds 0"):
-            await subscribers[0].fetch(1)
-        with pytest.raises(
-            RunError, match=r"pull of version 0: fetched is None; call fetch\(0\) first"
-        ):
-            subscribers[0].pull(0)
-        await subscribers[0].fetch(0)
-        with pytest.raises(RunError, match="pull of version 1: fetched is 0"):
-            subscribers[0].pull(1)
-
-    asyncio.run(work())
-
-
-def test_a_slot_waits_for_its_readers_but_only_once_for_a_dead_one():
-    async def work():
-        weights = initial()
-        publishers, (here, gone) = make(weights, patience=3600.0)
-        await push(publishers, 0)
-        await push(publishers, 1)
-        waiting = asyncio.create_task(publishers[0].publish(2))
-        for subscriber in (here, gone):
-            await asyncio.sleep(0.05)
-            assert not waiting.done()
-            await subscriber.fetch(1)
-        await waiting
-        await publishers[1].publish(2)
-        await push(publishers, 3)
-        await here.fetch(3)
-        publishers[0]._patience = 0.2
-        start = time.monotonic()
-        await publishers[0].publish(4)
-        assert time.monotonic() - start >= 0.2
-        publishers[1]._patience = 0.2
-        await publishers[1].publish(4)
-        await here.fetch(4)
-        for publisher in publishers:
-            publisher._patience = 3600.0
-        await asyncio.wait_for(push(publishers, 5), 120)
-        with pytest.raises(RunError, match="fetch of version 3: trainer rank 0 holds 4 and 5"):
-            await gone.fetch(3)
-        await gone.fetch(4)
-        await here.fetch(5)
-        await asyncio.wait_for(push(publishers, 6), 120)
-        waiting = asyncio.create_task(push(publishers, 7))
-        await asyncio.sleep(0.05)
-        assert not waiting.done()  # the reader fetched again, so the publisher waits for it
-        await gone.fetch(6)
-        await asyncio.wait_for(waiting, 120)
-
-    asyncio.run(work())
-
-
-def test_a_publish_does_not_wait_for_an_excused_generator():
-    async def work():
-        publishers, subscribers = make(initial(), patience=3600.0)
-        await push(publishers, 0)
-        await push(publishers, 1)
-        waiting = asyncio.create_task(push(publishers, 2))
-        await asyncio.sleep(0.05)
-        assert not waiting.done()
-        for publisher in publishers:
-            publisher.excuse(0)
-        await asyncio.wait_for(waiting, 120)
-        await pull(subscribers, 2)  # a new generator with its number, which the publisher waits for
-        await asyncio.wait_for(push(publishers, 3), 120)
-        waiting = asyncio.create_task(push(publishers, 4))
-        await asyncio.wait([waiting], timeout=0.05)
-        assert waiting.done()
-        waiting = asyncio.create_task(push(publishers, 5))
-        await asyncio.wait([waiting], timeout=0.05)
-        assert not waiting.done()
-        await pull(subscribers, 4)
-        await asyncio.wait_for(waiting, 120)
-
-    asyncio.run(work())
-
-
-def test_a_fetch_over_a_slow_link_fails_after_its_patience():
-    async def work():
-        weights = initial()
-        publishers, _ = make(weights)
-        await push(publishers, 0)
-        subscriber = MemorySubscriber(publishers, 0, patience=0.1)
-        subscriber.read_takes = 0.2
-        with pytest.raises(
-            TransferFailed, match="fetch of version 0: 0.0 MiB did not arrive within 0 s"
-        ):
-            await subscriber.fetch(0)
-        subscriber.late()  # the transfer continues after the fetch failed
-        with pytest.raises(RunError, match="pull of version 0: fetched is None"):
-            subscriber.pull(0)
-        subscriber._patience = 60.0
-        await pull([subscriber], 0)
-        assert same(subscriber.shards, weights, 0)
-
-    asyncio.run(work())
-
-
-def test_a_cancelled_publish_does_not_write_into_the_next_one():
-    async def work():
-        weights = initial()
-        publishers, subscribers = make(weights)
-        gates = publishers[0].gates
-        gates.closed = True
-        cancelled = asyncio.create_task(publishers[0].publish(0))
-        while gates.at != "pack":
-            gates.let_on()
-            await asyncio.sleep(0.01)
-        cancelled.cancel()
-        await asyncio.wait([cancelled])
-        gates.closed = False
-        stuck = gates.waiting
-        change(weights, 1.0, seed=0)
+@in_a_loop
+async def test_versions_arrive_cast_in_any_order():
+    weights = initial()
+    publishers, subscribers = make(weights)
+    for version in (3, 4, 6, 8, 8, 2):
+        change(weights, 1.0, seed=version)
         expected = copied(weights)
-        again = asyncio.create_task(publishers[0].publish(1))
-        await asyncio.wait([again], timeout=0.2)
-        if again.done():
-            change(weights, 1.0, seed=1)
-        stuck.set_result(None)
-        await asyncio.wait_for(again, 120)
-        publishers[0].close()
-        await asyncio.wait_for(publishers[1].publish(1), 120)
-        await pull(subscribers[:1], 1)
-        assert same(subscribers[0].shards, expected, 0)
-
-    asyncio.run(work())
+        await push(publishers, version)
+        change(weights, 1.0, seed=99)  # changes after the publish do not arrive
+        await pull(subscribers, version)
+        assert holds(subscribers, expected)
 
 
-def test_a_publish_cancelled_at_its_end_is_not_confused_with_the_next_one():
-    async def work():
-        weights = initial()
-        publishers, (subscriber, _) = make(weights)
-        await publishers[1].publish(0)
-        gates = publishers[0].gates
-        gates.closed = True
-        cancelled = asyncio.create_task(publishers[0].publish(0))
-        while (numbers := publishers[0]._header[:, 0]).max() == 0 or (numbers % 2).any():
-            gates.let_on()
-            await asyncio.sleep(0.01)
-        cancelled.cancel()
-        await asyncio.wait([cancelled])
-        gates.closed = False
-        await pull([subscriber], 0)
-        change(weights, 1.0, seed=0)
-        await push(publishers, 1)
-        await pull([subscriber], 1)
-        assert same(subscriber.shards, weights, 0)
-
-    asyncio.run(work())
-
-
-def test_a_restarted_publisher_is_not_confused_with_the_previous_one():
-    async def work():
-        weights = initial()
-        publishers, (subscriber, _) = make(weights, delta=True)
-        await push(publishers, 0)
-        await pull([subscriber], 0)
-        change(weights, 1.0, seed=0)
-        subscriber.publishers, _ = make(weights, delta=True)
-        for version in (0, 1):
-            await push(subscriber.publishers, version)
-            await pull([subscriber], version)
-            assert same(subscriber.shards, weights, 0)
-            change(weights, 0.01, seed=1)
-
-    asyncio.run(work())
+@in_a_loop
+async def test_only_changes_are_read_if_they_are_smaller():
+    weights = initial()
+    publishers, subscribers = make(weights, delta=True, patience=0.0)
+    sent = await push(publishers, 0)
+    assert (
+        sent.bytes_sent
+        == sent.bytes_full
+        == sum(b.numel * 2 * len(b.readers) for b in publishers[0].blobs)
+    )
+    await pull(subscribers, 0)
+    weights["rows"][0, 0] += 1.0
+    sent = await push(publishers, 1)
+    assert sent == Sent(
+        sent.bytes_full, 4 * sum(len(b.readers) for b in publishers[0].blobs) + 2 + 2
+    )
+    await subscribers[0].fetch(1)
+    assert all(read.delta for read in subscribers[0].reads)
+    subscribers[0].pull(1)
+    change(weights, 1.0, seed=1)
+    sent = await push(publishers, 2)
+    assert sent.bytes_sent == sent.bytes_full
+    await subscribers[0].fetch(2)
+    assert not any(read.delta for read in subscribers[0].reads)
+    weights["rows"][0, 0] += 1.0
+    await push(publishers, 3)
+    await pull(subscribers, 3)  # the second skipped two versions
+    assert not any(read.delta for read in subscribers[1].reads)
+    assert all(read.delta for read in subscribers[0].reads)
+    assert holds(subscribers, weights)
 
 
-def test_a_pull_in_the_middle_of_a_fetch_is_refused():
-    async def work():
-        weights = initial()
-        publishers, (subscriber, _) = make(weights)
-        await push(publishers, 0)
+@in_a_loop
+async def test_a_missing_version_is_refused_with_the_versions_that_exist():
+    weights = initial()
+    publishers, subscribers = make(weights)
+    with pytest.raises(VersionGone, match="fetch of version 0: trainer rank 0 holds nothing"):
+        await subscribers[0].fetch(0)
+    await push(publishers, 0)
+    await publishers[0].publish(1)
+    with pytest.raises(RunError, match="fetch of version 1: trainer rank 1 holds 0"):
+        await subscribers[0].fetch(1)
+    with pytest.raises(
+        RunError, match=r"pull of version 0: fetched is None; call fetch\(0\) first"
+    ):
+        subscribers[0].pull(0)
+    await subscribers[0].fetch(0)
+    with pytest.raises(RunError, match="pull of version 1: fetched is 0"):
+        subscribers[0].pull(1)
+
+
+@in_a_loop
+async def test_a_slot_waits_for_its_readers_but_only_once_for_a_dead_one():
+    weights = initial()
+    publishers, (here, gone) = make(weights, patience=3600.0)
+    await push(publishers, 0)
+    await push(publishers, 1)
+    waiting = asyncio.create_task(publishers[0].publish(2))
+    for subscriber in (here, gone):
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        await subscriber.fetch(1)
+    await waiting
+    await publishers[1].publish(2)
+    await push(publishers, 3)
+    await here.fetch(3)
+    publishers[0]._patience = 0.2
+    start = time.monotonic()
+    await publishers[0].publish(4)
+    assert time.monotonic() - start >= 0.2
+    publishers[1]._patience = 0.2
+    await publishers[1].publish(4)
+    await here.fetch(4)
+    for publisher in publishers:
+        publisher._patience = 3600.0
+    await asyncio.wait_for(push(publishers, 5), 120)
+    with pytest.raises(RunError, match="fetch of version 3: trainer rank 0 holds 4 and 5"):
+        await gone.fetch(3)
+    await gone.fetch(4)
+    await here.fetch(5)
+    await asyncio.wait_for(push(publishers, 6), 120)
+    waiting = asyncio.create_task(push(publishers, 7))
+    await asyncio.sleep(0.05)
+    assert not waiting.done()  # the reader fetched again, so the publisher waits for it
+    await gone.fetch(6)
+    await asyncio.wait_for(waiting, 120)
+
+
+@in_a_loop
+async def test_a_publish_does_not_wait_for_an_excused_generator():
+    publishers, subscribers = make(initial(), patience=3600.0)
+    await push(publishers, 0)
+    await push(publishers, 1)
+    waiting = asyncio.create_task(push(publishers, 2))
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    for publisher in publishers:
+        publisher.excuse(0)
+    await asyncio.wait_for(waiting, 120)
+    await pull(subscribers, 2)  # a new generator with its number, which the publisher waits for
+    await asyncio.wait_for(push(publishers, 3), 120)
+    waiting = asyncio.create_task(push(publishers, 4))
+    await asyncio.wait([waiting], timeout=0.05)
+    assert waiting.done()
+    waiting = asyncio.create_task(push(publishers, 5))
+    await asyncio.wait([waiting], timeout=0.05)
+    assert not waiting.done()
+    await pull(subscribers, 4)
+    await asyncio.wait_for(waiting, 120)
+
+
+@in_a_loop
+async def test_a_fetch_over_a_slow_link_fails_after_its_patience():
+    weights = initial()
+    publishers, _ = make(weights)
+    await push(publishers, 0)
+    subscriber = MemorySubscriber(publishers, 0, patience=0.1)
+    subscriber.read_takes = 0.2
+    with pytest.raises(
+        TransferFailed, match="fetch of version 0: 0.0 MiB did not arrive within 0 s"
+    ):
         await subscriber.fetch(0)
-        change(weights, 1.0, seed=0)
-        await push(publishers, 1)
-        subscriber.gates.closed = True
-        fetching = asyncio.create_task(subscriber.fetch(1))
-        while subscriber.gates.at != "read":
-            subscriber.gates.let_on()
-            await asyncio.sleep(0.01)
-        with pytest.raises(RunError, match="pull of version 0: fetched is None"):
-            subscriber.pull(0)
-        assert all(shard.tensor.isnan().all() for shard in subscriber.shards)
-        subscriber.gates.closed = False
-        subscriber.gates.let_on()
-        await fetching
-        assert subscriber.pull(1) == 1
-        assert same(subscriber.shards, weights, 0)
+    subscriber.late()  # the transfer continues after the fetch failed
+    with pytest.raises(RunError, match="pull of version 0: fetched is None"):
+        subscriber.pull(0)
+    subscriber._patience = 60.0
+    await pull([subscriber], 0)
+    assert same(subscriber.shards, weights, 0)
 
-    asyncio.run(work())
+
+@in_a_loop
+async def test_a_cancelled_publish_does_not_write_into_the_next_one():
+    weights = initial()
+    publishers, subscribers = make(weights)
+    gates = publishers[0].gates
+    gates.closed = True
+    cancelled = asyncio.create_task(publishers[0].publish(0))
+    while gates.at != "pack":
+        gates.let_on()
+        await asyncio.sleep(0.01)
+    cancelled.cancel()
+    await asyncio.wait([cancelled])
+    gates.closed = False
+    stuck = gates.waiting
+    change(weights, 1.0, seed=0)
+    expected = copied(weights)
+    again = asyncio.create_task(publishers[0].publish(1))
+    await asyncio.wait([again], timeout=0.2)
+    if again.done():
+        change(weights, 1.0, seed=1)
+    stuck.set_result(None)
+    await asyncio.wait_for(again, 120)
+    publishers[0].close()
+    await asyncio.wait_for(publishers[1].publish(1), 120)
+    await pull(subscribers[:1], 1)
+    assert same(subscribers[0].shards, expected, 0)
+
+
+@in_a_loop
+async def test_a_publish_cancelled_at_its_end_is_not_confused_with_the_next_one():
+    weights = initial()
+    publishers, (subscriber, _) = make(weights)
+    await publishers[1].publish(0)
+    gates = publishers[0].gates
+    gates.closed = True
+    cancelled = asyncio.create_task(publishers[0].publish(0))
+    while (numbers := publishers[0]._header[:, 0]).max() == 0 or (numbers % 2).any():
+        gates.let_on()
+        await asyncio.sleep(0.01)
+    cancelled.cancel()
+    await asyncio.wait([cancelled])
+    gates.closed = False
+    await pull([subscriber], 0)
+    change(weights, 1.0, seed=0)
+    await push(publishers, 1)
+    await pull([subscriber], 1)
+    assert same(subscriber.shards, weights, 0)
+
+
+@in_a_loop
+async def test_a_restarted_publisher_is_not_confused_with_the_previous_one():
+    weights = initial()
+    publishers, (subscriber, _) = make(weights, delta=True)
+    await push(publishers, 0)
+    await pull([subscriber], 0)
+    change(weights, 1.0, seed=0)
+    subscriber.publishers, _ = make(weights, delta=True)
+    for version in (0, 1):
+        await push(subscriber.publishers, version)
+        await pull([subscriber], version)
+        assert same(subscriber.shards, weights, 0)
+        change(weights, 0.01, seed=1)
+
+
+@in_a_loop
+async def test_a_pull_in_the_middle_of_a_fetch_is_refused():
+    weights = initial()
+    publishers, (subscriber, _) = make(weights)
+    await push(publishers, 0)
+    await subscriber.fetch(0)
+    change(weights, 1.0, seed=0)
+    await push(publishers, 1)
+    subscriber.gates.closed = True
+    fetching = asyncio.create_task(subscriber.fetch(1))
+    while subscriber.gates.at != "read":
+        subscriber.gates.let_on()
+        await asyncio.sleep(0.01)
+    with pytest.raises(RunError, match="pull of version 0: fetched is None"):
+        subscriber.pull(0)
+    assert all(shard.tensor.isnan().all() for shard in subscriber.shards)
+    subscriber.gates.closed = False
+    subscriber.gates.let_on()
+    await fetching
+    assert subscriber.pull(1) == 1
+    assert same(subscriber.shards, weights, 0)
 
 
 def test_a_generator_of_another_dtype_or_layout_is_refused():

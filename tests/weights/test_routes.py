@@ -5,8 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl.model.digest import digests, merge_digests
-from rl.model.shards import Box, Layout, Region, Shard
+from rl.model.shards import Box, Layout, Region
 from rl.weights.routes import plan_push, plan_routes
 
 
@@ -111,30 +110,3 @@ def test_a_plan_describes_the_bytes_between_ranks():
         "     0         6         3.0  0: 0.5, 1: 0.5, 2: 0.5, 3: 0.5, 2 others: 1.0",
         "     1         6         3.0  0: 0.5, 1: 0.5, 2: 0.5, 3: 0.5, 2 others: 1.0",
     ]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_digest_does_not_depend_on_the_sharding_and_detects_bits_and_swaps(dtype):
-    whole = torch.randn(6, 10).to(dtype)
-    shape = tuple(whole.shape)
-    full = Box.whole(shape)
-
-    def digest(tensor: torch.Tensor, dim: int, shards: int) -> dict[str, str]:
-        boxes = [cut(shape, dim, shards, i) for i in range(shards)]
-        return merge_digests(
-            digests([Shard(Region("w", shape, b), tensor[b.slices_in(full)])]) for b in boxes
-        )
-
-    expected = digest(whole, 0, 1)
-    assert digest(whole, 0, 3) == digest(whole, 1, 5) == expected
-    flipped = whole.clone()
-    flipped[3, 4] = torch.nextafter(flipped[3, 4], torch.tensor(9e9, dtype=dtype))
-    assert digest(flipped, 0, 2) != expected
-    swapped = whole[[1, 0, 2, 3, 4, 5]]
-    assert digest(swapped, 1, 2) != expected
-
-
-def test_replicas_that_differ_are_named():
-    box = Box((0,), (4,))
-    with pytest.raises(ValueError, match="parameter w: two ranks hold different values"):
-        merge_digests([{("w", box): 1}, {("w", box): 2}])

@@ -8,7 +8,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from rl.errors import RunError
 from rl.weights.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber
-from tests.weights.test_shared_memory import SHAPE, rows
+from tests.weights.test_shared_memory import SHAPE, moved, rows
+
+HASTY = moved(torch.float32, patience=0.0)
 
 
 class Protocol(RuleBasedStateMachine):
@@ -26,8 +28,10 @@ class Protocol(RuleBasedStateMachine):
     def start_trainer(self):
         """Start both ranks with two published versions, and readers that hold nothing."""
         self.writers = [
-            SharedMemoryPublisher([rows(torch.zeros(SHAPE), s, s + 3)], torch.float32, patience=0.0)
-            for s in (0, 3)
+            SharedMemoryPublisher(
+                [rows(torch.zeros(SHAPE), 3 * rank, 3 * rank + 3)], HASTY, rank=rank
+            )
+            for rank in (0, 1)
         ]
         self.writing: list = [None, None]
         self.dead = False
@@ -42,9 +46,7 @@ class Protocol(RuleBasedStateMachine):
     def fresh_reader(self, number: int) -> tuple[SharedMemorySubscriber, torch.Tensor]:
         pulled = torch.zeros(SHAPE)
         segments = [writer.address for writer in self.writers]
-        return SharedMemorySubscriber(
-            segments, [rows(pulled, 1, 5)], reader=number, patience=0.0
-        ), pulled
+        return SharedMemorySubscriber(segments, [rows(pulled, 1, 5)], HASTY, rank=number), pulled
 
     @rule(rank=st.sampled_from([0, 1]))
     def step_of_a_writer(self, rank):

@@ -10,7 +10,6 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from monarch.actor import ActorError
 
 from rl.weights import streams
 from rl.weights.relays import RelayTree
@@ -23,13 +22,13 @@ from tests.weights.network import (
     RANKS,
     change,
     copied,
+    in_a_loop,
     initial,
     live_parts,
     same,
     trainer_parts,
     transfer,
 )
-from tests.weights.ranks import call, check_a_killed_reader, check_pushes
 from tests.weights.relay_reader import PIECE_BYTES
 
 WAIT_S = 60.0
@@ -71,10 +70,6 @@ def opened(monkeypatch):
         yield make
 
 
-def run(work) -> None:
-    asyncio.run(asyncio.wait_for(work(), WAIT_S))
-
-
 async def publish(publishers, version) -> int:
     """Return the bytes that a generator reads."""
     return sum([(await publisher.publish(version)).bytes_sent for publisher in publishers])
@@ -96,54 +91,48 @@ def hold(generators, weights) -> bool:
 
 
 @pytest.mark.parametrize("delta", [False, True])
-def test_bytes_out_of_the_trainer_do_not_depend_on_the_number_of_generators(opened, delta):
-    async def work():
-        for hosts in ([2], [2, 3, 4, 5], [2, 2, 3, 3]):
-            weights = initial()
-            publishers, generators = opened(weights, hosts, delta=delta)
-            expected = 0
-            for version in range(3):
-                expected += await publish(publishers, version)
-                await pull(generators, version)
-                assert hold(generators, weights)
-                change(weights, 0.01, seed=version)
-            assert sum(publisher.bytes_sent for publisher in publishers) == expected
-
-    run(work)
-
-
-def test_with_a_fan_out_the_trainer_sends_to_as_many_hosts(opened):
-    async def work():
+@in_a_loop
+async def test_bytes_out_of_the_trainer_do_not_depend_on_the_number_of_generators(opened, delta):
+    for hosts in ([2], [2, 3, 4, 5], [2, 2, 3, 3]):
         weights = initial()
-        publishers, generators = opened(weights, [2, 3, 4, 5], fan_out=3)
-        size = await publish(publishers, 0)
-        await pull(generators, 0)
-        assert hold(generators, weights)
-        assert sum(publisher.bytes_sent for publisher in publishers) == 3 * size
+        publishers, generators = opened(weights, hosts, delta=delta)
+        expected = 0
+        for version in range(3):
+            expected += await publish(publishers, version)
+            await pull(generators, version)
+            assert hold(generators, weights)
+            change(weights, 0.01, seed=version)
+        assert sum(publisher.bytes_sent for publisher in publishers) == expected
 
-    run(work)
+
+@in_a_loop
+async def test_with_a_fan_out_the_trainer_sends_to_as_many_hosts(opened):
+    weights = initial()
+    publishers, generators = opened(weights, [2, 3, 4, 5], fan_out=3)
+    size = await publish(publishers, 0)
+    await pull(generators, 0)
+    assert hold(generators, weights)
+    assert sum(publisher.bytes_sent for publisher in publishers) == 3 * size
 
 
-def test_a_reader_of_an_older_version_is_not_served_a_newer_one(opened):
-    async def work():
-        weights = initial()
-        publishers, (first, second) = opened(weights, [2, 3], patience=0.0)
-        older = copied(weights)
-        await publish(publishers, 0)
-        for subscriber in (*first, *second):
-            subscriber._patience = WAIT_S
-        await pull([first], 0)
-        change(weights, 1.0, seed=0)
-        await publish(publishers, 1)
-        await pull([first], 1)
-        await pull([second], 0)  # its parent has the newer version
-        assert hold([first], weights)
-        assert hold([second], older)
-        await publish(publishers, 2)
-        with pytest.raises(VersionGone, match="trainer rank 0 holds 1 and 2"):
-            await second[0].fetch(0)
-
-    run(work)
+@in_a_loop
+async def test_a_reader_of_an_older_version_is_not_served_a_newer_one(opened):
+    weights = initial()
+    publishers, (first, second) = opened(weights, [2, 3], patience=0.0)
+    older = copied(weights)
+    await publish(publishers, 0)
+    for subscriber in (*first, *second):
+        subscriber._patience = WAIT_S
+    await pull([first], 0)
+    change(weights, 1.0, seed=0)
+    await publish(publishers, 1)
+    await pull([first], 1)
+    await pull([second], 0)  # its parent has the newer version
+    assert hold([first], weights)
+    assert hold([second], older)
+    await publish(publishers, 2)
+    with pytest.raises(VersionGone, match="trainer rank 0 holds 1 and 2"):
+        await second[0].fetch(0)
 
 
 def half_served(publisher) -> SharedBuffers:
@@ -155,57 +144,53 @@ def half_served(publisher) -> SharedBuffers:
     return half
 
 
-def test_a_version_that_is_overwritten_during_a_fetch_is_gone(opened):
-    async def work():
-        publishers, ((subscriber, _),) = opened(initial(), [2], patience=0.0)
-        subscriber._patience = WAIT_S
-        await publish(publishers, 0)
-        for publisher in publishers:
-            half_served(publisher)
-        fetching = asyncio.create_task(subscriber.fetch(0))
-        while not (slots := subscriber._server._slots) or not slots[0]._arrived:
-            await asyncio.sleep(0.01)
-        await publish(publishers, 1)
-        await publish(publishers, 2)
-        with pytest.raises(VersionGone, match="overwrote the version"):
-            await fetching
-
-    run(work)
+@in_a_loop
+async def test_a_version_that_is_overwritten_during_a_fetch_is_gone(opened):
+    publishers, ((subscriber, _),) = opened(initial(), [2], patience=0.0)
+    subscriber._patience = WAIT_S
+    await publish(publishers, 0)
+    for publisher in publishers:
+        half_served(publisher)
+    fetching = asyncio.create_task(subscriber.fetch(0))
+    while not (slots := subscriber._server._slots) or not slots[0]._arrived:
+        await asyncio.sleep(0.01)
+    await publish(publishers, 1)
+    await publish(publishers, 2)
+    with pytest.raises(VersionGone, match="overwrote the version"):
+        await fetching
 
 
 @pytest.mark.parametrize("fate", [signal.SIGKILL, signal.SIGSTOP])
-def test_readers_after_one_that_ends_or_hangs_get_the_whole_version(opened, fate):
-    async def work():
-        weights = initial()
-        publishers, _ = opened(weights, [], generators=3)
-        whole = await publish(publishers, 0)
-        halves = [half_served(publisher) for publisher in publishers]
-        half = sum(
-            (piece.stop - piece.start) * len(publisher.blobs[piece.buffer.blob].readers)
-            for publisher, buffers in zip(publishers, halves, strict=True)
-            for piece in buffers.pieces[::2]
-        )
-        addresses = [publisher.address for publisher in publishers]
-        readers = []
-        try:
-            for number in range(3):
-                readers.append(start_reader(addresses, number, weights))
-                while await said_by(readers[-1]) != f"got {half}":
-                    pass
-            os.kill(readers[0][0].pid, fate)
-            for buffers in halves:
-                buffers.arrive(buffers.pieces[1::2])
-            for reader in readers[1:]:
-                while (said := await said_by(reader)).startswith("got"):
-                    pass
-                assert said == "exact True"
-        finally:
-            for process, _ in readers:
-                process.kill()
-                process.join()
-        assert sum(publisher.bytes_sent for publisher in publishers) <= 2 * whole - half
-
-    run(work)
+@in_a_loop
+async def test_readers_after_one_that_ends_or_hangs_get_the_whole_version(opened, fate):
+    weights = initial()
+    publishers, _ = opened(weights, [], generators=3)
+    whole = await publish(publishers, 0)
+    halves = [half_served(publisher) for publisher in publishers]
+    half = sum(
+        (piece.stop - piece.start) * len(publisher.blobs[piece.buffer.blob].readers)
+        for publisher, buffers in zip(publishers, halves, strict=True)
+        for piece in buffers.pieces[::2]
+    )
+    addresses = [publisher.address for publisher in publishers]
+    readers = []
+    try:
+        for number in range(3):
+            readers.append(start_reader(addresses, number, weights))
+            while await said_by(readers[-1]) != f"got {half}":
+                pass
+        os.kill(readers[0][0].pid, fate)
+        for buffers in halves:
+            buffers.arrive(buffers.pieces[1::2])
+        for reader in readers[1:]:
+            while (said := await said_by(reader)).startswith("got"):
+                pass
+            assert said == "exact True"
+    finally:
+        for process, _ in readers:
+            process.kill()
+            process.join()
+    assert sum(publisher.bytes_sent for publisher in publishers) <= 2 * whole - half
 
 
 def start_reader(addresses, number, weights):
@@ -257,11 +242,7 @@ def test_a_server_answers_only_requests_with_its_token():
 def test_each_host_reads_once_from_another_host():
     def placed(fan_out, hosts):
         tree = RelayTree(fan_out, "t")
-        parents = []
-        for reader, host in enumerate(hosts):
-            parent = tree.place(reader, 0, 2, Address(host, reader, ""))
-            parents.append(None if parent is None else parent.port)
-        return tree, parents
+        return tree, [parent_in(tree, reader, host) for reader, host in enumerate(hosts)]
 
     assert placed(1, "abcd")[1] == [None, 0, 1, 2]
     assert placed(1, "aabbab")[1] == [None, 0, 0, 2, 1, 3]
@@ -269,11 +250,19 @@ def test_each_host_reads_once_from_another_host():
     assert placed(2, "abcdef")[1] == [None, None, 0, 0, 1, 1]
     assert placed(9, "abcd")[1] == [None] * 4
     tree, _ = placed(1, "abc")
-    assert tree.place(0, 0, 2, Address("a", 0, "")) is None  # it was started again
-    assert tree.place(3, 0, 2, Address("d", 3, "")).port == 2
-    assert tree.place(4, 0, 4, Address("d", 4, "")) is None  # another push
+    assert parent_in(tree, 0, "a") is None  # it was started again
+    assert parent_in(tree, 3, "d") == 2
+    assert parent_in(tree, 4, "d", push=4) is None
     tree.forget(0)
-    assert tree.place(5, 0, 2, Address("e", 5, "")) is None
+    assert parent_in(tree, 5, "e") is None
+    tree, _ = placed(1, "aa")
+    assert [parent_in(tree, reader, "a") for reader in (0, 1, 0, 1)] == [None, 0] * 2
+
+
+def parent_in(tree: RelayTree, reader: int, host: str, push: int = 2) -> int | None:
+    """Give a reader a place; return its parent."""
+    parent = tree.place(reader, 0, push, Address(host, reader, ""))
+    return None if parent is None else parent.port
 
 
 @pytest.mark.parametrize("hosts", ["aa", "ab", "aab", "abc", "aabbcc"])
@@ -284,31 +273,7 @@ def test_no_two_readers_wait_for_each_other_whoever_asks_again(hosts, fan_out):
     rng = random.Random(hosts)
     readers = [*range(len(hosts))]
     for reader in readers + rng.choices(readers, k=200):
-        parent = tree.place(reader, 0, 2, Address(hosts[reader], reader, ""))
-        parents[reader] = None if parent is None else parent.port
-        above = parents[reader]
+        above = parents[reader] = parent_in(tree, reader, hosts[reader])
         for _ in readers:
             above = None if above is None else parents[above]
         assert above is None
-
-
-def test_readers_of_one_host_that_both_ask_again_form_a_chain():
-    tree = RelayTree(1, "t")
-    first, second = (Address("a", reader, "") for reader in range(2))
-    for _ in range(3):
-        assert tree.place(0, 0, 2, first) is None
-        assert tree.place(1, 0, 2, second) == first
-
-
-def test_every_version_arrives_bit_for_bit(with_procs):
-    with_procs(lambda spawn: check_pushes(spawn("trainer"), spawn("generator"), "tcp", range(5)))
-
-
-def test_a_killed_reader_does_not_block_and_its_successor_fetches_whole_blobs(with_procs):
-    async def work(spawn):
-        publishers, readers = await check_a_killed_reader(spawn, "tcp")
-        await call(publishers.close)
-        with pytest.raises(ActorError, match=r"trainer rank [01] at .* cannot be reached"):
-            await call(readers.pull, 5)
-
-    with_procs(work)

@@ -96,8 +96,10 @@ class Generator(Actor):
         return Timed(None, [*self._loop.take_work(), ("fetch", begin, time.time())])
 
     @concurrent_endpoint
-    async def generate(self, requests: list[GenerationRequest]) -> tuple[list[Completion], Metrics]:
-        return await self._loop.generate(requests), self._loop.take_load()
+    async def generate(
+        self, requests: list[GenerationRequest], fresh: bool
+    ) -> tuple[list[Completion], Metrics]:
+        return await self._loop.generate(requests, fresh=fresh), self._loop.take_load()
 
     @concurrent_endpoint
     async def abort(self, *request_ids: str) -> None:
@@ -108,7 +110,6 @@ class Generator(Actor):
 
     serve = _loop_endpoint("serve")
     pull_weights = _loop_endpoint("pull")
-    reset_prefix_cache = _loop_endpoint("reset_prefix_cache")
     activations = _loop_endpoint("activations")
     take_activations = _loop_endpoint("take_activations")
     close = _loop_endpoint("close")
@@ -195,10 +196,9 @@ class GeneratorMesh(Mesh):
 
         ``fresh``: do not use cached prefixes of earlier requests.
         """
-        if fresh and self._has_prefixes:
-            await self.call("reset_prefix_cache", rank=0)
+        fresh = fresh and self._has_prefixes
         self._has_prefixes = True
-        ((completions, load),) = await self.call("generate", requests, rank=0)
+        ((completions, load),) = await self.call("generate", requests, fresh, rank=0)
         self._load = Metrics.merged([self._load, load])
         return completions
 

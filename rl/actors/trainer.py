@@ -16,7 +16,7 @@ from rl.actors.worker import ModelWorker, WorkerGroup
 from rl.model.shards import Layout, layout_of
 from rl.platform import memory_domain
 from rl.types import Place
-from rl.weights.transport import Publisher, Sent, Transfer, open_publisher
+from rl.weights.transport import Publisher, Transfer, open_publisher
 
 CLOSE_STORE_S = 10.0
 
@@ -24,7 +24,8 @@ CLOSE_STORE_S = 10.0
 class PolicyTrainer(ModelWorker):
     """One rank.
 
-    A push overlaps with the engine's next call. A call that changes the weights waits for it.
+    ``forward`` and ``forward_backward`` may run during a push. Calls that change or move the
+    weights wait for the push.
     """
 
     publisher: Publisher | None = None
@@ -45,10 +46,9 @@ class PolicyTrainer(ModelWorker):
         async with self._weights:
             assert self.publisher is not None, "open_publisher comes first"
             self.engine.require_resident("push_weights", "model")
-            version = self.engine.version
             begin = time.time()
-            sent = await self.publisher.publish(version)
-            return Timed((version, sent), [("publish", begin, time.time())])
+            sent = await self.publisher.publish(self.engine.version)
+            return Timed(sent, [("publish", begin, time.time())])
 
     @concurrent_endpoint
     async def excuse(self, generator: int) -> None:
@@ -76,28 +76,12 @@ class TrainerMesh(WorkerGroup):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._store: StoreProcess | None = None
-        self._patience = 0.0
 
     async def open_publishers(self, transfer: Transfer) -> list[Any]:
         """Make each rank ready to push; return the addresses that generators connect to."""
         if transfer.transport == "torchstore" and self._store is None:
             self._store = await StoreProcess.start(self.hosts)
-        self._patience = transfer.patience
         return await self.call("open_publisher", transfer)
-
-    async def push_weights(self) -> tuple[int, Sent]:
-        """Make the current weights readable; return their version and the bytes of all ranks.
-
-        ``forward`` and ``forward_backward`` may run meanwhile. Calls that change or move the
-        weights wait for the push.
-        """
-        answers = await self.call("push_weights", patience=self._patience)
-        sent = [sent for _, sent in answers]
-        return answers[0][0], Sent(sum(s.bytes_full for s in sent), sum(s.bytes_sent for s in sent))
-
-    async def excuse(self, generator: int) -> None:
-        """Stop waiting for reads of generator number ``generator``, which has left the run."""
-        await self.call("excuse", generator)
 
     async def stop(self) -> None:
         """End the processes, whatever they are doing. Raises nothing."""

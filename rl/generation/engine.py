@@ -1,17 +1,18 @@
 """One rank's vLLM engine, in this process, with weights that are changed in place."""
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 
 from rl.compat import vllm_internals
 from rl.errors import RunError
-from rl.generation.activations import forced
 from rl.generation.config import GeneratorConfig
 from rl.generation.requests import Requests
 from rl.generation.start import start_vllm
-from rl.model.activations import Activations
+from rl.model.activations import Activations, Recorder
 from rl.model.host_memory import HostMemory
 from rl.model.shape import ModelConfig, shape_of
 from rl.model.shards import Shard, local_shards
@@ -207,7 +208,7 @@ class GenerationEngine:
         if sequence.fresh:
             self.reset_prefix_cache()
         self.add(sequence.request)
-        with forced(self._model, sequence) as recorder:
+        with _forced(self._model, sequence) as recorder:
             while self.busy:
                 self.step()
         return recorder.activations
@@ -255,6 +256,45 @@ class GenerationEngine:
         vllm_internals.shut_down(self._engine)
         del self._engine, self._requests, self._model, self._group
         gc.collect()  # reference cycles of vLLM keep the sockets of the process groups open
+
+
+@contextmanager
+def _forced(model, sequence: GivenSequence) -> Iterator[Recorder]:
+    """Make ``model``, a TillerQwen3ForCausalLM that gets no other request, sample the tokens of
+    ``sequence``; record its activations, logits and log-probs.
+    """
+    tokens = torch.tensor([*sequence.tokens])
+    recorder = Recorder(model.titan, sequence.positions)
+    kept = recorder.activations
+    kept.logprobs = torch.full((len(tokens),), torch.nan)
+    true_logits = model.compute_logits
+
+    def compute_logits(hidden_states: torch.Tensor) -> torch.Tensor:
+        logits = true_logits(hidden_states)
+        position = int(recorder.seen[-1])
+        assert kept.logprobs is not None
+        following = int(tokens[position + 1])
+        row = logits[0].float().cpu()
+        ids = None if sequence.sampling_mask is None else sequence.sampling_mask.ids(position + 1)
+        if ids is not None:
+            outside = torch.ones_like(row, dtype=torch.bool)
+            outside[torch.from_numpy(ids)] = False
+            row = row.masked_fill(outside, -torch.inf)
+        kept.logprobs[position + 1] = (row / sequence.temperature).log_softmax(0)[following]
+        if position in kept.positions:
+            if kept.logits is None:
+                kept.logits = torch.full((len(kept.positions), len(row)), torch.nan)
+            kept.logits[kept.positions.index(position)] = row
+        only = torch.full_like(logits, -torch.inf)
+        only[:, following] = 0.0
+        return only
+
+    model.compute_logits = compute_logits
+    try:
+        with recorder:
+            yield recorder
+    finally:
+        del model.compute_logits
 
 
 def _tp_group():

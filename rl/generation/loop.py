@@ -55,8 +55,8 @@ class EngineLoop:
     ``make_engine`` builds the engine in that thread. ``pull(engine, version)`` copies the weights
     of a policy version, or of a newer one, into ``engine.parameters()``; for a newer one it returns
     the version. With tensor parallelism every rank runs a loop and rank 0 leads: all ranks execute
-    its commands before the same step. ``generate``, ``abort``, ``pull``, ``reset_prefix_cache`` and
-    ``activations`` are for rank 0, the rest for every rank::
+    its commands before the same step. ``generate``, ``abort``, ``pull`` and ``activations`` are for
+    rank 0, the rest for every rank::
 
         loop = EngineLoop(make_engine, pull)
         await loop.start()
@@ -97,8 +97,13 @@ class EngineLoop:
         self._thread.start()
         await self.run_between_steps(lambda engine: None)
 
-    async def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
+    async def generate(
+        self, requests: list[GenerationRequest], *, fresh: bool = False
+    ) -> list[Completion]:
         """Return the completions of ``requests``, in their order; all start in the same step.
+
+        ``fresh``: reset the prefix cache of every rank before, which ends the loop if a request is
+        in flight.
 
         Raises ValueError if a request cannot be served or its id is in flight, RunError before the
         first ``pull``. If the caller is cancelled, the requests are aborted.
@@ -114,6 +119,8 @@ class EngineLoop:
                 engine.check(request)
             call = _Call(Command("add", requests), ids, {}, self._make_future())
             self._calls.update(dict.fromkeys(ids, call))
+            if fresh:
+                self._send(Command("reset_prefix_cache"))
             self._send(call.add)
         call.done.add_done_callback(lambda done: self._abort(call) if done.cancelled() else None)
         return await asyncio.wrap_future(call.done)
@@ -169,15 +176,6 @@ class EngineLoop:
             self._pulls.append((version, done))
             self._changed.notify()
         return await asyncio.wrap_future(done)
-
-    async def reset_prefix_cache(self) -> None:
-        """Reset the prefix cache of every rank before the next request.
-
-        Ends the loop if a request is in flight.
-        """
-        with self._changed:
-            self._leader()
-            self._send(Command("reset_prefix_cache"))
 
     async def activations(self, sequence: GivenSequence) -> None:
         """Make every rank compute its activations along ``sequence``, for ``take_activations``."""
@@ -346,25 +344,13 @@ class EngineLoop:
                 self._activations = engine.activations(argument)
 
     def _swap(self, engine: GenerationEngine, version: int) -> None:
-        """Pull on every rank, and complete all pulls up to the resulting version."""
-        began = time.perf_counter()
-        version = self._pull_everywhere(engine, version)
-        engine.weights_changed(version)
-        pulled = Pulled(version, time.perf_counter() - began)
-        with self._changed:
-            ended = time.time()
-            self._work.append(("pull", ended - pulled.pause_s, ended))
-            served = [done for wanted, done in self._pulls if wanted <= version]
-            self._pulls = [(wanted, done) for wanted, done in self._pulls if wanted > version]
-        for done in served:
-            _settle(done, pulled)
-
-    def _pull_everywhere(self, engine: GenerationEngine, version: int) -> int:
-        """Pull on every rank until all hold the same version, this or a newer one; return it.
+        """Pull on every rank until all hold the same version, this or a newer one; complete all
+        pulls up to that version.
 
         No rank continues to the next step, where it would wait endlessly, unless all ranks have
         the weights.
         """
+        began = time.perf_counter()
         current = oldest = NO_VERSION
         while oldest < version:
             wanted = version
@@ -378,7 +364,15 @@ class EngineLoop:
                 raise RunError(
                     f"another rank of this generator could not pull policy version {wanted}"
                 )
-        return version
+        engine.weights_changed(version)
+        pulled = Pulled(version, time.perf_counter() - began)
+        with self._changed:
+            ended = time.time()
+            self._work.append(("pull", ended - pulled.pause_s, ended))
+            served = [done for wanted, done in self._pulls if wanted <= version]
+            self._pulls = [(wanted, done) for wanted, done in self._pulls if wanted > version]
+        for done in served:
+            _settle(done, pulled)
 
     def _deliver(self, request_id: str, completion: Completion) -> None:
         with self._changed:

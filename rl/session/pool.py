@@ -122,11 +122,17 @@ class GeneratorPool:
         await asyncio.gather(*(mesh.stop() for mesh in (*self.meshes, *self._leaving)))
 
     async def _keep(self, mesh: GeneratorMesh) -> None:
-        """Start the generator again whenever it is lost. Raises failures that end the session."""
+        """Start the generator, bring it weights, and send it requests, again whenever it is lost.
+        Raises failures that end the session.
+        """
         while True:
             try:
                 if mesh not in self.router:
-                    await self._join(mesh)
+                    async with self.router.resident():
+                        await self._start(mesh)
+                    await self.push.join(mesh)
+                    self.router.join(mesh)
+                    self.events.emit("joined", process=mesh.name, text=f"{mesh.name} has joined")
                 raise await mesh.failed()
             except ActorFailure as failure:
                 if self.router.served.pop(mesh, 0):
@@ -134,14 +140,6 @@ class GeneratorPool:
                 self.router.leave(mesh)
                 self.recovery.survive(failure, "starting it again", generator=mesh.name)
                 await self.push.remove(mesh)
-
-    async def _join(self, mesh: GeneratorMesh) -> None:
-        """Start the generator unless it runs, bring it weights, and send it requests."""
-        async with self.router.resident():
-            await self._start(mesh)
-        await self.push.join(mesh)
-        self.router.join(mesh)
-        self.events.emit("joined", process=mesh.name, text=f"{mesh.name} has joined")
 
     async def _start(self, mesh: GeneratorMesh) -> None:
         mesh.watch = self.push.watch

@@ -22,6 +22,7 @@ from rl.session.residency import Residency
 from rl.weights.transport import Transfer, TransferFailed, VersionGone, choose_transport
 
 UNLIMITED = 1000
+NONE = -1  # version before the first
 RETRY_S = 1.0  # before a failed transfer is tried again; doubled each time
 
 
@@ -93,11 +94,10 @@ class WeightPush:
         self._generators = [*generators]
         self._unchecked.clear()
         self.checks.forget()
-        self.published = self.publish()
-        self.arrived = -1
         plan = await self._open()
-        await self._publish()
-        await self.pull(self.published)
+        self.published = self.arrived = NONE
+        async with background(self._publish_each()):
+            await self.pull(self.publish())
         return plan
 
     async def join(self, generator: GeneratorMesh) -> None:
@@ -112,14 +112,12 @@ class WeightPush:
         """Leave a generator out until it joins again. A publish under way stops waiting for it."""
         if generator in self._generators:
             self._generators.remove(generator)
-            await self.trainer.excuse(generator.number)
+            await self.trainer.call("excuse", generator.number)
 
     async def run(self) -> None:
         """Publish versions that were started, and compare versions that have arrived."""
         async with background(self._compare_each()):
-            while True:
-                await self._changed.until(self._may_publish)
-                await self._publish()
+            await self._publish_each()
 
     def publish(self) -> int:
         """Have ``run`` make the trainer's weights readable, if they changed since the last time;
@@ -163,10 +161,6 @@ class WeightPush:
             await self._changed.until(self._may_change)
             self._is_changing = True
 
-    def _may_publish(self) -> bool:
-        waits = self._in_order and self.arrived != self.published
-        return self.begun != self.published and not waits
-
     def _may_change(self) -> bool:
         late = self._compares and self.arrived != self.begun
         return self.begun == self.published and not late and not self._unchecked
@@ -181,7 +175,7 @@ class WeightPush:
         async with self.residency.of("generator", "model"):
             layouts = await asyncio.gather(*(generator.layouts() for generator in generators))
         domains = [domain for domain, _ in chain(sources, *layouts)]
-        self._transfer = Transfer(
+        transfer = Transfer(
             transport=choose_transport(weights.transport, domains, has_rdma=has_rdma()),
             dtype=generators[0].dtype,
             sources=tuple(layout for _, layout in sources),
@@ -192,27 +186,38 @@ class WeightPush:
         )
         # A reader of shared memory that hangs ends by the deadline of its call; the trainer waits
         # longer.
-        patience = deadlines.push if self._transfer.is_network else deadlines.call
-        patience += self._transfer.nbytes / (weights.min_gb_s * 1e9)
-        self._transfer = replace(self._transfer, patience=patience)
-        plan = self._transfer.describe()
+        patience = deadlines.push if transfer.is_network else deadlines.call
+        patience += transfer.nbytes / (weights.min_gb_s * 1e9)
+        self._transfer = replace(transfer, patience=patience)
         async with self.residency.of("trainer", "model"):
             self._addresses = await self.trainer.open_publishers(self._transfer)
         await asyncio.gather(*map(self._connect, generators))
-        return plan
+        return transfer.describe()
 
     async def _connect(self, generator: GeneratorMesh) -> None:
         async with self.residency.of("generator", "model"):
             await generator.connect(self._transfer, self._addresses)
 
-    async def _publish(self) -> None:
-        async with self.residency.of("trainer", "model"):
-            with self.watch.span("push"), self.watch.span("publish", "trainer"):
-                version, sent = await self.trainer.push_weights()
-        self.metrics = {"push/bytes": sent.bytes_full, "push/bytes_sent": sent.bytes_sent}
-        self.events.emit("pushed", version=version, metrics=self.metrics)
-        self.published = self.begun
-        self._changed.notify()
+    async def _publish_each(self) -> None:
+        """Make each version readable that was begun; in order, after the one before has arrived."""
+
+        def may_publish() -> bool:
+            waits = self._in_order and self.arrived != self.published
+            return self.begun != self.published and not waits
+
+        while True:
+            await self._changed.until(may_publish)
+            async with self.residency.of("trainer", "model"):
+                with self.watch.span("push"), self.watch.span("publish", "trainer"):
+                    patience = self._transfer.patience
+                    sent = await self.trainer.call("push_weights", patience=patience)
+            self.metrics = {
+                "push/bytes": sum(each.bytes_full for each in sent),
+                "push/bytes_sent": sum(each.bytes_sent for each in sent),
+            }
+            self.events.emit("pushed", version=self.begun, metrics=self.metrics)
+            self.published = self.begun
+            self._changed.notify()
 
     async def _pull(self, generator: GeneratorMesh, version: int) -> float:
         """Have a generator load ``version``, or a newer one; return the pause of generation, in s.

@@ -50,7 +50,7 @@ class Mesh:
     async def failed(self) -> ActorFailure:
         return await asyncio.Future()
 
-    async def call(self, name: str, *args: Any) -> Any:
+    async def call(self, name: str, *args: Any, **_: float) -> Any:
         return await getattr(self, name)(*args)
 
 
@@ -69,9 +69,9 @@ class Trainer(Mesh):
     async def open_publishers(self, transfer: Any) -> list[Any]:
         return ["address"] * RANKS
 
-    async def push_weights(self) -> tuple[int, Sent]:
+    async def push_weights(self) -> list[Sent]:
         await asyncio.sleep(0)
-        return self.version, Sent(0, 0)
+        return [Sent(0, 0)] * RANKS
 
     async def forward(self, batch: Batch, *, temperature: float) -> dict[str, torch.Tensor]:
         await asyncio.sleep(0)

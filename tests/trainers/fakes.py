@@ -61,7 +61,7 @@ class Mesh:
             raise await asyncio.wait_for(self.failed(), WAIT_S)
         self.alive()
 
-    async def call(self, name: str, *args: Any) -> Any:
+    async def call(self, name: str, *args: Any, **_: float) -> Any:
         return await getattr(self, name)(*args)
 
     def lose(self, call: str = "between calls") -> ActorFailure:
@@ -130,7 +130,7 @@ class Trainer(Mesh):
         self.alive()
         self.excused.append(generator)
 
-    async def push_weights(self) -> tuple[int, Sent]:
+    async def push_weights(self) -> list[Sent]:
         self.alive()
         version = self.version
         self.log.append(f"publish {version}")
@@ -141,7 +141,7 @@ class Trainer(Mesh):
             self._pushing -= 1
         assert self.version == version, "the weights changed under a push"
         self.slots[:] = [*self.slots, version][-2:]
-        return version, Sent(100, 60)
+        return [Sent(100, 60)]
 
     async def forward(self, batch: Batch, *, temperature: float) -> dict[str, torch.Tensor]:
         async with self._engine:

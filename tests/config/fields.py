@@ -364,7 +364,7 @@ ACTS: dict[str, dict[str, str]] = ALGORITHM_ACTS | {
         "test_every_token_in_flight_has_its_version_and_that_versions_logprob": "inflight_policy",
     },
     "WeightPushConfig": {
-        "weights/test_open.py::test_one_host_uses_shared_memory_and_several_use_a_network": (
+        "weights/test_transport.py::test_one_host_uses_shared_memory_and_several_use_a_network": (
             "transport"
         ),
         "weights/test_packed.py::test_only_changes_are_read_if_they_are_smaller": "delta",

@@ -1,4 +1,4 @@
-"""Calls that wait for a session in another thread: what they return, and what ends them."""
+"""What ends the calls of a blocking session. tests/session/test_blocking.py has a real one."""
 
 import asyncio
 import signal
@@ -17,7 +17,6 @@ class FakeSession:
 
     def __init__(self, *, start=None):
         self.log = []
-        self.version = 7
         self._start = start
 
     async def __aenter__(self):
@@ -47,9 +46,6 @@ class FakeSession:
         await asyncio.sleep(0.01)
         return 2 * number
 
-    async def fail(self):
-        raise ValueError("no")
-
     async def wait_for_ever(self):
         self.log.append("wait")
         try:
@@ -74,8 +70,11 @@ class FakeSession:
 
 
 @pytest.fixture(autouse=True)
-def no_thread_is_left():
+def clean():
+    """Have an alarm do what Ctrl-C does in a notebook. Assert that no thread is left."""
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     yield
+    signal.signal(signal.SIGALRM, before)
     assert "session" not in [thread.name for thread in threading.enumerate()]
 
 
@@ -85,31 +84,16 @@ def session():
         yield session
 
 
-def interrupt_soon(after_s: float = 0.2) -> None:
-    signal.setitimer(signal.ITIMER_REAL, after_s)
-
-
-@pytest.fixture(autouse=True)
-def alarms_interrupt():
-    """Have an alarm do what Ctrl-C does in a notebook."""
-    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGALRM, before)
-
-
-def test_verbs_return_their_results_and_raise_their_errors(session):
-    assert session.double(4) == 8
-    assert session.double(number=5) == 10
-    assert session.version == 7
-    assert session.thread() == "session"
-    with pytest.raises(ValueError, match="no"):
-        session.fail()
-    assert session.double(6) == 12
+def interrupted(call) -> None:
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    with pytest.raises(KeyboardInterrupt):
+        call()
 
 
 def test_public_names_are_the_verbs_and_their_docstrings(session):
-    assert {"double", "thread", "version", "open", "close"} <= {*dir(session)}
+    assert {"double", "thread", "open", "close"} <= {*dir(session)}
     assert session.double.__doc__ == "Return twice the number."
+    assert session.thread() == "session"
     for hidden in ("running", "_start", "nothing"):
         assert hidden not in dir(session)
         with pytest.raises(AttributeError, match=hidden):
@@ -119,7 +103,8 @@ def test_public_names_are_the_verbs_and_their_docstrings(session):
 def test_calls_of_several_threads_take_turns(session):
     given = []
     threads = [
-        threading.Thread(target=lambda i=i: given.append(session.double(i))) for i in range(8)
+        threading.Thread(target=lambda i=i: given.append(session.double(number=i)))
+        for i in range(8)
     ]
     for thread in threads:
         thread.start()
@@ -129,9 +114,7 @@ def test_calls_of_several_threads_take_turns(session):
 
 
 def test_ctrl_c_cancels_the_call_and_the_next_one_waits_until_it_has_ended(session):
-    interrupt_soon()
-    with pytest.raises(KeyboardInterrupt):
-        session.wait_for_ever()
+    interrupted(session.wait_for_ever)
     assert session.double(2) == 4
     assert session._session.log == ["start", "wait", "cancelled", "finished"]
 
@@ -140,14 +123,11 @@ def test_a_lost_model_is_raised_by_the_pending_call_and_by_every_later_one():
     session = BlockingSession(FakeSession()).open()
     lose = threading.Timer(0.2, lambda: session._loop.call_soon_threadsafe(session.lost.set))
     lose.start()
-    with pytest.raises(RankLost, match="trainer rank 0 died"):
-        session.wait_for_ever()
-    for _ in range(2):
+    calls = [session.wait_for_ever, *[lambda: session.double(1)] * 2, session.close]
+    for call in calls:
         with pytest.raises(RankLost, match="trainer rank 0 died"):
-            session.double(1)
+            call()
     assert "finished" not in session._session.log
-    with pytest.raises(RankLost, match="trainer rank 0 died"):
-        session.close()
     session.close()
 
 
@@ -156,8 +136,10 @@ def test_a_model_that_is_lost_between_calls_is_raised_at_the_end_of_the_block():
         session.lose()
 
 
-def test_second_close_does_nothing():
+def test_calls_before_open_and_after_close_are_errors_and_a_second_close_does_nothing():
     session = BlockingSession(FakeSession())
+    with pytest.raises(RunError, match="not open"):
+        session.double(1)
     session.close()
     session.open()
     session.close()
@@ -167,11 +149,6 @@ def test_second_close_does_nothing():
         session.double(1)
 
 
-def test_call_before_open_is_an_error():
-    with pytest.raises(RunError, match="not open"):
-        BlockingSession(FakeSession()).double(1)
-
-
 def test_an_error_in_the_block_ends_the_session_at_once():
     fake = FakeSession()
     with pytest.raises(ZeroDivisionError), BlockingSession(fake):
@@ -179,20 +156,10 @@ def test_an_error_in_the_block_ends_the_session_at_once():
     assert fake.log == ["start", "stop CancelledError"]
 
 
-def test_an_error_at_the_start_is_raised_by_open():
-    async def start():
+def test_an_error_and_ctrl_c_at_the_start_end_it():
+    async def fail():
         raise RunError("no device")
 
-    session = BlockingSession(FakeSession(start=start))
     with pytest.raises(RunError, match="no device"):
-        session.open()
-
-
-def test_ctrl_c_at_the_start_ends_it():
-    async def start():
-        await asyncio.sleep(1000)
-
-    session = BlockingSession(FakeSession(start=start))
-    interrupt_soon()
-    with pytest.raises(KeyboardInterrupt):
-        session.open()
+        BlockingSession(FakeSession(start=fail)).open()
+    interrupted(BlockingSession(FakeSession(start=lambda: asyncio.sleep(1000))).open)

@@ -6,6 +6,14 @@ import pytest
 
 from rl.session.concurrency import Signal, background
 
+ENDINGS = {
+    "returns": None,
+    "raises": ZeroDivisionError,
+    "its work fails": ValueError,
+    "work that was added fails": ValueError,
+    "is cancelled": asyncio.CancelledError,
+}
+
 
 async def forever(ended: list[str]) -> None:
     try:
@@ -19,70 +27,42 @@ async def fail(error: Exception, *, after: float = 0.0) -> None:
     raise error
 
 
-def test_work_ends_with_the_block():
-    async def main():
-        ended: list[str] = []
-        async with background(forever(ended)):
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_work_ends_with_the_block_and_the_first_failure_keeps_its_cause(ending):
+    ended: list[str] = []
+    first = ValueError("first")
+    first.__cause__ = KeyError("before it")
+    failing = [fail(first), fail(TypeError("second"), after=0.1)]
+
+    async def block() -> None:
+        work = failing if ending == "its work fails" else []
+        async with background(forever(ended), *work) as group:
             await asyncio.sleep(0)
-        return ended
-
-    assert asyncio.run(main()) == ["work"]
-
-
-def test_first_failure_ends_the_block_and_the_work_and_keeps_its_cause():
-    async def main():
-        ended: list[str] = []
-        first = ValueError("first")
-        first.__cause__ = KeyError("before it")
-        with pytest.raises(ValueError, match="first") as error:
-            async with background(
-                forever(ended), fail(first), fail(TypeError("second"), after=0.1)
-            ):
-                await asyncio.sleep(60)
-        return ended, error.value.__cause__
-
-    ended, cause = asyncio.run(main())
-    assert ended == ["work"]
-    assert isinstance(cause, KeyError)
-
-
-def test_exception_of_the_block_ends_the_work():
-    async def main():
-        ended: list[str] = []
-        with pytest.raises(ZeroDivisionError):
-            async with background(forever(ended)):
-                await asyncio.sleep(0)
+            if ending == "raises":
                 raise ZeroDivisionError
-        return ended
-
-    assert asyncio.run(main()) == ["work"]
-
-
-def test_added_work_that_fails_ends_the_rest():
-    async def main():
-        with pytest.raises(ValueError, match="late"):
-            async with background() as work:
-                work.create_task(fail(ValueError("late")))
+            if ending == "work that was added fails":
+                group.create_task(failing[0])
+            if ending != "returns":
                 await asyncio.sleep(60)
 
-    asyncio.run(main())
-
-
-def test_cancellation_from_outside_is_raised():
-    async def block(ended):
-        async with background(forever(ended)):
-            await asyncio.sleep(60)
-
-    async def main():
-        ended: list[str] = []
-        task = asyncio.ensure_future(block(ended))
+    async def main() -> None:
+        task = asyncio.ensure_future(block())
         await asyncio.sleep(0.01)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        return ended
+        if ending == "is cancelled":
+            task.cancel()
+        await asyncio.wait([task])
+        for each in failing:
+            each.close()
+        await task
 
-    assert asyncio.run(main()) == ["work"]
+    if ENDINGS[ending] is None:
+        asyncio.run(main())
+    else:
+        with pytest.raises(ENDINGS[ending]) as error:
+            asyncio.run(main())
+        assert ENDINGS[ending] is not ValueError or error.value is first
+    assert ended == ["work"]
+    assert isinstance(first.__cause__, KeyError)
 
 
 def test_signal_wakes_only_tasks_with_a_true_condition():

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from rl.algorithms.losses import dapo, grpo
 from rl.session.models import Models
 from rl.types import Batch
+from tests.loops import in_a_loop
 
 ROLES = ("trainer", "reference", "critic")
 NEEDS = {
@@ -114,112 +115,94 @@ CALLS = st.tuples(st.sampled_from(ROLES), st.sampled_from(list(NEEDS)))
     rounds=st.lists(st.lists(CALLS, max_size=6), max_size=6),
     pauses=st.lists(st.integers(0, 4), max_size=20),
 )
-def test_concurrent_calls_get_the_device_one_role_at_a_time(rounds, pauses):
+@in_a_loop
+async def test_concurrent_calls_get_the_device_one_role_at_a_time(rounds, pauses):
     device = Device()
-
-    async def run():
-        models = models_of(device, pauses)
-        await models.start_models()
-        for together in rounds:
-            answers = await asyncio.gather(*(call(models, *each) for each in together))
-            assert answers == [role for role, _ in together]
-            assert sum(bool(parts) for parts in device.holds.values()) <= 1
-
-    asyncio.run(asyncio.wait_for(run(), 60))
+    models = models_of(device, pauses)
+    await models.start_models()
+    for together in rounds:
+        answers = await asyncio.gather(*(call(models, *each) for each in together))
+        assert answers == [role for role, _ in together]
+        assert sum(bool(parts) for parts in device.holds.values()) <= 1
 
 
-def test_components_that_a_call_does_not_need_stay_in_host_memory():
+@in_a_loop
+async def test_components_that_a_call_does_not_need_stay_in_host_memory():
     device = Device()
-
-    async def run():
-        models = models_of(device, [])
-        await models.start_models()
-        await call(models, "trainer", "forward")
-        assert device.holds["trainer"] == {"model"}
-        await call(models, "trainer", "optim_step")
-        assert device.holds["trainer"] == {"model", "optimizer"}
-        moves = device.moves
-        await call(models, "trainer", "forward")
-        assert device.moves == moves
-
-    asyncio.run(asyncio.wait_for(run(), 60))
+    models = models_of(device, [])
+    await models.start_models()
+    await call(models, "trainer", "forward")
+    assert device.holds["trainer"] == {"model"}
+    await call(models, "trainer", "optim_step")
+    assert device.holds["trainer"] == {"model", "optimizer"}
+    moves = device.moves
+    await call(models, "trainer", "forward")
+    assert device.moves == moves
 
 
-def test_residency_is_fair():
-    async def run():
-        models = models_of(Device(), [5] * 100)
-        await models.start_models()
-        order = []
+@in_a_loop
+async def test_residency_is_fair():
+    models = models_of(Device(), [5] * 100)
+    await models.start_models()
+    order = []
 
-        async def noted(role):
-            await call(models, role, "forward")
-            order.append(role)
+    async def noted(role):
+        await call(models, role, "forward")
+        order.append(role)
 
-        await asyncio.gather(
-            noted("trainer"), noted("trainer"), noted("reference"), noted("trainer")
-        )
-        assert order == ["trainer", "trainer", "reference", "trainer"]
-
-    asyncio.run(asyncio.wait_for(run(), 60))
+    await asyncio.gather(noted("trainer"), noted("trainer"), noted("reference"), noted("trainer"))
+    assert order == ["trainer", "trainer", "reference", "trainer"]
 
 
 @pytest.mark.parametrize("shared", [(), ("reference", "critic")])
-def test_calls_on_separate_devices_overlap(shared):
+@in_a_loop
+async def test_calls_on_separate_devices_overlap(shared):
     """Each call ends only after the other has begun."""
     begun: set[str] = set()
+    models = Models({role: Group(role, Device(), []) for role in ROLES}, shared)
+    await models.start_models()
 
-    async def run():
-        models = Models({role: Group(role, Device(), []) for role in ROLES}, shared)
-        await models.start_models()
+    async def meet(role, other):
+        async with models._residency.of(role, "model"):
+            begun.add(role)
+            while other not in begun:
+                await asyncio.sleep(0)
 
-        async def meet(role, other):
-            async with models._residency.of(role, "model"):
-                begun.add(role)
-                while other not in begun:
-                    await asyncio.sleep(0)
-
-        await asyncio.gather(meet("trainer", "reference"), meet("reference", "trainer"))
-
-    asyncio.run(asyncio.wait_for(run(), 60))
+    await asyncio.gather(meet("trainer", "reference"), meet("reference", "trainer"))
 
 
-def test_lost_group_is_restarted_alone_on_the_device():
+@in_a_loop
+async def test_lost_group_is_restarted_alone_on_the_device():
     device = Device()
-
-    async def run():
-        models = models_of(device, [])
-        await models.start_models()
-        await call(models, "trainer", "forward")
-        lost = models._groups["trainer"]
-        await lost.stop()
-        await models.start_models()
-        assert lost.is_running
-        assert await call(models, "reference", "forward") == "reference"
-
-    asyncio.run(asyncio.wait_for(run(), 60))
+    models = models_of(device, [])
+    await models.start_models()
+    await call(models, "trainer", "forward")
+    lost = models._groups["trainer"]
+    await lost.stop()
+    await models.start_models()
+    assert lost.is_running
+    assert await call(models, "reference", "forward") == "reference"
 
 
 @pytest.mark.parametrize("shared", [(), ROLES])
-def test_changed_model_is_restarted_to_get_its_first_weights(shared):
-    async def run():
-        models = models_of(Device(), [], shared)
-        await models.start_models()
-        policy = models._groups["trainer"]
-        await models.load()
-        await models.init_model("trainer")
-        assert policy.starts == 1
-        await models.optim_step()
-        state, _ = await models.load()
-        assert state == {}  # none was saved before it was given up
-        assert (policy.starts, policy.weights) == (2, "first")
-        policy.saved = True
-        await models.optim_step()
-        assert (await models.load())[0] == {"step": 7}
-        assert policy.starts == 2
-        await models.init_model("trainer")
-        assert policy.starts == 3
-
-    asyncio.run(asyncio.wait_for(run(), 60))
+@in_a_loop
+async def test_changed_model_is_restarted_to_get_its_first_weights(shared):
+    models = models_of(Device(), [], shared)
+    await models.start_models()
+    policy = models._groups["trainer"]
+    await models.load()
+    await models.init_model("trainer")
+    assert policy.starts == 1
+    await models.optim_step()
+    state, _ = await models.load()
+    assert state == {}  # none was saved before it was given up
+    assert (policy.starts, policy.weights) == (2, "first")
+    policy.saved = True
+    await models.optim_step()
+    assert (await models.load())[0] == {"step": 7}
+    assert policy.starts == 2
+    await models.init_model("trainer")
+    assert policy.starts == 3
 
 
 @pytest.mark.parametrize(

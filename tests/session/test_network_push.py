@@ -19,8 +19,8 @@ from rl.session.push import WeightPush
 from rl.session.residency import Residency
 from rl.step_folders import StepFolders
 from rl.weights.transport import TransferFailed, VersionGone, WeightPushConfig
+from tests.loops import in_a_loop
 from tests.trainers.fakes import WAIT_S, Generator, Trainer
-from tests.weights.network import in_a_loop
 
 TOO_SLOW = TransferFailed("fetch of version 1: 15.0 MiB did not arrive within 60 s")
 GIB_15 = (Region("w", (15 * 2**29,), Box.whole((15 * 2**29,))),)

@@ -55,7 +55,9 @@ def requests(*names: str) -> list[GenerationRequest]:
     ]
 
 
-def play(scenario):
+def played(scenario):
+    """Make a test of ``scenario(router, a, b, ask)`` with two generators."""
+
     async def main():
         router = Router()
         replicas = [Replica("a"), Replica("b")]
@@ -63,12 +65,8 @@ def play(scenario):
             router.join(replica)
         tasks = []
 
-        async def ask(*names, affinity=None, alone=False):
-            call = (
-                router.generate(requests(*names), alone=True)
-                if alone
-                else router.generate(requests(*names), affinity=affinity)
-            )
+        async def ask(*names, **options):
+            call = router.generate(requests(*names), **options)
             tasks.append(asyncio.ensure_future(call))
             for _ in range(3):
                 await asyncio.sleep(0)
@@ -80,33 +78,13 @@ def play(scenario):
             for task in tasks:
                 task.cancel()
 
-    asyncio.run(main())
+    return lambda: asyncio.run(main())
 
 
-def test_least_loaded_generator_is_asked_and_equals_take_turns():
-    async def scenario(router, a, b, ask):
-        await ask("1", "2", "3")
-        await ask("4")
-        await ask("5")
-        await ask("6")
-        assert (a.asked, b.asked) == ([["1", "2", "3"]], [["4"], ["5"], ["6"]])
-        a.answer()
-        b.answer()
-        await asyncio.sleep(0.01)
-        for name in "789":
-            await ask(name)
-            a.answer()
-            b.answer()
-            await asyncio.sleep(0.01)
-        assert (a.asked[1:], b.asked[3:]) == ([["7"], ["9"]], [["8"]])
-
-    play(scenario)
-
-
-def test_affinity_keeps_a_generator_until_it_is_lost(monkeypatch):
-    monkeypatch.setattr("rl.session.router.AFFINITIES", 2)
-
-    async def scenario(router, a, b, ask):
+@played
+async def test_affinity_keeps_a_generator_until_it_is_lost(router, a, b, ask):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rl.session.router.AFFINITIES", 2)
         await ask("1", affinity="x")
         await ask("2", "3", affinity="x")
         await ask("4", affinity="y")
@@ -121,87 +99,73 @@ def test_affinity_keeps_a_generator_until_it_is_lost(monkeypatch):
         await ask("7", affinity="z")
         assert len(router._homes) == 2
 
-    play(scenario)
+
+@played
+async def test_requests_of_a_lost_generator_go_to_another(router, a, b, ask):
+    first = await ask("1")
+    a.answer(failure("died", a))
+    await asyncio.sleep(0.01)
+    assert b.asked == [["1"]]
+    await ask("2")
+    assert b.asked == [["1"], ["2"]]
+    b.answer()
+    assert await first == [SAID]
+    assert (router.served[a], router.served[b]) == (0, 2)
+    assert router.replicas == [b]
 
 
-def test_requests_of_a_lost_generator_go_to_another():
-    async def scenario(router, a, b, ask):
-        first = await ask("1")
-        a.answer(failure("died", a))
-        await asyncio.sleep(0.01)
-        assert b.asked == [["1"]]
-        await ask("2")
-        assert b.asked == [["1"], ["2"]]
-        b.answer()
-        assert await first == [SAID]
-        assert (router.served[a], router.served[b]) == (0, 2)
-        assert router.replicas == [b]
-
-    play(scenario)
+@played
+async def test_requests_wait_for_a_generator_to_join(router, a, b, ask):
+    router.leave(a)
+    router.leave(b)
+    waiting = await ask("1")
+    assert not a.asked + b.asked
+    router.join(b)
+    await asyncio.sleep(0.01)
+    b.answer()
+    assert await waiting == [SAID]
 
 
-def test_requests_wait_for_a_generator_to_join():
-    async def scenario(router, a, b, ask):
-        router.leave(a)
-        router.leave(b)
-        waiting = await ask("1")
-        assert not a.asked + b.asked
-        router.join(b)
-        await asyncio.sleep(0.01)
-        b.answer()
-        assert await waiting == [SAID]
-
-    play(scenario)
+@played
+async def test_exception_of_a_generator_is_not_retried(router, a, b, ask):
+    first = await ask("1")
+    a.answer(failure("raised", a))
+    with pytest.raises(ActorFailure, match="gone"):
+        await first
+    assert not b.asked
 
 
-def test_exception_of_a_generator_is_not_retried():
-    async def scenario(router, a, b, ask):
-        first = await ask("1")
-        a.answer(failure("raised", a))
-        with pytest.raises(ActorFailure, match="gone"):
-            await first
-        assert not b.asked
-
-    play(scenario)
-
-
-def test_late_failure_does_not_remove_a_generator_that_joined_again():
-    async def scenario(router, a, b, ask):
-        await ask("1")
-        router.leave(a)
-        router.join(a)
-        a.answer(failure("died", a))
-        await asyncio.sleep(0.01)
-        assert {*router.replicas} == {a, b}
-
-    play(scenario)
+@played
+async def test_late_failure_does_not_remove_a_generator_that_joined_again(router, a, b, ask):
+    await ask("1")
+    router.leave(a)
+    router.join(a)
+    a.answer(failure("died", a))
+    await asyncio.sleep(0.01)
+    assert {*router.replicas} == {a, b}
 
 
-def test_call_alone_waits_for_an_idle_generator():
-    async def scenario(router, a, b, ask):
-        await ask("1", alone=True)
-        await ask("2", alone=True)
-        third = await ask("3", alone=True)
-        assert (a.asked, b.asked, a.fresh) == ([["1"]], [["2"]], [True])
-        b.answer()
-        await asyncio.sleep(0.01)
-        assert b.asked == [["2"], ["3"]]
-        b.answer()
-        assert await third == [SAID]
-
-    play(scenario)
+@played
+async def test_call_alone_waits_for_an_idle_generator(router, a, b, ask):
+    await ask("1", alone=True)
+    await ask("2", alone=True)
+    third = await ask("3", alone=True)
+    assert (a.asked, b.asked, a.fresh) == ([["1"]], [["2"]], [True])
+    b.answer()
+    await asyncio.sleep(0.01)
+    assert b.asked == [["2"], ["3"]]
+    b.answer()
+    assert await third == [SAID]
 
 
-def test_drain_waits_and_sends_no_more_requests():
-    async def scenario(router, a, b, ask):
-        await ask("1")
-        draining = asyncio.ensure_future(router.drain(a))
-        await ask("2")
-        assert (b.asked, draining.done()) == ([["2"]], False)
-        a.answer()
-        await asyncio.wait_for(draining, 60)
-
-    play(scenario)
+@played
+async def test_drain_waits_and_sends_no_more_requests(router, a, b, ask):
+    await ask("1")
+    draining = asyncio.ensure_future(router.drain(a))
+    await ask("2")
+    assert (b.asked, draining.done()) == ([["2"]], False)
+    a.answer()
+    await asyncio.wait_for(draining, 60)
 
 
 def test_choice_is_that_of_a_scan_of_all_generators():

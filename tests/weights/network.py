@@ -1,8 +1,7 @@
 """Two trainer ranks, the two ranks of a generator, and a network in memory."""
 
 import asyncio
-import functools
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,19 +13,8 @@ from rl.weights.transport import Transfer
 SHAPES = {"rows": (12, 30), "columns": (4, 50), "norm": (128,), "scale": (70,)}
 RANKS = 2
 DTYPE = torch.bfloat16
-WAIT_S = 120.0
 Weights = dict[str, torch.Tensor]
 Shapes = dict[str, tuple[int, ...]]
-
-
-def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Run an async test on an event loop of its own."""
-
-    @functools.wraps(test)
-    def run(**fixtures: Any) -> None:
-        asyncio.run(asyncio.wait_for(test(**fixtures), WAIT_S))
-
-    return run
 
 
 def initial() -> Weights:

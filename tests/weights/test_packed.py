@@ -10,13 +10,13 @@ from rl.model.shards import Box, Region, Shard
 from rl.weights.packed import PackedSubscriber
 from rl.weights.routes import packed_numel, plan_blobs
 from rl.weights.transport import Sent, TransferFailed, VersionGone
+from tests.loops import in_a_loop
 from tests.weights.network import (
     RANKS,
     MemoryPublisher,
     MemorySubscriber,
     change,
     copied,
-    in_a_loop,
     initial,
     layouts,
     live_parts,

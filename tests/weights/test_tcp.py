@@ -16,13 +16,13 @@ from rl.weights.relays import RelayTree
 from rl.weights.streams import Address, Buffer, Server, SharedBuffers, ask
 from rl.weights.tcp import TcpPublisher, TcpSubscriber
 from rl.weights.transport import VersionGone
+from tests.loops import in_a_loop
 from tests.warm import FORK
 from tests.weights import relay_reader
 from tests.weights.network import (
     RANKS,
     change,
     copied,
-    in_a_loop,
     initial,
     live_parts,
     same,

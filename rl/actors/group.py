@@ -5,6 +5,7 @@ import contextlib
 import itertools
 import math
 import os
+import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from monarch.actor import Actor, ActorError, ProcMesh, concurrent_endpoint
 from torch.distributed import TCPStore
 
 from rl.actors.hosts import Hosts
-from rl.actors.processes import Process, stop_procs
+from rl.actors.processes import stop_procs
 from rl.compat.torch_rendezvous import EXISTING_STORE
 from rl.errors import ActorFailure, RankLost, RunError, said_by
 from rl.platform import memory_domain
@@ -22,6 +23,7 @@ from rl.types import Place
 
 # An endpoint may raise because a peer died. On another host that death is known only this late.
 CHECK_ALIVE_S = 30.0
+STOPPED = "stop"  # call of the failure of a group that was stopped
 STOP_S = 5.0  # for Monarch and the kernel to see that killed processes have ended
 LONGEST_LINE = 500  # characters of a line of a log, which a message repeats
 REMOTE_STOP_S = 30.0  # Monarch ends processes of other hosts; it waits 20 s for a hanging one
@@ -104,21 +106,17 @@ class ActorGroup:
         self._hosts = hosts
         self._heartbeat = heartbeat
         self._procs: ProcMesh | None = None
-        self._processes: list[Process] = []
+        self._processes: list[_Process] = []
         self._elsewhere: list[int] = []
         self._background: list[asyncio.Task[None]] = []
         self._ones = dict[tuple[bool, int], Any]()
         self._doing: dict[int, list[str]] = {rank: [] for rank in range(place.ranks)}
 
-    # Futures are made on first use, since a group may be constructed on another event loop.
-
-    @cached_property
-    def _failed(self) -> asyncio.Future[ActorFailure]:
-        return asyncio.get_running_loop().create_future()
-
     @cached_property
     def _over(self) -> asyncio.Future[ActorFailure]:
-        """Done if the group failed or was stopped."""
+        """Done if the group failed or was stopped. Made on first use, since a group may be
+        constructed on another event loop.
+        """
         return asyncio.get_running_loop().create_future()
 
     async def spawn(
@@ -142,7 +140,7 @@ class ActorGroup:
                 self._elsewhere.append(rank)
             else:
                 with contextlib.suppress(ProcessLookupError):  # it has died: Monarch reports that
-                    self._processes.append(Process(pid, partial(self._died, rank)))
+                    self._processes.append(_Process(pid, partial(self._died, rank)))
         if meet:
             (self.port,) = await self._answers(self._pulse, "open_store", {0: ()}, deadline)
             everyone = self._everyone(self.port)
@@ -196,8 +194,9 @@ class ActorGroup:
         await self._answers(self._pulse, "heartbeat", self._everyone(), deadline)
 
     async def failed(self) -> ActorFailure:
-        """Wait for the group's failure and return it."""
-        return await asyncio.shield(self._failed)
+        """Wait for the group's failure and return it. Being stopped is no failure."""
+        failure = await asyncio.shield(self._over)
+        return failure if failure.call != STOPPED else await asyncio.Future()
 
     @property
     def is_over(self) -> bool:
@@ -208,7 +207,7 @@ class ActorGroup:
         """End the processes, whatever they are doing, and fail pending calls. Raises nothing."""
         self._hosts.ignore_deaths(self._mesh)
         if not self._over.done():
-            self._over.set_result(self._failure([0], "stop", "died", "it was stopped"))
+            self._over.set_result(self._failure([0], STOPPED, "died", "it was stopped"))
         for task in self._background:
             task.cancel()
         for process in self._processes:  # Monarch would wait for their interpreters to end
@@ -234,7 +233,6 @@ class ActorGroup:
     def _fail(self, failure: ActorFailure) -> None:
         if not self._over.done():
             self._over.set_result(failure)
-            self._failed.set_result(failure)
 
     def _failure(
         self, ranks: Iterable[int], call: str, kind: Literal["died", "silent", "raised"], what: str
@@ -318,6 +316,34 @@ class ActorGroup:
         for work in answer.work:
             self._worked(rank, work)
         return answer.answer
+
+
+class _Process:
+    """A process of this host that Monarch started.
+
+    It is known by a descriptor, since another process may get its pid after its end.
+    """
+
+    def __init__(self, pid: int, on_end: Callable[[], None]):
+        """Raises ProcessLookupError if the process has ended."""
+        self.pid = pid
+        self._descriptor = os.pidfd_open(pid)
+        self._on_end = on_end
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._descriptor, self._end)
+        self.ended: asyncio.Future[None] = self._loop.create_future()
+
+    def kill(self) -> None:
+        """End the process, also if it is stopped or hangs."""
+        if not self.ended.done():
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
+
+    def _end(self) -> None:
+        self._loop.remove_reader(self._descriptor)
+        os.close(self._descriptor)
+        self.ended.set_result(None)
+        self._on_end()
 
 
 def _tail(log: Path, lines: int = 20) -> str:

@@ -86,7 +86,7 @@ class Router:
         affects how sums are rounded, and sometimes which token is drawn.
         """
         while True:
-            await self._changed.until(lambda: self._has_room(alone))
+            await self._changed.until(lambda: self._may_ask(alone))
             replica = self._choose(affinity)
             replica.load += len(requests)
             self._sort(replica)
@@ -120,7 +120,7 @@ class Router:
                 self._homes.popitem(last=False)
         return replica
 
-    def _has_room(self, alone: bool) -> bool:
+    def _may_ask(self, alone: bool) -> bool:
         """Whether a generator can be asked now: an idle one with ``alone``."""
         replica = self._least_loaded()
         return replica is not None and not (alone and replica.load)

@@ -1,8 +1,11 @@
 """Push between hosts over TCP: readers serve on what they have read."""
 
 import asyncio
+import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
@@ -10,13 +13,13 @@ import torch
 
 from rl.model.shards import Shard
 from rl.weights.packed import PackedPublisher, PackedSubscriber, Read, is_whole
-from rl.weights.relays import RelayTree
 from rl.weights.streams import STALL_S, Address, Buffer, Piece, Server, SharedBuffers, ask
 from rl.weights.transport import Transfer, TransferFailed, VersionGone
 
 STREAMS = 2  # from one server: a second one hides the work of the first one's kernel
 MAX_STREAMS = 8  # of a reader at once
 _OWN = 0  # slot of a reader's copy
+KEPT = 2  # pushes that readers may be fetching
 
 
 class TcpPublisher(PackedPublisher):
@@ -180,3 +183,78 @@ def _buffers_of(reads: list[Read]) -> SharedBuffers:
 
 def _bytes(memory: torch.Tensor) -> memoryview:
     return memory.view(torch.uint8).numpy().data
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    address: Address | None
+    """Address of its server; None for the trainer."""
+    host: str
+    parent: "_Node | None" = None
+
+    def is_below(self, other: "_Node") -> bool:
+        """Whether ``other`` is this node's parent, or the parent of that node, and so on."""
+        node = self.parent
+        while node is not None and node is not other:
+            node = node.parent
+        return node is not None
+
+
+@dataclass(slots=True)
+class RelayTree:
+    """Tree of the readers that want the same bytes of a push, with the trainer as its root.
+
+    Readers take their places in the order in which they begin. Each host has one reader that reads
+    from another host; the others of the host read from readers there. A node serves up to
+    ``fan_out`` hosts, and up to ``fan_out`` readers of its own host. So the bytes that leave the
+    trainer's host do not depend on the number of readers. With ``fan_out`` 1 the tree is a chain.
+    """
+
+    fan_out: int
+    host: str
+    """Host of the trainer rank."""
+    _trees: dict[tuple[int, int], dict[int, _Node]] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def place(self, reader: int, group: int, sequence: int, address: Address) -> Address | None:
+        """Give a reader a place in the tree of its ``group`` and push; return the address of its
+        parent, None for the trainer.
+
+        A reader that asks again has lost what it had, so it gets a new place, below none of its
+        own descendants: each would wait for the other.
+        """
+        with self._lock:
+            for key in [key for key in self._trees if key[0] <= sequence - 2 * KEPT]:
+                del self._trees[key]  # sequence numbers of pushes differ by 2
+            root = {-1: _Node(None, self.host)}
+            tree = self._trees.setdefault((sequence, group), root)
+            node = tree.pop(reader, None) or _Node(address, address.host)
+            node.address = address  # the readers below it keep it as their parent
+            node.host = address.host
+            node.parent = self._parent(tree, node)
+            tree[reader] = node
+            return node.parent.address if node.parent else None
+
+    def forget(self, reader: int) -> None:
+        """Remove this reader as a parent until it asks again."""
+        with self._lock:
+            for tree in self._trees.values():
+                tree.pop(reader, None)
+
+    def _parent(self, tree: dict[int, _Node], child: _Node) -> _Node | None:
+        """Return the first node that can serve one more and is not below ``child``, on the host of
+        ``child`` if possible; None if there is no such node.
+        """
+        parents = [(node.parent, node.host) for node in tree.values() if node.parent is not None]
+        near = Counter(parent for parent, host in parents if parent.host == host)
+        far = Counter(parent for parent, host in parents if parent.host != host)
+        first: dict[str, _Node] = {}
+        nodes = [node for node in tree.values() if not node.is_below(child)]
+        for node in nodes:
+            first.setdefault(node.host, node)
+            if node.host == child.host and near[node] < self.fan_out:
+                return node
+        for node in first.values():
+            if node.host != child.host and far[node] < self.fan_out:
+                return node
+        return None

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from rl.weights import streams
-from rl.weights.relays import RelayTree
 from rl.weights.streams import Address, Buffer, Server, SharedBuffers, ask
-from rl.weights.tcp import TcpPublisher, TcpSubscriber
+from rl.weights.tcp import RelayTree, TcpPublisher, TcpSubscriber
 from rl.weights.transport import VersionGone
 from tests.loops import in_a_loop
 from tests.warm import FORK

@@ -185,7 +185,8 @@ class RewardWorkers:
         self._broken: RunError | None = RunError("the reward workers were not started")
 
     async def start(self) -> None:
-        """Start the workers and build their tasks; can be called again after ``stop``."""
+        """Start the workers and build their tasks. Workers that are left are stopped before."""
+        await self.stop()
         if self.count == 0:
             task: Task = self.config.build_scorer(seed=self.seed, model=self.model)
             self._here = local_rewards(task, self.deadlines.reward, self._thread)

@@ -195,7 +195,7 @@ class ModelWorker(Actor):
         loaded = self.checkpointer.loaded
         version = self.engine.version
         log_memory(f"weights of {loaded or 'the start of the run'}, policy version {version}")
-        return self.engine.version, run_state, self.checkpointer.loaded, self.checkpointer.ignored
+        return version, run_state, loaded, self.checkpointer.ignored
 
     def _close(self) -> None:
         self.checkpointer.close()

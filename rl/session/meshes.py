@@ -4,7 +4,6 @@ from pathlib import Path
 
 from rl.actors.generator import GeneratorMesh
 from rl.actors.hosts import Hosts
-from rl.actors.mesh import Mesh
 from rl.actors.reward import RewardWorkers
 from rl.actors.trainer import TrainerMesh
 from rl.actors.worker import WorkerGroup
@@ -67,10 +66,3 @@ class Meshes:
             deadlines=self._config.deadlines,
             events=events,
         )
-
-
-async def ensure_running(mesh: Mesh | RewardWorkers) -> None:
-    """Start ``mesh`` unless it is running. If it was lost, its remaining processes end first."""
-    if not mesh.is_running:
-        await mesh.stop()
-        await mesh.start()

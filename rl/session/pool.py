@@ -11,7 +11,6 @@ from rl.errors import ActorFailure
 from rl.observe.events import Events
 from rl.session.concurrency import background
 from rl.session.config import SessionConfig
-from rl.session.meshes import ensure_running
 from rl.session.placement import Placement
 from rl.session.push import UNLIMITED, WeightPush
 from rl.session.recovery import Recovery, unless_lost
@@ -142,9 +141,12 @@ class GeneratorPool:
                 await self.push.remove(mesh)
 
     async def _start(self, mesh: GeneratorMesh) -> None:
+        """Start the generator unless it is running. What is left of a lost one ends first."""
         mesh.watch = self.push.watch
         with self.push.watch.span("start", mesh.name):
-            await ensure_running(mesh)
+            if not mesh.is_running:
+                await mesh.stop()
+                await mesh.start()
 
     def _count_asked(self) -> int:
         """Return the number of generators that the file asks for, or the current number if the file

@@ -20,7 +20,7 @@ from rl.observe.spans import Stopwatch
 from rl.session.blocking import BlockingSession
 from rl.session.concurrency import background
 from rl.session.config import SessionConfig
-from rl.session.meshes import Meshes, ensure_running
+from rl.session.meshes import Meshes
 from rl.session.models import Models
 from rl.session.pool import GeneratorPool
 from rl.session.push import WeightPush
@@ -160,8 +160,8 @@ class Session(Models):
         async with background() as work:
             work.create_task(self.start_models())
             work.create_task(self.pool.start())
-            if self._rewards is not None:
-                work.create_task(ensure_running(self._rewards))
+            if self._rewards is not None and not self._rewards.is_running:
+                work.create_task(self._rewards.start())
 
     async def connect(self) -> str:
         """Bring all generators the trainer's weights; return the plan of the push as text."""

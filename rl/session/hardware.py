@@ -36,6 +36,14 @@ class Device:
     """Bandwidth to other nodes: the device's own share."""
 
 
+_H100 = Device(
+    memory_gib=79,
+    tflops=989,
+    float8_tflops=1979,
+    memory_gb_s=3350,
+    link_gb_s=450,
+    network_gb_s=50,
+)
 # Sources: NVIDIA's data sheets of A100 80GB SXM, H100 SXM, H200 SXM and HGX B200, with one 200
 # (A100) or 400 Gb/s adapter for each; memory is what their drivers report. The CPU's figures are
 # those of one common server core.
@@ -46,22 +54,8 @@ DEVICES: dict[DeviceName, Device] = {
     "a100": Device(
         memory_gib=79, tflops=312, float8_tflops=0, memory_gb_s=2039, link_gb_s=300, network_gb_s=25
     ),
-    "h100": Device(
-        memory_gib=79,
-        tflops=989,
-        float8_tflops=1979,
-        memory_gb_s=3350,
-        link_gb_s=450,
-        network_gb_s=50,
-    ),
-    "h200": Device(
-        memory_gib=139,
-        tflops=989,
-        float8_tflops=1979,
-        memory_gb_s=4800,
-        link_gb_s=450,
-        network_gb_s=50,
-    ),
+    "h100": _H100,
+    "h200": replace(_H100, memory_gib=139, memory_gb_s=4800),
     "b200": Device(
         memory_gib=178,
         tflops=2250,

@@ -137,34 +137,50 @@ async def failure_of(coroutine) -> ActorFailure:
     return error.value
 
 
-async def failures_of_all(group, pids, signal_number) -> list[ActorFailure]:
-    """Send a signal to rank 1; return the failures of two pending calls, to rank 0 and to both
-    ranks, of the group, and of a later call.
+async def failures_of_all(group, pids, blow) -> list[ActorFailure]:
+    """Send a signal to rank 1, or stop the group; return the failures of two pending calls, to
+    rank 0 and to both ranks, and of a later call, and that of the group unless it is stopped.
     """
     pending = [
         asyncio.ensure_future(failure_of(group.call("hang_on_rank_0", rank=0, deadline=3600))),
         asyncio.ensure_future(failure_of(group.call("speak_and_hang", deadline=3600))),
     ]
+    failed = asyncio.ensure_future(group.failed())
     while "last words" not in (group._hosts.logs / "moody-1.log").read_text():
         await asyncio.sleep(0.01)
-    os.kill(pids[1], signal_number)
-    failures = await asyncio.gather(*pending)
-    return [
-        *failures,
-        await group.failed(),
-        await failure_of(group.call("pid", rank=0, deadline=LONG)),
-    ]
+    if blow is None:
+        await group.stop()
+        assert not failed.done()
+        failed.cancel()
+    else:
+        os.kill(pids[1], blow)
+    lost = [] if blow is None else [failed]
+    later = failure_of(group.call("pid", rank=0, deadline=LONG))
+    return [*await asyncio.gather(*pending, *lost), await later]
 
 
-def test_results_are_in_rank_order(in_group):
-    async def work(group, _):
-        return await group.call("say", "hello", deadline=30), await group.call(
-            "say", "you", rank=1, deadline=30
-        )
+def test_calls_return_results_in_rank_order_or_the_exception_of_that_call_alone(in_group):
+    async def work(group, pids):
+        said = await group.call("say", "hello", deadline=30)
+        assert said == ["cheerful hello 0 0/2 set", "cheerful hello 1 1/2 set"]
+        said = await group.call("say", "you", rank=1, deadline=30)
+        assert said == ["cheerful you 1 1/2 set"]
+        other = asyncio.ensure_future(group.call("hang_on_rank_0", rank=0, deadline=3600))
+        failure = await failure_of(group.call("fail_on_rank_1", deadline=3600))
+        mute = await failure_of(group.call("fail_without_text", rank=1, deadline=LONG))
+        assert await group.call("pid", deadline=LONG) == pids
+        assert not other.done()
+        other.cancel()
+        return failure, mute
 
-    everyone, alone = in_group(work)
-    assert everyone == ["cheerful hello 0 0/2 set", "cheerful hello 1 1/2 set"]
-    assert alone == ["cheerful you 1 1/2 set"]
+    failure, mute = in_group(work)
+    assert str(failure).startswith("moody rank 1, fail_on_rank_1: ValueError: not today")
+    assert "test_group.py" in str(failure)  # the remote traceback
+    facts = (failure.actor, failure.rank, failure.call, failure.kind)
+    assert facts == ("moody", 1, "fail_on_rank_1", "raised")
+    assert not isinstance(failure, RankLost)
+    assert str(mute).startswith("moody rank 1, fail_without_text: tests.actors.test_group.Unpr")
+    assert (mute.rank, mute.kind) == (1, "raised")
 
 
 def test_ranks_rendezvous_when_another_process_wants_their_port(in_group):
@@ -178,45 +194,12 @@ def test_ranks_rendezvous_when_another_process_wants_their_port(in_group):
     assert in_group(work) == [1, 1]
 
 
-def test_exception_of_an_endpoint_fails_that_call_alone(in_group):
-    async def work(group, pids):
-        other = asyncio.ensure_future(group.call("hang_on_rank_0", rank=0, deadline=3600))
-        failure = await failure_of(group.call("fail_on_rank_1", deadline=3600))
-        assert await group.call("pid", deadline=LONG) == pids
-        assert not other.done()
-        other.cancel()
-        return failure
-
-    failure = in_group(work)
-    assert str(failure).startswith("moody rank 1, fail_on_rank_1: ValueError: not today")
-    assert "test_group.py" in str(failure)  # the remote traceback
-    assert (failure.actor, failure.rank, failure.call, failure.kind) == (
-        "moody",
-        1,
-        "fail_on_rank_1",
-        "raised",
-    )
-    assert not isinstance(failure, RankLost)
-
-
-def test_exception_without_text_is_a_failure_of_the_call(in_group):
-    async def work(group, _):
-        return await failure_of(group.call("fail_without_text", rank=1, deadline=LONG))
-
-    failure = in_group(work)
-    assert str(failure).startswith("moody rank 1, fail_without_text: tests.actors.test_group.Unpr")
-    assert (failure.rank, failure.kind) == (1, "raised")
-
-
 def test_exception_of_a_watched_endpoint_fails_the_group(in_group):
     async def work(group, _):
         pending = asyncio.ensure_future(failure_of(group.call("hang_on_rank_0", deadline=3600)))
         group.watch("fail_on_rank_1")
-        return [
-            await pending,
-            await group.failed(),
-            await failure_of(group.call("pid", deadline=LONG)),
-        ]
+        later = await group.failed(), await failure_of(group.call("pid", deadline=LONG))
+        return [await pending, *later]
 
     failures = in_group(work)
     assert {str(failure) for failure in failures} == {str(failures[0])}
@@ -225,9 +208,8 @@ def test_exception_of_a_watched_endpoint_fails_the_group(in_group):
 
 def test_silent_rank_fails_the_group_at_the_deadline(in_group):
     async def work(group, _):
-        other = asyncio.ensure_future(
-            failure_of(group.call("speak_and_hang", rank=1, deadline=3600))
-        )
+        call = group.call("speak_and_hang", rank=1, deadline=3600)
+        other = asyncio.ensure_future(failure_of(call))
         await group.call("pid", deadline=LONG)  # the actors are built
         return await failure_of(group.call("hang_on_rank_0", deadline=3.0)), await other
 
@@ -243,37 +225,37 @@ def test_a_message_repeats_only_the_begin_of_a_long_line_of_a_log(tmp_path):
     assert _tail(log).endswith("\nlast words")
 
 
-def test_killed_rank_fails_every_call_with_its_name_and_log(in_group):
-    failures = in_group(lambda group, pids: failures_of_all(group, pids, signal.SIGKILL))
-    assert {str(failure) for failure in failures} == {str(failures[0])}
-    assert str(failures[0]).startswith("moody rank 1, speak_and_hang: the process died\nend of ")
-    assert str(failures[0]).endswith("last words")
-    assert (failures[0].rank, failures[0].kind, type(failures[0])) == (1, "died", RankLost)
+BLOWS = {
+    "killed": (signal.SIGKILL, 0.0, "moody rank 1, speak_and_hang: the process died\nend of "),
+    "stopped": (signal.SIGSTOP, 5.0, "moody rank 1, heartbeat: no answer within 5 s"),
+    "ended with the group": (None, 0.0, "moody rank 0, stop: it was stopped"),
+}
 
 
-def test_stopped_rank_is_found_by_its_heartbeat_and_ended(in_group):
+@pytest.mark.parametrize("blow", BLOWS)
+def test_a_lost_rank_fails_every_call_with_its_name_and_a_stop_is_no_failure(in_group, blow):
+    number, heartbeat, message = BLOWS[blow]
     failures = in_group(
-        lambda group, pids: failures_of_all(group, pids, signal.SIGSTOP), heartbeat=5.0
+        lambda group, pids: failures_of_all(group, pids, number), heartbeat=heartbeat
     )
-    assert {str(failure) for failure in failures} == {
-        "moody rank 1, heartbeat: no answer within 5 s"
-    }
-    assert failures[0].kind == "silent"
+    assert {str(failure) for failure in failures} == {str(failures[0])}
+    assert str(failures[0]).startswith(message)
+    assert str(failures[0]).endswith("last words") == (blow == "killed")
+    assert type(failures[0]) is RankLost
+    assert failures[0].kind == ("silent" if blow == "stopped" else "died")
 
 
 def test_peer_that_raises_because_of_a_death_is_not_named(in_group):
     async def work(group, pids):
-        call = asyncio.ensure_future(
-            failure_of(group.call("fail_when_rank_1_is_gone", pids[1], rank=0, deadline=LONG))
-        )
-        group._processes[1]._loop.remove_reader(
-            group._processes[1]._descriptor
-        )  # the controller sees the death later
+        call = group.call("fail_when_rank_1_is_gone", pids[1], rank=0, deadline=LONG)
+        failing = asyncio.ensure_future(failure_of(call))
+        process = group._processes[1]
+        process._loop.remove_reader(process._descriptor)  # the controller sees the death later
         os.kill(pids[1], signal.SIGKILL)
         await asyncio.sleep(0.3)
-        assert not call.done()
-        group._processes[1]._end()
-        return await call
+        assert not failing.done()
+        process._end()
+        return await failing
 
     assert in_group(work).kind == "died"
 
@@ -283,19 +265,6 @@ def test_rank_that_dies_in_its_constructor_is_named(in_group):
         return await failure_of(group.call("pid", deadline=LONG))
 
     assert str(in_group(work, mood="dying")).startswith("moody rank 1, pid: the process died")
-
-
-def test_stop_fails_pending_and_later_calls_but_is_no_failure_of_the_group(in_group):
-    async def work(group, _):
-        pending = asyncio.ensure_future(failure_of(group.call("hang_on_rank_0", deadline=3600)))
-        failed = asyncio.ensure_future(group.failed())
-        await asyncio.sleep(0.1)
-        await group.stop()
-        assert not failed.done()
-        failed.cancel()
-        return [await pending, await failure_of(group.call("pid", deadline=LONG))]
-
-    assert {str(failure) for failure in in_group(work)} == {"moody rank 0, stop: it was stopped"}
 
 
 def test_rank_that_is_silent_for_less_than_its_heartbeat_is_alive(in_group, monkeypatch):

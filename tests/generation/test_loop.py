@@ -35,13 +35,6 @@ def test_a_rank_says_when_it_had_requests_and_when_it_pulled(generator, other_po
     assert began <= times[0] and times[-1] <= ended
 
 
-def test_weights_pulled_in_flight_show_in_the_versions(generator, other_policy):
-    ((completion,),) = generator.run(played, pull_in_flight, pull=("weights", other_policy.weights))
-    versions = completion.versions
-    assert versions == sorted(versions)
-    assert set(versions) == {1, 2}
-
-
 def test_bad_requests_fail_their_own_call_only(generator):
     ((errors, good),) = generator.run(played, bad_requests)
     assert errors == ["ValueError", "ValueError", "ValueError"]
@@ -107,11 +100,6 @@ def test_the_load_of_an_engine_is_measured_at_each_step(generator):
     assert 0 < load["generator/cache_mean"] <= load["generator/cache_max"] < 1
 
 
-def test_idle_loops_sleep(generator):
-    (cpu_s,) = generator.run(played, idle)
-    assert cpu_s < 0.2
-
-
 # Run on the rank, with its loop.
 
 
@@ -148,14 +136,6 @@ async def working(loop, requests):
 
 async def lone_call(loop, requests):
     return await loop.generate(requests)
-
-
-async def pull_in_flight(loop):
-    generating = asyncio.create_task(loop.generate([request("r", max_tokens=200)]))
-    while not await loop.run_between_steps(lambda engine: engine.busy):
-        pass
-    await loop.pull(2)
-    return await generating
 
 
 async def bad_requests(loop):
@@ -227,9 +207,3 @@ async def closed_while_generating(loop):
         except RunError as error:
             errors.append(f"RunError: {error}")
     return await serving, *errors
-
-
-async def idle(loop):
-    before = time.process_time()
-    await asyncio.sleep(1)
-    return time.process_time() - before

@@ -27,12 +27,6 @@ def test_logprobs_are_over_the_ids_that_the_mask_keeps(generators, policy, cut):
     check_cut(generators, policy, CUTS[cut])
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("cut", CUTS)
-def test_logprobs_of_one_rank_are_over_the_ids_that_the_mask_keeps(generator, policy, cut):
-    check_cut(generator, policy, CUTS[cut])
-
-
 def check_cut(generator, policy: Policy, cut: dict[str, float]) -> None:
     asked = [
         request(f"p{i}", prompt, seed=i, temperature=TEMPERATURE, **cut)

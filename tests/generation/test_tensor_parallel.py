@@ -23,23 +23,7 @@ from tests.generation.policies import (
 )
 from tests.generation.ranks import GeneratorRanks, generate, names_left, push, request
 from tests.generation.scenarios import played
-from tests.generation.test_engine import PROMPTS, asked, swap_in_flight
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logprobs_of_two_ranks_are_torchtitans(generators, policy, temperature):
-    first, second = generators.run(generate, asked(max_tokens=40, temperature=temperature))
-    assert first == second
-    for prompt, completion in zip(PROMPTS, first, strict=True):
-        assert error(policy, prompt, completion, temperature) <= 1e-5
-
-
-def test_weights_swap_on_all_ranks_between_the_same_steps(generators, policy, other_policy):
-    first, second = generators.run(
-        swap_in_flight, [request("r", max_tokens=30)], other_policy.weights, 10
-    )
-    assert first == second
-    assert first[0].versions == [1] * 10 + [2] * 20
+from tests.generation.test_engine import PROMPTS, asked
 
 
 def test_a_kill_of_live_ranks_would_leave_no_files(generators, generator):

@@ -67,18 +67,6 @@ class OpenTrainer(PolicyTrainer):
                 self.publisher._tensors[place] = self.publisher._tensors[place].clone()
 
     @concurrent_endpoint
-    async def tear(self) -> None:
-        """Leave the next slot as if its writer had died while writing."""
-        publish = self.publisher.publish
-
-        async def torn(version: int) -> Sent:
-            sent = await publish(version)
-            max(self.publisher._slots, key=lambda slot: slot.version).version = -1
-            return sent
-
-        self.publisher.publish = torn
-
-    @concurrent_endpoint
     async def publish_only_behind(self, method: str, wait_s: float) -> None:
         """Have publish return after the engine's next ``method``, which waits for it to begin."""
         began = threading.Event()

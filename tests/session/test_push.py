@@ -256,24 +256,3 @@ async def test_another_trainer_with_a_lower_version_takes_over(sessions, trainer
     await push(session)
     assert generator.version == 0
     await another.close()
-
-
-@pytest.mark.long
-@on_its_loop
-async def test_slot_whose_writer_ended_is_refused(sessions):
-    """It ends the generator."""
-    config = GeneratorConfig(tensor_parallel_degree=2, kv_cache_gib=0.05, block_size=32)
-    started = await sessions.start(trainer=trainer_config(fsdp=2), generator=config)
-    trainer = started.trainer
-    (generator,) = started.pool.meshes
-    session = await connected(sessions, trainer, generator, BOTH)
-    await push(session)
-    await ask(trainer, "tear", rank=1)
-    await train(trainer)
-    version = trainer.version
-    held = (
-        rf"trainer rank 0 holds \[{version - 1}, {version}\]; trainer rank 1 holds "
-        rf"\[{version - 1}\]"
-    )
-    with pytest.raises(RunError, match=f"pull of version {version}: {held}"):
-        await push(session)

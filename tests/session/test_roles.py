@@ -1,20 +1,11 @@
 """Groups of different sizes take the same batches, whatever their number of sequences."""
 
 import asyncio
-import math
 
 import pytest
 import torch
 
 from rl.algorithms.losses import grpo
-from rl.algorithms.sequence_losses import DPOLoss, Labels
-from rl.algorithms.sequence_scores import (
-    LinearLoss,
-    coefficients,
-    score_batch,
-    sequence_scores,
-    with_coefficients,
-)
 from rl.errors import ActorFailure
 from rl.session.config import Role
 from tests.session.sessions import batch, model_config, on_its_loop, trainer_config
@@ -41,30 +32,6 @@ async def test_groups_of_different_sizes_agree(sessions, session):
         for name, values in one.items():
             assert len(values) == len(shard.tokens)
             torch.testing.assert_close(values, two[name], atol=1e-5, rtol=0)
-
-
-@on_its_loop
-async def test_dpo_starts_at_the_reference_and_learns_what_was_chosen(sessions, session):
-    loss = DPOLoss.Config(beta=0.5).build()
-    pairs = score_batch(batch().select([0, 1, 2, 3]), loss)
-    labels = Labels.pairs(2)
-    rows = []
-    for _ in range(4):
-        policy, reference = [
-            await session.forward(pairs, role=role) for role in ("trainer", "reference")
-        ]
-        values, _, metrics = coefficients(
-            loss,
-            sequence_scores(pairs, policy["logprobs"]),
-            sequence_scores(pairs, reference["logprobs"]),
-            labels,
-        )
-        await session.forward_backward(with_coefficients(pairs, values), LinearLoss.Config())
-        rows.append(await session.optim_step(denominator=loss.count(labels)) | metrics)
-    assert rows[0]["loss/mean"] == pytest.approx(math.log(2), rel=1e-5)
-    assert rows[0]["trainer/weight"] == 2
-    assert rows[-1]["loss/mean"] < 0.5
-    assert rows[-1]["rewards/accuracy"] == 1
 
 
 @on_its_loop

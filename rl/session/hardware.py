@@ -36,6 +36,9 @@ class Device:
     """Bandwidth to other nodes: the device's own share."""
 
 
+# Sources: NVIDIA's data sheets of A100 80GB SXM, H100 SXM, H200 SXM and HGX B200, with one 200
+# (A100) or 400 Gb/s adapter for each; memory is what their drivers report. The CPU's figures are
+# those of one common server core.
 _H100 = Device(
     memory_gib=79,
     tflops=989,
@@ -44,9 +47,6 @@ _H100 = Device(
     link_gb_s=450,
     network_gb_s=50,
 )
-# Sources: NVIDIA's data sheets of A100 80GB SXM, H100 SXM, H200 SXM and HGX B200, with one 200
-# (A100) or 400 Gb/s adapter for each; memory is what their drivers report. The CPU's figures are
-# those of one common server core.
 DEVICES: dict[DeviceName, Device] = {
     "cpu": Device(
         memory_gib=4, tflops=0.05, float8_tflops=0, memory_gb_s=10, link_gb_s=5, network_gb_s=1

@@ -67,11 +67,6 @@ class Router:
         if replica := self._replicas.pop(mesh, None):
             await self._changed.until(lambda: not replica.load)
 
-    @property
-    def replicas(self) -> list[GeneratorMesh]:
-        """Generators that get requests."""
-        return list(self._replicas)
-
     def __contains__(self, mesh: GeneratorMesh) -> bool:
         """Return whether ``mesh`` gets requests."""
         return mesh in self._replicas

@@ -69,16 +69,6 @@ async def play(workers, task, key, mood=4):
     return turn.end.reward
 
 
-def test_workers_hold_many_episodes_at_once(tmp_path, model):
-    async def work(workers, task):
-        rewards = await asyncio.gather(*(play(workers, task, key) for key in range(50)))
-        assert rewards == [1.0] * 50
-        assert sum(workers._load.values()) == 0
-        assert workers.restarts == 0
-
-    in_workers(tmp_path, model, work, 2)
-
-
 def test_episodes_of_a_worker_that_dies_are_lost_and_later_ones_are_not(tmp_path, model):
     async def work(workers, task):
         beside = await workers.open(1, task.prompt(4), 0)
@@ -90,8 +80,9 @@ def test_episodes_of_a_worker_that_dies_are_lost_and_later_ones_are_not(tmp_path
             await workers.step(1, ANSWER)
         assert lost.value.reason == "environment worker died"
         assert not lost.value.in_call
-        assert await play(workers, task, 3) == 1.0
-        assert await play(workers, task, 1) == 1.0
+        rewards = await asyncio.gather(*(play(workers, task, key) for key in range(20)))
+        assert rewards == [1.0] * 20
+        assert sum(workers._load.values()) == 0
         assert workers.restarts == 1
 
     in_workers(tmp_path, model, work, 1)

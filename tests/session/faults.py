@@ -21,7 +21,7 @@ def titan(engine: Any) -> Any:
     return engine._model.titan
 
 
-def rotate(base: float, dtype: torch.dtype = torch.float32) -> Any:
+def rotate(base: float) -> Any:
     """Return a function that fills the generator's table of cosines and sines anew."""
 
     def change(engine: Any) -> None:
@@ -30,20 +30,9 @@ def rotate(base: float, dtype: torch.dtype = torch.float32) -> Any:
         powers = torch.arange(half, dtype=torch.float64) / half
         angles = torch.arange(len(rope.cache))[:, None] * base**-powers
         table = torch.cat([angles.cos(), angles.sin()], dim=1).float()
-        rope.cache.copy_(table.to(dtype))
+        rope.cache.copy_(table)
 
     return change
-
-
-def swap_heads(engine: Any) -> None:
-    """Attend with the heads of keys and values in another order."""
-    inner = attention(engine).inner_attention
-    attend = inner.forward
-    inner.forward = lambda q, k, v, **options: attend(q, k.flip(2), v.flip(2), **options)
-
-
-def restore_heads(engine: Any) -> None:
-    del attention(engine).inner_attention.forward
 
 
 def drop_norm(engine: Any) -> None:

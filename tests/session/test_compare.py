@@ -103,12 +103,6 @@ IN_GENERATOR = {
         "position encoding",
         "layers.0.attention.rope.queries",
     ),
-    "rotation in bfloat16": (
-        faults.rotate(1e6, torch.bfloat16),
-        faults.rotate(1e6),
-        "position encoding",
-        "layers.0.attention.rope.queries",
-    ),
     "missing norm": (
         faults.drop_norm,
         faults.restore_norm,
@@ -127,16 +121,6 @@ async def test_a_fault_of_a_generator_is_named(sessions, dense):
         assert [first.kind, first.module] == expected, fault
         assert "rounding explains" in first.text, fault
     assert await found(dense) == []
-
-
-@pytest.mark.long
-@on_its_loop
-async def test_swapped_heads_are_named(sessions, alone):
-    """A generator of two ranks has one head of keys and values on each."""
-    (generator,) = alone.pool.meshes
-    async with changed(generator, faults.swap_heads, faults.restore_heads):
-        first, *_ = await found(alone)
-    assert (first.kind, first.module) == ("attention", "layers.1.attention.inner_attention")
 
 
 @on_its_loop

@@ -62,13 +62,6 @@ async def test_equal_sides_pass_every_check(sessions, session, setting):
 
 
 @on_its_loop
-async def test_a_trainer_of_another_temperature_is_found(sessions, session, setting):
-    async with session.running():
-        verdict = await judge_parity(session, setting, temperature=0.7)
-    assert "the recorded log-probs are those of temperature 1, " in verdict.wrong
-
-
-@on_its_loop
 async def test_a_generator_that_leaves_out_a_norm_is_found(sessions, session, setting):
     (generator,) = session.pool.meshes
     async with broken(generator, faults.drop_norm, faults.restore_norm), session.running():

@@ -111,7 +111,7 @@ async def test_requests_of_a_lost_generator_go_to_another(router, a, b, ask):
     b.answer()
     assert await first == [SAID]
     assert (router.served[a], router.served[b]) == (0, 2)
-    assert router.replicas == [b]
+    assert a not in router and b in router
 
 
 @played
@@ -142,7 +142,7 @@ async def test_late_failure_does_not_remove_a_generator_that_joined_again(router
     router.join(a)
     a.answer(failure("died", a))
     await asyncio.sleep(0.01)
-    assert {*router.replicas} == {a, b}
+    assert a in router and b in router
 
 
 @played

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
@@ -72,10 +72,7 @@ class TrainerMesh(WorkerGroup):
     """Worker group of the policy, which also pushes weights."""
 
     actor = PolicyTrainer
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._store: StoreProcess | None = None
+    _store: "StoreProcess | None" = field(default=None, init=False)
 
     async def open_publishers(self, transfer: Transfer) -> list[Any]:
         """Make each rank ready to push; return the addresses that generators connect to."""

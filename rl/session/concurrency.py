@@ -29,23 +29,17 @@ class Signal:
     """Wakes tasks that wait for a condition, so that they check it again."""
 
     def __init__(self) -> None:
-        self._waiting: set[asyncio.Future[None]] = set()
+        self._changed = asyncio.Event()
 
     def notify(self) -> None:
         """Wake all waiting tasks."""
-        for waiting in self._waiting:
-            if not waiting.done():
-                waiting.set_result(None)
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     async def until(self, condition: Callable[[], object]) -> None:
         """Return when ``condition`` holds. It is checked now and after each ``notify``."""
         while not condition():
-            changed = asyncio.get_running_loop().create_future()
-            self._waiting.add(changed)
-            try:
-                await changed
-            finally:
-                self._waiting.discard(changed)
+            await self._changed.wait()
 
     async def unless(
         self, condition: Callable[[], object], work: Coroutine[Any, Any, T]

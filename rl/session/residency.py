@@ -5,6 +5,8 @@ from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from typing import Any, Literal, Protocol
 
+from rl.session.concurrency import Signal
+
 Component = Literal["model", "optimizer"]
 
 
@@ -35,8 +37,8 @@ class Residency:
         self._models: dict[str, Offloadable] = {}
         self._resident: dict[str, set[Component]] = {}
         self._switching = asyncio.Lock()  # fair
-        self._idle = asyncio.Event()
         self._users = 0
+        self._changed = Signal()
 
     def add(self, role: str, model: Offloadable) -> None:
         """Move ``model`` when ``role`` or another role needs the devices."""
@@ -65,7 +67,7 @@ class Residency:
             yield
         finally:
             self._users -= 1
-            self._idle.set()
+            self._changed.notify()
 
     @asynccontextmanager
     async def starting(self, role: str) -> AsyncIterator[None]:
@@ -80,9 +82,7 @@ class Residency:
 
     async def _offload_resident(self) -> None:
         """Move the resident role to host memory, once it is not in use."""
-        while self._users:
-            self._idle.clear()
-            await self._idle.wait()
+        await self._changed.until(lambda: not self._users)
         for role, components in self._resident.items():
             if components:
                 await self._models[role].offload()

@@ -5,19 +5,21 @@ import os
 import random
 import signal
 import socket
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from multiprocessing.connection import Connection
+from typing import Any
 
 import pytest
 import torch
 
-from rl.weights import streams
+from rl.weights import streams, tcp
 from rl.weights.streams import Address, Buffer, Server, SharedBuffers, ask
 from rl.weights.tcp import RelayTree, TcpPublisher, TcpSubscriber
 from rl.weights.transport import VersionGone
 from tests.loops import in_a_loop
 from tests.warm import FORK
-from tests.weights import relay_reader
 from tests.weights.network import (
     RANKS,
     change,
@@ -28,9 +30,9 @@ from tests.weights.network import (
     trainer_parts,
     transfer,
 )
-from tests.weights.relay_reader import PIECE_BYTES
 
 WAIT_S = 60.0
+PIECE_BYTES = 64
 
 
 @pytest.fixture(autouse=True)
@@ -192,12 +194,49 @@ async def test_readers_after_one_that_ends_or_hangs_get_the_whole_version(opened
     assert sum(publisher.bytes_sent for publisher in publishers) <= 2 * whole - half
 
 
+def read(says: Connection, host: str, inputs: tuple[Any, ...]) -> None:
+    """Fetch, say ``got`` and the bytes so far at each piece, at last ``exact`` and whether the
+    parameters are right, and serve other readers until this process is killed.
+    """
+    os.environ[streams.HOST] = host
+    asyncio.run(_read(says, *inputs))
+
+
+async def _read(
+    says: Connection, moved: Any, addresses: list[Any], number: int, weights: Any
+) -> None:
+    streams.PIECE_BYTES = PIECE_BYTES
+    tcp.STALL_S = 1.0
+    arrive = SharedBuffers.arrive
+    got = 0
+    lock = threading.Lock()
+
+    def noted(buffers, pieces):
+        nonlocal got
+        arrive(buffers, pieces)
+        with lock:
+            got += sum(piece.stop - piece.start for piece in pieces)
+            says.send(f"got {got}")
+
+    SharedBuffers.arrive = noted
+    subscribers = [
+        TcpSubscriber(addresses, live_parts(rank), moved, rank=rank, generator=number)
+        for rank in range(RANKS)
+    ]
+    await asyncio.gather(*(subscriber.fetch(0) for subscriber in subscribers))
+    for subscriber in subscribers:
+        subscriber.pull(0)
+    exact = all(same(each._shards, weights, rank) for rank, each in enumerate(subscribers))
+    says.send(f"exact {exact}")
+    await asyncio.sleep(3600)
+
+
 def start_reader(addresses, number, weights):
     """Start the process of a generator on a host of its own; return it and what it says."""
     here, there = FORK.Pipe(duplex=False)
     inputs = (transfer(generators=3, patience=WAIT_S), addresses, number, weights)
     arguments = there, f"127.0.0.{number + 2}", inputs
-    process = FORK.Process(target=relay_reader.read, args=arguments, daemon=True)
+    process = FORK.Process(target=read, args=arguments, daemon=True)
     process.start()
     there.close()
     return process, here

@@ -11,7 +11,6 @@ from monarch.actor import Actor, concurrent_endpoint, current_rank
 
 from rl.actors.group import Timed
 from rl.actors.mesh import Mesh, log, log_memory
-from rl.errors import RunError
 from rl.generation.config import GeneratorConfig, environment, shared_memory
 from rl.metrics import Metrics
 from rl.model.activations import Activations, joined
@@ -69,7 +68,7 @@ class Generator(Actor):
         make_engine = partial(
             GenerationEngine, self.config, self.model, seed=self.seed, timeout_s=self.timeout_s
         )
-        self._loop = EngineLoop(make_engine, lambda _, version: self._connected().pull(version))
+        self._loop = EngineLoop(make_engine, self._pull)
         await self._loop.start()
         shards = await self._loop.run_between_steps(lambda engine: engine.parameters())
         here = sum(shard.box.numel for shard in shards)
@@ -92,7 +91,8 @@ class Generator(Actor):
     @concurrent_endpoint
     async def fetch_weights(self, version: int) -> Timed:
         begin = time.time()
-        await self._connected().fetch(version)
+        assert self._subscriber is not None, "connect comes first"
+        await self._subscriber.fetch(version)
         return Timed(None, [*self._loop.take_work(), ("fetch", begin, time.time())])
 
     @concurrent_endpoint
@@ -128,10 +128,9 @@ class Generator(Actor):
         engine.version = None  # the versions of a trainer that was restarted may be lower
         return engine.parameters()
 
-    def _connected(self) -> Subscriber:
-        if self._subscriber is None:
-            raise RunError("this generator is not connected to a trainer; call connect first")
-        return self._subscriber
+    def _pull(self, _: "GenerationEngine", version: int) -> int:
+        assert self._subscriber is not None, "connect comes first"
+        return self._subscriber.pull(version)
 
 
 @dataclass(kw_only=True, eq=False)

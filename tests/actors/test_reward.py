@@ -80,22 +80,15 @@ async def lost(coroutine) -> tuple[str, str]:
 
 
 async def assert_lost_by_raising_and_nonsense(score, name="Moody") -> None:
-    reason, message = await lost(score(RAISES))
-    assert reason == "reward raised"
-    assert message.startswith(
-        f"the reward of {name} raised ZeroDivisionError: no reward today; prompt 100, sample 0, "
-    )
-    assert "moody_task.py" in message
-    reason, message = await lost(score(EXITS))
-    assert reason == "reward raised"
-    assert message.startswith(
-        f"the reward of {name} raised SystemExit: no reward, no worker; prompt 106, sample 0, "
-    )
-    reason, message = await lost(score(MAKES_NO_SENSE))
-    assert (reason, "returned None, which is not a Score; prompt 101" in message) == (
-        "reward was invalid",
-        True,
-    )
+    raised = f"the reward of {name} raised"
+    for prompt_id, reason, said in (
+        (RAISES, "reward raised", f"{raised} ZeroDivisionError: no reward today; prompt 100, sam"),
+        (EXITS, "reward raised", f"{raised} SystemExit: no reward, no worker; prompt 106, sample "),
+        (MAKES_NO_SENSE, "reward was invalid", "returned None, which is not a Score; prompt 101"),
+    ):
+        found, message = await lost(score(prompt_id))
+        assert (found, said in message) == (reason, True), message
+        assert ("moody_task.py" in message) == (prompt_id != MAKES_NO_SENSE)
 
 
 def test_an_event_that_cannot_be_written_fails_the_calls_and_leaves_none_waiting(in_workers):
@@ -106,10 +99,9 @@ def test_an_event_that_cannot_be_written_fails_the_calls_and_leaves_none_waiting
 
     async def work(score, workers):
         workers.events.subscribe(refuse)
-        with pytest.raises(RunError, match=r"events.jsonl: cannot be written"):
-            await asyncio.wait_for(score(DIES), 60)
-        with pytest.raises(RunError, match=r"events.jsonl: cannot be written"):
-            await asyncio.wait_for(score(1), 60)
+        for prompt_id in (DIES, 1):
+            with pytest.raises(RunError, match=r"events.jsonl: cannot be written"):
+                await asyncio.wait_for(score(prompt_id), 60)
 
     in_workers(work, 1)
 
@@ -141,15 +133,13 @@ def test_reward_that_kills_or_blocks_its_worker_is_tried_twice(in_workers):
             score(1), lost(score(DIES)), score(2), lost(score(HANGS))
         )
         assert (one[0].reward, two[0].reward) == (1, 2)
+        where = "reward-0 rank 0, score"
         assert died[0] == "reward died"
         assert died[1].startswith(
-            "the reward of Moody died; prompt 102; reward-0 rank 0, score: the process died\nend "
-            "of "
+            f"the reward of Moody died; prompt 102; {where}: the process died\nend of "
         )
-        assert hung == (
-            "reward hung",
-            "the reward of Moody hung; prompt 103; reward-0 rank 0, score: no answer within 3 s",
-        )
+        message = f"the reward of Moody hung; prompt 103; {where}: no answer within 3 s"
+        assert hung == ("reward hung", message)
         assert (await score(3))[0].reward == 3
         assert before != pids_of(workers)
         assert workers.restarts >= 3

@@ -185,7 +185,7 @@ class RewardWorkers:
         self._broken: RunError | None = RunError("the reward workers were not started")
 
     async def start(self) -> None:
-        """Start the workers and build their tasks. Workers that are left are stopped before."""
+        """Start the workers and build their tasks. Workers that still run are stopped first."""
         await self.stop()
         if self.count == 0:
             task: Task = self.config.build_scorer(seed=self.seed, model=self.model)

@@ -30,7 +30,7 @@ class BlockingSession:
     """
 
     def __init__(self, session: Any):
-        """Make the calls of ``session``, which is not open."""
+        """``session`` is a :class:`rl.session.session.Session` that is not open."""
         self._session = session
         self._thread = threading.Thread(target=self._run, name="session", daemon=True)
         self._begun: futures.Future[None] = futures.Future()

@@ -141,7 +141,7 @@ class GeneratorPool:
                 await self.push.remove(mesh)
 
     async def _start(self, mesh: GeneratorMesh) -> None:
-        """Start the generator unless it is running. What is left of a lost one ends first."""
+        """Start the generator unless it is running. Remaining processes of a lost one end first."""
         mesh.watch = self.push.watch
         with self.push.watch.span("start", mesh.name):
             if not mesh.is_running:

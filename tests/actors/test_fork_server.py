@@ -24,12 +24,6 @@ WAIT_S = 60.0
 NOBODY = 65534
 
 
-def run(command: str) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, "-c", command], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    )
-
-
 def serve(pipe: Connection) -> NoReturn:
     """Start a fork server, send its name, and wait."""
     fork_server.start(preload=False)
@@ -119,14 +113,6 @@ def test_process_that_monarch_started_ends_as_the_rank_does(ask, do, more, code)
     assert ("ValueError: not today" in errors) == (do == "raise")
 
 
-def test_rank_ends_with_the_process_that_monarch_started(ask):
-    process = ask("hang")
-    rank = int(process.stdout.readline())
-    process.kill()
-    assert ended(rank)
-    assert ask("exit").wait(WAIT_S) == 3  # the server goes on
-
-
 def test_rank_without_a_server_is_executed(ask):
     assert ask("exit", server="tiller-none").communicate(timeout=WAIT_S)[0] == "executed\n"
 
@@ -139,24 +125,6 @@ def test_ranks_end_with_their_program(ask):
     assert process.wait(WAIT_S) == -signal.SIGKILL
 
 
-def test_server_leaves_the_process_table_with_its_program():
-    code = """
-import os
-from rl.actors import fork_server
-from rl.errors import at_end
-
-def children():
-    return open(f"/proc/self/task/{os.getpid()}/children").read().split()
-
-fork_server.start(preload=False)
-before = len(children())
-for clean_up in at_end:
-    clean_up()
-print(before, len(children()))
-"""
-    assert run(code).communicate(timeout=WAIT_S)[0] == "1 0\n"
-
-
 def test_server_refuses_other_users(ask):
     if os.getuid() != 0:
         cannot_run("only root can start processes of another user")
@@ -164,24 +132,35 @@ def test_server_refuses_other_users(ask):
     assert process.wait(WAIT_S) in (1, -signal.SIGKILL)  # the rank would have ended with 3
 
 
-def test_a_process_forks_no_server_beside_threads_and_no_second_one():
+def test_a_process_forks_one_server_not_beside_threads_which_ends_with_it():
     code = """
 import os, threading, time
 from rl.actors import fork_server
+from rl.errors import at_end
+
+def children():
+    return len(open(f"/proc/self/task/{os.getpid()}/children").read().split())
+
 wait = threading.Event()
 thread = threading.Thread(target=wait.wait)
 thread.start()
 fork_server.start(preload=False)
-print(fork_server.variables())
+print(fork_server.variables(), children())
 wait.set()
 while len(os.listdir("/proc/self/task")) > 1:
     time.sleep(0.01)
 fork_server.start(preload=False)
 first = fork_server.variables()
 fork_server.start(preload=False)
-print(first == fork_server.variables() != {})
+print(first == fork_server.variables() != {}, children())
+for clean_up in at_end:
+    clean_up()
+print(children())
 """
-    assert run(code).communicate(timeout=WAIT_S)[0] == "{}\nTrue\n"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, timeout=WAIT_S, text=True
+    )
+    assert done.stdout == "{} 0\nTrue 1\n0\n", done.stderr
 
 
 def test_programs_have_one_thread_when_they_fork():
@@ -200,12 +179,14 @@ print(len(os.listdir("/proc/self/task")), "monarch" in sys.modules, "vllm" in sy
     assert done.stdout.decode() == "1 False False\n"
 
 
-def test_server_survives_ranks_and_processes_that_end_together(ask):
+def test_ranks_and_the_processes_that_monarch_started_end_with_each_other(ask):
     for _ in range(2):
         processes = [ask("hang") for _ in range(8)]
         ranks = [int(process.stdout.readline()) for process in processes]
-        for process, rank in zip(processes, ranks, strict=True):
+        processes[0].kill()
+        assert ended(ranks[0])
+        for process, rank in zip(processes[1:], ranks[1:], strict=True):
             os.kill(rank, signal.SIGKILL)
             process.kill()
         assert all(map(ended, ranks))
-    assert ask("exit").wait(WAIT_S) == 3
+    assert ask("exit").wait(WAIT_S) == 3  # the server goes on

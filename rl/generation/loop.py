@@ -53,10 +53,10 @@ class EngineLoop:
     """Loop that generates continuously in its own thread.
 
     ``make_engine`` builds the engine in that thread. ``pull(engine, version)`` copies the weights
-    of a policy version, or of a newer one, into ``engine.parameters()``; for a newer one it returns
-    the version. With tensor parallelism every rank runs a loop and rank 0 leads: all ranks execute
-    its commands before the same step. ``generate``, ``abort``, ``pull`` and ``activations`` are for
-    rank 0, the rest for every rank::
+    of a policy version, or of a newer one, into ``engine.parameters()``, and returns that version.
+    With tensor parallelism every rank runs a loop and rank 0 leads: all ranks execute its commands
+    before the same step. ``generate``, ``abort``, ``pull`` and ``activations`` are for rank 0, the
+    rest for every rank::
 
         loop = EngineLoop(make_engine, pull)
         await loop.start()
@@ -74,7 +74,7 @@ class EngineLoop:
     def __init__(
         self,
         make_engine: Callable[[], GenerationEngine],
-        pull: Callable[[GenerationEngine, int], int | None],
+        pull: Callable[[GenerationEngine, int], int],
     ):
         self._make_engine = make_engine
         self._pull = pull
@@ -357,7 +357,7 @@ class EngineLoop:
             held = current
             current = NO_VERSION
             try:
-                current = held if held == wanted else self._pull(engine, wanted) or wanted
+                current = held if held == wanted else self._pull(engine, wanted)
             finally:
                 oldest, version = engine.span(current)
             if oldest == NO_VERSION:

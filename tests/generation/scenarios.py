@@ -35,7 +35,8 @@ def played(engine, scenario, *args, pull=("raise", None), swap="recompute", keep
         if how == "raise":
             raise RuntimeError(f"no such version {version}")
         if how == "weights":
-            return write(engine, weights)
+            write(engine, weights)
+            return version
         version = sorted(weights)[-1 - hidden]
         hidden = 0
         write(engine, weights[version])

@@ -49,13 +49,21 @@ def session_of(group: Group) -> Session:
     return session
 
 
-def test_a_session_that_ends_removes_its_folder_after_the_last_save():
-    async def run() -> Session:
-        async with session_of(Group()) as session:
-            pass
-        return session
+@pytest.mark.parametrize("fails", [None, "device", "block"])
+def test_a_session_removes_its_folder_however_it_ends_after_the_last_save(fails):
+    group = Group(fails=fails == "device")
 
-    assert not asyncio.run(run()).folder.exists()
+    async def run() -> None:
+        async with session_of(group):
+            if fails:
+                raise OSError("the block failed")
+
+    if fails:
+        with pytest.raises(OSError, match=fails):
+            asyncio.run(run())
+    else:
+        asyncio.run(run())
+    assert not group.folder.exists()
 
 
 def test_a_program_that_ends_at_once_removes_the_folder(tmp_path):
@@ -72,16 +80,3 @@ def test_a_program_that_ends_at_once_removes_the_folder(tmp_path):
     folder = Path(done.stdout.split()[-1])
     assert folder.name.startswith("tiller-")
     assert not folder.exists()
-
-
-@pytest.mark.parametrize("fails_in_start", [True, False], ids=["start", "block"])
-def test_a_session_that_fails_removes_its_folder(fails_in_start):
-    group = Group(fails=fails_in_start)
-
-    async def run() -> None:
-        async with session_of(group):
-            raise OSError("the block failed")
-
-    with pytest.raises(OSError, match="device" if fails_in_start else "block"):
-        asyncio.run(run())
-    assert not group.folder.exists()

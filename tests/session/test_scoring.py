@@ -132,10 +132,11 @@ def test_a_session_without_a_task_scores_here(runner):
     assert not scene.warnings
 
 
-def test_a_reward_that_hangs_in_this_process_does_not_keep_a_program_from_ending(runner, tmp_path):
+def test_a_reward_in_this_process_runs_in_a_thread_that_may_hang(runner, tmp_path):
+    """A thread that is no daemon would keep the program from ending."""
     threads = []
 
-    class Hangs(Graded):
+    class Noted(Graded):
         @dataclass(kw_only=True, slots=True)
         class Config(Graded.Config):
             pass
@@ -144,7 +145,7 @@ def test_a_reward_that_hangs_in_this_process_does_not_keep_a_program_from_ending
             threads.append(threading.current_thread())
             return rl.Score(reward=0.0, correct=False)
 
-    task = task_of(Hangs.Config())
+    task = task_of(Noted.Config())
     Scene(runner, None).rewards(task)
     config = rl.SessionConfig(reward_workers=0, model=MODEL)
     workers = Meshes(config, None, tmp_path).rewards(task.config, Events())

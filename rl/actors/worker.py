@@ -64,6 +64,20 @@ class _Stepped(NamedTuple):
     weights: ShardDigests
 
 
+@dataclass(frozen=True, kw_only=True)
+class EngineArguments:
+    """Arguments of a rank's :class:`rl.training.engine.TrainingEngine`."""
+
+    config: TrainerConfig
+    model: ModelConfig
+    head: Head
+    seed: int
+    steps: int
+    """Number of optimizer steps in all."""
+    folder: str
+    """Folder of the run or session."""
+
+
 @dataclass(eq=False)
 class ModelWorker(Actor):
     """One rank of a model that has a role in the run. The engine runs in a thread of its own, so
@@ -75,12 +89,7 @@ class ModelWorker(Actor):
     - ``start`` builds the engine, so that a failure is an error with a traceback.
     """
 
-    config: TrainerConfig
-    model: ModelConfig
-    head: Head
-    seed: int
-    steps: int
-    folder: str
+    arguments: EngineArguments
 
     def __post_init__(self) -> None:
         self._engine_thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
@@ -108,22 +117,15 @@ class ModelWorker(Actor):
         from rl.training.checkpoint import Checkpointer
         from rl.training.engine import TrainingEngine
 
-        self.engine = TrainingEngine(
-            self.config,
-            self.model,
-            head=self.head,
-            seed=self.seed,
-            steps=self.steps,
-            folder=self.folder,
-            loads=True,
-        )
-        self.checkpointer = Checkpointer(self.engine, self.model, folder=self.folder)
+        given = self.arguments
+        self.engine = TrainingEngine(**vars(given), loads=True)
+        self.checkpointer = Checkpointer(self.engine, given.model, folder=given.folder)
         shards = self.engine.shards().values()
         whole = sum(math.prod(shard.shape) for shard in shards)
         here = sum(shard.box.numel for shard in shards)
         log_memory(
             f"rank {dist.get_rank()} of {dist.get_world_size()}, "
-            f"{short_layout(self.config.parallelism)}; {whole:,} "
+            f"{short_layout(given.config.parallelism)}; {whole:,} "
             f"parameters, of which {here:,} are here; CPU threads: {torch.get_num_threads()}, "
             f"products: {self.engine.matmul}"
         )
@@ -176,7 +178,7 @@ class ModelWorker(Actor):
     def _collect_garbage(self) -> None:
         """Collect garbage on all ranks in the same steps: one rank that collects stops all."""
         gc.disable()
-        if self.engine.version % self.config.training.gc_freq == 0:
+        if self.engine.version % self.arguments.config.training.gc_freq == 0:
             gc.collect()
 
     def _weight_digests(self, dtype: torch.dtype | None) -> ShardDigests:
@@ -218,12 +220,7 @@ class WorkerGroup(Mesh):
     """
 
     actor = ModelWorker
-    config: TrainerConfig
-    model: ModelConfig
-    head: Head
-    folder: Path
-    seed: int
-    steps: int
+    engine: EngineArguments
     version: int = field(default=0, init=False)
     """Number of optimizer steps that changed the weights; the policy version of a policy."""
     loaded: Path | None = field(default=None, init=False)
@@ -234,13 +231,13 @@ class WorkerGroup(Mesh):
     after the step."""
 
     def _arguments(self) -> tuple[Any, ...]:
-        comm = self.config.comm
-        timeout = max(comm.init_timeout_seconds, math.ceil(self.collective_timeout_s))
-        config = replace(self.config, comm=replace(comm, init_timeout_seconds=timeout))
-        return config, self.model, self.head, self.seed, self.steps, str(self.folder)
+        config = self.engine.config
+        timeout = max(config.comm.init_timeout_seconds, math.ceil(self.collective_timeout_s))
+        config = replace(config, comm=replace(config.comm, init_timeout_seconds=timeout))
+        return (replace(self.engine, config=config),)
 
     def _environment(self) -> dict[str, str]:
-        return thread_variables(self.config.threads)
+        return thread_variables(self.engine.config.threads)
 
     async def start(self) -> None:
         """Spawn the ranks and build their engines; can be called again after ``stop``."""
@@ -263,7 +260,7 @@ class WorkerGroup(Mesh):
         shares, answers = await self._call_with("activations", batch, positions, temperature)
         per_share = len(answers) // len(shares)
         first = per_share * next(number for number, share in enumerate(shares) if share)
-        return joined(answers[first : first + per_share], shape_of(self.model))
+        return joined(answers[first : first + per_share], shape_of(self.engine.model))
 
     async def forward_backward(
         self,
@@ -336,7 +333,7 @@ class WorkerGroup(Mesh):
 
         Returns the sequences of each data-parallel rank, and the answers of all ranks.
         """
-        shares = balanced(batch.lengths.tolist(), self.config.dp_degree)
+        shares = balanced(batch.lengths.tolist(), self.engine.config.dp_degree)
         per_share = self.ranks // len(shares)
         arguments: dict[int, Sequence[Any]] = dict.fromkeys(range(self.ranks), (None, *args))
         for number, share in enumerate(shares):

@@ -6,7 +6,7 @@ from rl.actors.generator import GeneratorMesh
 from rl.actors.hosts import Hosts
 from rl.actors.reward import RewardWorkers
 from rl.actors.trainer import TrainerMesh
-from rl.actors.worker import WorkerGroup
+from rl.actors.worker import EngineArguments, WorkerGroup
 from rl.observe.events import Events
 from rl.session.config import SessionConfig
 from rl.session.placement import Placement
@@ -27,17 +27,20 @@ class Meshes:
         groups = {}
         for name, role in self._config.models.items():
             kind = TrainerMesh if name == "trainer" else WorkerGroup
+            engine = EngineArguments(
+                config=role.trainer,
+                model=role.model,
+                head=role.head,
+                seed=self._config.seed,
+                steps=self._config.optimizer_steps,
+                folder=str(self._folder),
+            )
             groups[name] = kind(
                 name=name,
                 place=self._placement.models[name],
                 hosts=self._hosts,
                 deadlines=self._config.deadlines,
-                config=role.trainer,
-                model=role.model,
-                head=role.head,
-                folder=self._folder,
-                seed=self._config.seed,
-                steps=self._config.optimizer_steps,
+                engine=engine,
             )
         return groups
 

@@ -42,4 +42,4 @@ def test_learning_rate_schedule_covers_all_optimizer_steps():
     config.algorithm.update_epochs = 2
     config.algorithm.prompts_per_minibatch = 8
     config.steps = 5
-    assert session_of(config).trainer.steps == 5 * 2 * 4
+    assert session_of(config).trainer.engine.steps == 5 * 2 * 4

@@ -33,19 +33,14 @@ ALGORITHM_ACTS: dict[str, dict[str, str]] = {
         ADVANTAGES: "gamma lam whiten",
         f"{TURNS}test_gae_over_turns_is_the_formula": "discount_per",
     },
-    "PolicyLoss.Config": {
-        LOSSES: "entropy_coef kl_coef kl_estimator",
-        REDUCTIONS: "reduction",
-    },
-    "ClippedLoss.Config": {CLIPS: "clip_low clip_high", LOSSES: "dual_clip"},
+    "PolicyLoss.Config": {REDUCTIONS: "reduction"},
+    "ClippedLoss.Config": {CLIPS: "clip_low clip_high"},
     "DecoupledLoss.Config": {
         "algorithms/test_losses.py::test_the_behaviour_weight_and_its_cap_are_measured": (
             "behaviour_cap"
         )
     },
-    "GSPOLoss.Config": {LOSSES: "clip_low clip_high token_level"},
-    "CISPOLoss.Config": {LOSSES: "clip_low clip_high", REDUCTIONS: "reduction"},
-    "DPPOLoss.Config": {LOSSES: "threshold"},
+    "CISPOLoss.Config": {REDUCTIONS: "reduction"},
     "CrossEntropyLoss.Config": {REDUCTIONS: "reduction"},
     "DistillationLoss.Config": {REDUCTIONS: "reduction"},
     "TruncatedIS.Config": {CORRECTIONS: "cap level"},

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Literal, NoReturn
 
 EXIT_FAILED = 1
@@ -101,6 +101,12 @@ def nearest(name: str, known: Collection[str], *, prefix: str = "") -> str:
     """Return "did you mean …? " with the known names nearest to ``name``; empty if none is near."""
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     return f"did you mean {' or '.join(prefix + each for each in near)}? " if near else ""
+
+
+def one_of(values: Iterable[object]) -> str:
+    """Return "'a', 'b' or 'c'" for the values a, b and c."""
+    *others, last = map(repr, values)
+    return f"{', '.join(others)} or {last}"
 
 
 def counted(number: int, noun: str) -> str:

@@ -11,6 +11,7 @@ from rl.validation.engines import validate_generator
 from rl.validation.folders import RESERVED, validate_other_folders
 from rl.validation.layouts import validate_devices, validate_generator_layout, validate_nodes
 from rl.validation.values import check
+from rl.weights.transport import BETWEEN_HOSTS, NETWORKS
 
 ENVIRONMENT = "unless the task is an environment"
 RESERVED_ROLES = ("checkpoints", "generator", "policy", "reward", "trainer")
@@ -53,14 +54,14 @@ def _validate_lengths(config: RLConfig) -> None:
 def _validate_push(config: RLConfig) -> None:
     """Check that the transport can push weights as configured, and between the run's nodes."""
     transport = config.weights.transport
-    local = transport in ("shared_memory", "cuda_ipc")
+    local = transport not in ("auto", *NETWORKS)
     own = f"weights.transport={transport!r}"
     check(config, "weights.delta", not (config.weights.delta and local), f"False with {own}")
     serves = config.weights.fan_out == 1 or transport in ("auto", "tcp")
     fix = "only with 'tcp' readers serve each other"
     check(config, "weights.fan_out", serves, f"1 with {own}", fix)
     rule = (
-        f"'auto', 'tcp', 'rdma' or 'torchstore' with trainer.nodes={config.trainer.nodes} and "
+        f"{BETWEEN_HOSTS} with trainer.nodes={config.trainer.nodes} and "
         f"generator.nodes={config.generator.nodes}"
     )
     check(config, "weights.transport", config.nodes == 1 or not local, rule)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Protocol
 
 import torch
 
-from rl.errors import RunError
+from rl.errors import RunError, one_of
 from rl.model.shards import Layout, Shard
 from rl.rules import COSMETIC, PERFORMANCE, NeedsCuda, above, at_least
 from rl.weights.routes import plan_push
@@ -25,6 +25,9 @@ NETWORKS = {
 """Module and prefix of the classes of each transport between hosts. Its publishers reserve a place
 for each reader, and can send only what changed."""
 
+BETWEEN_HOSTS = one_of(["auto", *NETWORKS])
+"""Values of ``weights.transport`` for several nodes, in words."""
+
 SLOTS = 2
 """Number of versions that a trainer rank holds."""
 
@@ -36,7 +39,7 @@ class WeightPushConfig:
     transport: Annotated[
         Literal["auto", TransportName],
         PERFORMANCE,
-        NeedsCuda(("cuda_ipc",), "'auto', 'shared_memory', 'tcp', 'rdma' or 'torchstore'"),
+        NeedsCuda(("cuda_ipc",), one_of(["auto", "shared_memory", *NETWORKS])),
     ] = "auto"
     """Transport of the weights. ``auto`` uses shared memory if trainer and generators are on one
     host; otherwise RDMA if the controller's host has an RDMA device, else TCP. ``cuda_ipc`` copies

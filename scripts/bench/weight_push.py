@@ -46,9 +46,9 @@ from rl.model.tp_plan import generator_layout
 from rl.training.config import TrainerConfig
 from rl.training.layout import trainer_layout
 from rl.types import Place
-from rl.weights.transport import Transfer, open_publisher, open_subscriber
+from rl.weights.transport import NETWORKS, Transfer, open_publisher, open_subscriber
 
-TRANSPORTS = ("shared_memory", "tcp", "rdma", "torchstore")
+TRANSPORTS = ("shared_memory", *NETWORKS)
 DEADLINE_S = 600.0
 MEMCPY_BYTES = 1 << 28  # per copy: much larger than every cache, and much smaller than the weights
 QWEN3_0_6B = replace(qwen3_0_6b().model, max_seq_len=2049)

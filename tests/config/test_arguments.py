@@ -1,5 +1,7 @@
 """Arguments of the command line, and messages about unknown names (C5)."""
 
+from typing import get_args
+
 import pytest
 
 from rl.cli import find_config, parse_config
@@ -8,6 +10,7 @@ from rl.config.algorithm import ALGORITHMS
 from rl.errors import ConfigError
 from rl.frozen import frozen
 from rl.tasks.copy_digits import CopyDigits
+from rl.weights.transport import TransportName
 from tests.config.command_line import PROGRAM, parse
 
 
@@ -119,7 +122,7 @@ REFUSED = {
     "--rollout.pipeline determinstic": "--rollout.pipeline is 'determinstic'; did you mean "
     "deterministic? allowed are asynchronous, deterministic",
     "--weights.transport rmda": "--weights.transport is 'rmda'; did you mean rdma? allowed are "
-    "auto, cuda_ipc, rdma, shared_memory, tcp, torchstore",
+    + ", ".join(sorted(["auto", *get_args(TransportName)])),
     "trainer.float8:liner": "trainer.float8:liner: there is no such option; did you mean "
     "trainer.float8:linear or trainer.float8:none or --trainer.float8? a field is given as --FIELD "
     "VALUE",

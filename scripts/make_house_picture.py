@@ -24,7 +24,8 @@ BANDS = {
     "rl.session": ("session", "what it takes: processes, devices, routing"),
     "rl.actors": ("actors", "one process for each rank"),
     "rl.training": ("engines", "what a rank computes, without actors"),
-    "rl.algorithms": ("shared", "functions, formats and data types, without processes"),
+    "rl.tasks": ("inputs", "tasks, formats and sizes, and the records of runs"),
+    "rl.algorithms": ("shared", "functions and data types"),
 }
 """Name and subject of each band of layers, by the room that its first layer has."""
 COLUMNS = 6

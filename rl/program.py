@@ -47,8 +47,9 @@ def begin() -> None:
     """
     gc.set_threshold(*COLLECT_AT)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks compute, and have variables of their own
-    # a handler, because an import could catch a KeyboardInterrupt
-    signal.signal(signal.SIGINT, _interrupt)
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        # a handler, because an import could catch a KeyboardInterrupt
+        signal.signal(signal.SIGINT, _interrupt)
     codecs.register_error("plain", _plain)
     for number in range(3):
         try:
@@ -92,7 +93,8 @@ class Signals:
         signals.name  # such as "SIGTERM"; empty before the first
 
     ``first`` is called in the event loop, ``again`` at once and with the number of each later
-    signal. SIGHUP stays ignored under nohup(1). In a thread other than the main one the block does
+    signal. Signals that were ignored when the program started stay ignored: SIGHUP under nohup(1),
+    SIGINT in a background job of a script. In a thread other than the main one the block does
     nothing, since Python handles signals in the main thread alone.
     """
 
@@ -109,8 +111,7 @@ class Signals:
         self._loop = get_running_loop()
         if threading.current_thread() is threading.main_thread():
             for number in LEAVING:
-                handler = signal.getsignal(number)
-                if number != signal.SIGHUP or handler != signal.SIG_IGN:
+                if signal.getsignal(number) != signal.SIG_IGN:
                     # the loop's own handlers wait for a step that blocks the loop
                     self._before[number] = signal.signal(number, self._receive)
         return self

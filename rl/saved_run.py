@@ -6,13 +6,12 @@ import signal
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 from typing import TypeVar
 
 from rl.cli import parse_config, read_config
 from rl.config import RLConfig, RunConfig
 from rl.errors import Interrupted, end_program, require
-from rl.program import LEAVING
+from rl.program import Signals
 from rl.session.config import SessionConfig
 from rl.session.session import Session
 from rl.step_folders import StepFolders
@@ -165,37 +164,18 @@ async def _run_session(
     work: Callable[[Session], Awaitable[Result]],
     folder: Path | None,
 ) -> Result:
-    received = _cancel_on_signals()
+    own = asyncio.current_task()
+    assert own is not None, "this is a coroutine"
     session = Session(config, task=task, folder=folder)
     print(session.describe(), flush=True)
-    try:
-        async with session:
-            return await work(session)
-    except BaseException:
-        if received:
-            error = Interrupted(f"interrupted by {signal.Signals(received[0]).name}")
-            error.exit_code = 128 + received[0]
+    # after a second signal, the processes of the session end with their parent
+    with Signals(first=own.cancel, again=lambda number: end_program(128 + number)) as signals:
+        try:
+            async with session:
+                return await work(session)
+        except BaseException:
+            if not signals.name:
+                raise
+            error = Interrupted(f"interrupted by {signals.name}")
+            error.exit_code = 128 + signal.Signals[signals.name]
             raise error from None
-        raise
-
-
-def _cancel_on_signals() -> list[int]:
-    """Make a first signal cancel this task, and a second signal end the program at once.
-
-    Returns a list to which a received signal is appended.
-    """
-    loop = asyncio.get_running_loop()
-    task = asyncio.current_task()
-    assert task is not None, "this function is called from a coroutine"
-    received = list[int]()
-
-    def receive(number: int, frame: FrameType | None) -> None:
-        if received or loop.is_closed():
-            end_program(128 + number)  # the processes of the session end with their parent
-        received.append(number)
-        loop.call_soon_threadsafe(task.cancel)
-
-    for number in LEAVING:
-        if signal.getsignal(number) != signal.SIG_IGN:  # nohup(1)
-            signal.signal(number, receive)
-    return received

@@ -16,6 +16,7 @@ from rl.cli import find_config
 from rl.errors import NodeLost, RunError
 from rl.observe.progress import Progress
 from rl.observe.record import RunRecord
+from rl.program import LEAVING
 from rl.trainers.endings import Interrupts, fail
 from rl.trainers.run_folder import RunFolder, claim_run
 from tests.actors.processes import wait_until_delivered
@@ -193,7 +194,8 @@ def interrupted(
         try:
             sys.stdout = os.fdopen(1, "w")
             sys.stderr = os.fdopen(2, "w")
-            signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup(1)
+            for number in LEAVING:  # the tests may run under nohup(1) or in the background
+                signal.signal(number, signal.SIG_DFL)
             for number in ignored:
                 signal.signal(number, signal.SIG_IGN)
             asyncio.run(main())
@@ -261,7 +263,7 @@ def test_a_resumed_run_that_has_not_loaded_yet_is_interrupted_after_its_checkpoi
     assert str(error).startswith("interrupted by leave() after step 8; go on from step 8 with: ")
 
 
-def test_a_closed_terminal_does_not_end_a_run_under_nohup(record):
-    numbers = [signal.SIGHUP, signal.SIGTERM]
-    code, said = interrupted(record, 11, numbers=numbers, ignored=[signal.SIGHUP])
+@pytest.mark.parametrize("ignored", [signal.SIGHUP, signal.SIGINT])
+def test_a_signal_that_was_ignored_at_the_start_stays_ignored(ignored, record):
+    code, said = interrupted(record, 11, numbers=[ignored, signal.SIGTERM], ignored=[ignored])
     assert (code, said.partition(":")[0]) == (75, "SIGTERM")

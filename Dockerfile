@@ -1,4 +1,4 @@
-# Image of Tiller. It has not been built: the tests only check its rules, its paths and its shell.
+# Image of Tiller. It has not been built: the tests only check its paths and its shell.
 #
 #   docker build --build-arg DEVICE=cpu --tag tiller:cpu .
 #   docker build --build-arg DEVICE=cuda --tag tiller:cuda .

@@ -17,7 +17,21 @@ from rl.trainers.rl import RLTrainer
 from rl.trainers.start import MAX_TURNS
 from tests.tiny_tokenizers import make_model
 
-ENVIRONMENT = """\
+TASK = """\
+class Mine({kind}):
+    @dataclass(kw_only=True, slots=True)
+    class Config({kind}.Config):
+        pass
+    def prompt(self, prompt_id):
+        return self.seed_prompt(prompt_id, answer="7")
+    def eval_prompts(self, count):
+        return []
+    {body}
+
+def mine() -> RLConfig:
+    return RLConfig(task=Mine.Config())
+"""
+GAME = """\
 import asyncio, os, random, time
 from dataclasses import dataclass
 import numpy, torch
@@ -28,29 +42,15 @@ async def later(*_):
     return None
 
 def question(*_):
-    return rl.Opening([{{"role": "user", "content": "Guess."}}])
+    return rl.Opening([{"role": "user", "content": "Guess."}])
 
 class Game(rl.MessageEnvironment):
     def reset(self):
         return question()
     def step(self, message):
         return rl.Reply(reward=1.0, done=True)
-    {game}
+    BODY
 
-class Mine(rl.EnvironmentTask):
-    @dataclass(kw_only=True, slots=True)
-    class Config(rl.EnvironmentTask.Config):
-        pass
-    def prompt(self, prompt_id):
-        return self.seed_prompt(prompt_id, answer="7")
-    def eval_prompts(self, count):
-        return []
-    def environment(self, prompt, sample):
-        return Game()
-    {task}
-
-def mine() -> RLConfig:
-    return RLConfig(task=Mine.Config())
 """
 AGENT = """\
 import json, sys, time, urllib.request
@@ -59,26 +59,24 @@ import rl
 from rl.config import RLConfig
 
 def ask(api, **options):
-    body = {{"messages": [{{"role": "user", "content": "Guess."}}], **options}}
-    head = {{"content-type": "application/json", "authorization": f"Bearer {{api.key}}"}}
-    url = f"{{api.base_url}}/chat/completions"
+    body = {"messages": [{"role": "user", "content": "Guess."}], **options}
+    head = {"content-type": "application/json", "authorization": f"Bearer {api.key}"}
+    url = f"{api.base_url}/chat/completions"
     request = urllib.request.Request(url, json.dumps(body).encode(), head)
     with urllib.request.urlopen(request) as answer:
         return json.load(answer)["choices"][0]
 
-class Mine(rl.AgentTask):
-    @dataclass(kw_only=True, slots=True)
-    class Config(rl.AgentTask.Config):
-        pass
-    def prompt(self, prompt_id):
-        return self.seed_prompt(prompt_id, answer="7")
-    def eval_prompts(self, count):
-        return []
-    {agent}
-
-def mine() -> RLConfig:
-    return RLConfig(task=Mine.Config())
 """
+MAKES_GAME = "def environment(self, prompt, sample): return Game()"
+
+
+def environment(game: str = "", task: str = MAKES_GAME) -> str:
+    """Return the source of an environment, with the given parts of its classes."""
+    return GAME.replace("BODY", game) + TASK.format(kind="rl.EnvironmentTask", body=task)
+
+
+def agent(body: str) -> str:
+    return AGENT + TASK.format(kind="rl.AgentTask", body=body)
 
 
 @pytest.fixture(scope="module")
@@ -174,18 +172,15 @@ BROKEN_AGENTS = [
 ]
 
 
-def sources():
-    for body, said in BROKEN:
-        yield ENVIRONMENT.format(game=body, task=""), said, {}
-    for body, said in BROKEN_TASKS:
-        yield ENVIRONMENT.format(game="", task=body), said, {}
-    for body, said in HANGS:
-        yield ENVIRONMENT.format(game=body, task=""), said, {"step_s": 1.0}
-    for body, said in BROKEN_AGENTS:
-        yield AGENT.format(agent=body), said, {}
+SOURCES = [
+    *((environment(body), said, {}) for body, said in BROKEN),
+    *((environment(task=body), said, {}) for body, said in BROKEN_TASKS),
+    *((environment(body), said, {"step_s": 1.0}) for body, said in HANGS),
+    *((agent(body), said, {}) for body, said in BROKEN_AGENTS),
+]
 
 
-@pytest.mark.parametrize(("source", "said", "fields"), sources())
+@pytest.mark.parametrize(("source", "said", "fields"), SOURCES)
 def test_an_environment_that_fails_is_refused_before_anything_starts(
     construct, tmp_path, monkeypatch, source, said, fields
 ):
@@ -203,7 +198,7 @@ def test_an_environment_that_fails_is_refused_before_anything_starts(
 
 def test_a_task_that_the_caller_gives_is_tried_too(construct):
     with pytest.raises(ConfigError, match="step returned None, which is not a Reply"):
-        construct(ENVIRONMENT.format(game="step = later", task=""), is_given=True)
+        construct(environment("step = later"), is_given=True)
 
 
 ENDLESS = """
@@ -219,7 +214,7 @@ SEEN = []
 
 def test_a_good_environment_is_played_for_some_turns_and_draws_nothing(construct):
     before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
-    trainer = construct(ENVIRONMENT.format(game=ENDLESS, task=""))
+    trainer = construct(environment(ENDLESS))
     seen = sys.modules[type(trainer.dataset_train).__module__].SEEN
     assert seen == ["7", "drawn"] * MAX_TURNS + ["closed"]
     after = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
@@ -229,7 +224,7 @@ def test_a_good_environment_is_played_for_some_turns_and_draws_nothing(construct
 def test_an_environment_that_fails_for_one_prompt_alone_is_not_refused(construct):
     """It costs one group in a run."""
     unlucky = "def environment(self, prompt, sample): return 1 / prompt.prompt_id and Game()"
-    assert construct(ENVIRONMENT.format(game="", task=unlucky)).dataset_train.prompt(0)
+    assert construct(environment(task=unlucky)).dataset_train.prompt(0)
 
 
 ENDLESS_AGENT = """
@@ -243,6 +238,6 @@ SEEN = []
 
 
 def test_a_good_agent_gets_some_answers(construct):
-    trainer = construct(AGENT.format(agent=ENDLESS_AGENT))
+    trainer = construct(agent(ENDLESS_AGENT))
     seen = sys.modules[type(trainer.dataset_train).__module__].SEEN
     assert seen == ["7"] * MAX_TURNS

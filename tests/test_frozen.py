@@ -16,40 +16,21 @@ from rl.frozen import frozen, thawed
 from rl.model.shape import ModelConfig
 from rl.tasks.copy_digits import CopyDigits
 from rl.tasks.mixture import Mixture, Stage
-
-PROGRAM = "python -m rl.train"
-
-
-def parse(*overrides: str) -> RLConfig:
-    return parse_config(["--config", "quickstart", *overrides], program=PROGRAM)[1]
+from tests.config.command_line import parse_line
 
 
 def test_the_frozen_copy_is_json_with_every_value_in_its_place():
-    config = parse(
-        "--rollout.temperature",
-        "0.7",
-        "--trainer.parallelism.tensor_parallel_degree",
-        "2",
-        "--output-dir",
-        "x",
+    config = parse_line(
+        "--rollout.temperature 0.7 --trainer.parallelism.tensor_parallel_degree 2 --output-dir x"
     )
     copy = json.loads(json.dumps(frozen(config)))
     assert copy == frozen(config)
     assert set(copy) == {"type", *(field.name for field in dataclasses.fields(RLConfig))}
     assert copy["trainer"]["parallelism"]["tensor_parallel_degree"] == 2
-    assert (copy["rollout"]["temperature"], copy["output_dir"], copy["model"]["hf_path"]) == (
-        0.7,
-        "x",
-        None,
-    )
-    assert copy["task"] == {
-        "type": "rl.tasks.copy_digits.CopyDigits.Config",
-        "digits": 3,
-        "max_prompt_tokens": 16,
-    }
-    assert (
-        CopyDigits.Config(**{k: v for k, v in copy["task"].items() if k != "type"}) == config.task
-    )
+    assert (copy["rollout"]["temperature"], copy["output_dir"]) == (0.7, "x")
+    assert copy["model"]["hf_path"] is None
+    task = {"type": "rl.tasks.copy_digits.CopyDigits.Config", "digits": 3, "max_prompt_tokens": 16}
+    assert copy["task"] == task
     kwargs = copy["trainer"]["optimizer"]["param_groups"][0]["optimizer_kwargs"]
     assert kwargs == {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.0}
 
@@ -58,8 +39,8 @@ def every_kind_of_part() -> RLConfig:
     """A config with parts of other kinds than its fields name, within lists, tuples and
     dicts too.
     """
-    config = parse(
-        "trainer.lora:on", "trainer.activation-checkpoint:selective", "--trainer.lora.rank", "4"
+    config = parse_line(
+        "trainer.lora:on trainer.activation-checkpoint:selective --trainer.lora.rank 4"
     )
     config.algorithm = PolicyGradientConfig(
         advantage=GAE.Config(), loss=dapo(), corrections=(TruncatedIS.Config(),)
@@ -95,16 +76,8 @@ def test_a_frozen_config_becomes_the_config_again(make):
     ("field", "value", "message"),
     [
         ("seed", {"repr": "<a lock>"}, "<a lock> cannot be read from a frozen config"),
-        (
-            "task",
-            {"type": "no.such.Task", "digits": 3},
-            "config.task: there is no config class 'no.such.Task'; is",
-        ),
-        (
-            "rollout",
-            {"prompts": 3},
-            r"config.rollout has the fields \['prompts'\], which RolloutConfig",
-        ),
+        ("task", {"type": "no.such.Task"}, "config.task: there is no config class 'no.such.Task'"),
+        ("rollout", {"prompts": 3}, r"rollout has the fields \['prompts'\], which RolloutConfig"),
     ],
 )
 def test_a_frozen_config_of_other_code_is_refused(field, value, message):
@@ -114,16 +87,9 @@ def test_a_frozen_config_of_other_code_is_refused(field, value, message):
 
 def test_the_frozen_config_of_a_run_can_be_named_as_a_config(tmp_path):
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({"name": "quickstart", "config": frozen(parse("--seed", "5"))}))
-    name, config = parse_config(["--config", str(path), "--steps", "3"], program=PROGRAM)
+    path.write_text(json.dumps({"name": "quickstart", "config": frozen(parse_line("--seed 5"))}))
+    name, config = parse_config(["--config", str(path), "--steps", "3"], program="test")
     assert (name, config.seed, config.steps) == ("quickstart", 5, 3)
-    for wrong, message in (
-        (tmp_path / "none.json", "there is no such file"),
-        (path, "it has no 'name'; it must be the config"),
-    ):
-        path.write_text("{}")
-        with pytest.raises(ConfigError, match=message):
-            parse_config(["--config", str(wrong)], program=PROGRAM)
 
 
 PARTS = """
@@ -156,18 +122,11 @@ def parts(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("inner", "said"),
-    [
-        ("", "there is no config class"),
-        (".pathlib", "there is no config class"),
-        (".Bare.Config", "there is no config class"),
-        (".Mine.Confg", "there is no config class"),
-        (".CopyDigits.Config", "there is no config class"),
-    ],
+    "inner", ["", ".pathlib", ".Bare.Config", ".Mine.Confg", ".CopyDigits.Config"]
 )
-def test_no_module_is_imported_that_defines_no_such_config_class(parts, inner, said):
+def test_no_module_is_imported_that_defines_no_such_config_class(parts, inner):
     data = frozen(find_config("quickstart")()) | {"task": {"type": parts.stem + inner}}
-    with pytest.raises(ConfigError, match=f"config.task: {said}"):
+    with pytest.raises(ConfigError, match="config.task: there is no config class"):
         thawed(data)
     assert not parts.with_suffix(".imported").exists()
 
@@ -186,9 +145,7 @@ def test_only_a_part_of_the_kind_that_the_field_takes_is_made(parts):
     data = frozen(find_config("quickstart")())
     with pytest.raises(ConfigError, match="config.task.type is .*; it must name a Task.Config"):
         thawed(data | {"task": {"type": f"{parts.stem}.Other.Config"}})
-    with pytest.raises(
-        ConfigError, match="config.task.type is .*GAE.Config'; it must name a Task.Config"
-    ):
+    with pytest.raises(ConfigError, match="type is .*GAE.Config'; it must name a Task.Config"):
         thawed(data | {"task": frozen(GAE.Config())})
     mine = thawed(data | {"task": {"type": f"{parts.stem}.Mine.Config", "digits": 2}})
     assert type(mine.task).__qualname__ == "Mine.Config"

@@ -55,12 +55,11 @@ def test_every_public_name_resolves():
 
 def test_editors_see_the_same_names():
     tree = ast.parse(Path(rl.__file__).read_text())
-    (block,) = [node for node in tree.body if isinstance(node, ast.If) and _is_for_types(node)]
-    seen = {}
-    for node in block.body:
-        for alias in node.names:
-            module = getattr(node, "module", None)
-            seen[alias.name] = module
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    assert ast.unparse(block.test) == "TYPE_CHECKING"
+    seen = {
+        alias.name: getattr(node, "module", None) for node in block.body for alias in node.names
+    }
     assert {*seen} == {*rl.__all__}
     for name, source in rl._SOURCES.items():
         module, _, attribute = source.partition(":")
@@ -90,10 +89,6 @@ print("vllm" in sys.modules)
 
 def test_the_device_is_torchtitans_and_an_engine_imports_vllm_only_when_it_starts():
     assert python(DEVICE) == "False\n"
-
-
-def _is_for_types(node: ast.If) -> bool:
-    return isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
 def test_a_plan_on_cpu_imports_neither_compilers_nor_datasets():

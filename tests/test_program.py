@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,12 @@ from rich.console import Console
 from rl.observe.progress import Progress
 from rl.program import begin, steady
 from tests.observe.rows import make_rows
+
+
+def python(*arguments: str, **options) -> subprocess.CompletedProcess:
+    """Run Python; ``options`` are those of subprocess.run."""
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, **options)
 
 
 def show(file, *, terminal: bool) -> None:
@@ -75,6 +80,17 @@ def test_failing_output_does_not_change_the_exit_code():
     assert (done.returncode, done.stderr) == (0, "")
 
 
+CATCHES_CTRL_C = """
+import os, signal, time
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(60)
+except BaseException:
+    print("caught", flush=True)
+print("went on", flush=True)
+"""
+
+
 @pytest.mark.parametrize(
     "program",
     [
@@ -86,29 +102,10 @@ def test_failing_output_does_not_change_the_exit_code():
     ids=" ".join,
 )
 def test_ctrl_c_ends_a_program_during_an_import_that_catches_it(program, tmp_path):
-    (tmp_path / "torch.py").write_text(
-        textwrap.dedent(
-            """
-            import os, signal, time
-            try:
-                os.kill(os.getpid(), signal.SIGINT)
-                time.sleep(60)
-            except BaseException:
-                print("caught", flush=True)
-            print("went on", flush=True)
-            """
-        )
-    )
+    (tmp_path / "torch.py").write_text(CATCHES_CTRL_C)
+    command = ["-m", *program, "--config", "quickstart"]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    command = [sys.executable, "-m", *program, "--config", "quickstart"]
-    done = subprocess.run(
-        command,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        preexec_fn=accept_interrupts,
-    )
+    done = python(*command, env=environment, preexec_fn=accept_interrupts)
     assert (done.returncode, done.stdout, "interrupted" in done.stderr) == (130, "", True)
 
 
@@ -140,15 +137,13 @@ for name, *arguments in {HELP}:
     if imported := {{"torch", "tyro", "monarch"}} & {{*sys.modules}}:
         sys.exit(f"{{name}} {{arguments}} imports {{imported}}")
 """
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = python("-c", program)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def accept_interrupts() -> None:
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # a shell in the background ignores them
+    """Undo what a shell does to its jobs in the background."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 WRONG = {
@@ -168,8 +163,7 @@ for name, *arguments in {[*WRONG]}:
         runpy.run_module("rl." + name, run_name="__main__", alter_sys=True)
     print(os.waitstatus_to_exitcode(os.wait()[1]))
 """
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = python("-c", program)
     assert (done.returncode, done.stdout) == (0, "2\n" * len(WRONG)), done.stderr
     messages = done.stderr.removeprefix("error: ").split("\nerror: ")
     for message, error in zip(messages, WRONG.values(), strict=True):
@@ -180,15 +174,10 @@ def test_a_deleted_folder_is_named(tmp_path):
     folder = tmp_path / "gone"
     folder.mkdir()
     program = "import os, sys; os.rmdir(os.getcwd()); os.execv(sys.executable, sys.argv[1:])"
-    done = subprocess.run(
-        [sys.executable, "-c", program, sys.executable, "-m", "rl", "train"],
-        cwd=folder, capture_output=True, text=True, timeout=60,
-        env=os.environ | {"PYTHONPATH": os.getcwd()},
-    )  # fmt: skip
-    assert (done.returncode, done.stderr) == (
-        2,
-        "error: the current folder was deleted; change to another\n",
-    )
+    rest = (program, sys.executable, "-m", "rl", "train")
+    done = python("-c", *rest, cwd=folder, env=os.environ | {"PYTHONPATH": os.getcwd()})
+    said = "error: the current folder was deleted; change to another\n"
+    assert (done.returncode, done.stderr) == (2, said)
 
 
 def test_a_forked_process_leaves_the_files_of_its_parent():
@@ -205,7 +194,6 @@ for end in (end_program, os._exit, sys.exit):
     assert os.path.isdir(name), end
 print(name)
 """
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = python("-c", program)
     assert done.returncode == 0, done.stderr
     assert not Path(done.stdout.strip()).exists()

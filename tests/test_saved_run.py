@@ -59,20 +59,21 @@ def test_a_folder_that_is_no_run(tmp_path, program, capsys):
     assert_refused(program, [str(tmp_path), *directory], message, capsys)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--generator.nodes 1", "generator.nodes is 1, and .* one host; add --generator.nodes 0"),
+        ("--prompts 0", "evaluation.prompts is 0; add --prompts P"),
+    ],
+)
+def test_evaluations_need_generators_and_prompts(run, arguments, message, capsys):
+    assert_refused(evaluate, [str(run), *arguments.split()], message, capsys)
+
+
 def test_a_run_that_has_saved_nothing(tmp_path, capsys):
     write_config(tmp_path)
     message = "checkpoints has no complete checkpoint; wait until"
     assert_refused(evaluate, [str(tmp_path)], message, capsys)
-
-
-def test_generators_on_nodes_of_their_own_matter_to_evaluations_alone(run, capsys):
-    message = "generator.nodes is 1, and .* one host; add --generator.nodes 0"
-    assert_refused(evaluate, [str(run), "--generator.nodes", "1"], message, capsys)
-
-
-def test_no_prompts(run, capsys):
-    message = "evaluation.prompts is 0; add --prompts P"
-    assert_refused(evaluate, [str(run), "--prompts", "0"], message, capsys)
 
 
 @pytest.fixture(scope="module")
@@ -137,18 +138,15 @@ def test_a_model_is_the_policy_of_its_config_and_other_models_stay(model, tmp_pa
     assert opened("--model.hf_path", model, folder=None) == (model, None, False)
 
 
-def test_a_folder_to_export_to_that_holds_something(run, tmp_path, capsys):
-    message = f"error: {run} exists and is not an empty folder; name another DIR"
-    assert_refused(export, [str(run), str(run)], message, capsys)
+def test_a_folder_that_cannot_be_exported_to(run, tmp_path, capsys):
     file = tmp_path / "file"
     file.touch()
-    assert_refused(export, [str(run), str(file)], "file exists and is not", capsys)
-
-
-def test_a_folder_to_export_to_that_cannot_be_made(run, tmp_path, capsys):
-    (tmp_path / "file").touch()
-    message = "file/below cannot be made: Not a directory; name another DIR"
-    assert_refused(export, [str(run), str(tmp_path / "file/below/exported")], message, capsys)
+    for folder, said in (
+        (run, f"error: {run} exists and is not an empty folder; name another DIR"),
+        (file, "file exists and is not"),
+        (file / "below" / "exported", "file/below cannot be made: Not a directory; name another"),
+    ):
+        assert_refused(export, [str(run), str(folder)], said, capsys)
 
 
 @pytest.mark.parametrize("program", [evaluate, export])

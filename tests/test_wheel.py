@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,11 +24,9 @@ def installed(tmp_path_factory) -> Path:
     source = folder / "source"
     source.mkdir()
     for name in SOURCES:
-        if (ROOT / name).is_dir():
-            cached = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(ROOT / name, source / name, ignore=cached)
-        else:
-            shutil.copy(ROOT / name, source)
+        cached = shutil.ignore_patterns("__pycache__")
+        copy = partial(shutil.copytree, ignore=cached) if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, source / name)
     offline = ["--no-deps", "--no-index", "--quiet", "--disable-pip-version-check"]
     pip(["wheel", ".", *offline, "--no-build-isolation", "--wheel-dir", "../dist"], source)
     (wheel,) = (folder / "dist").iterdir()
@@ -56,15 +55,9 @@ def tiller(installed, tmp_path):
 
 
 def test_the_wheel_has_every_module_and_data_file(installed):
-    for folder in ("rl", "configs"):
-        found = [path for path in (ROOT / folder).rglob("*") if path.is_file()]
-        missing = [
-            str(path.relative_to(ROOT))
-            for path in found
-            if "__pycache__" not in path.parts
-            and not (installed / path.relative_to(ROOT)).is_file()
-        ]
-        assert missing == []
+    paths = [path for folder in ("rl", "configs") for path in (ROOT / folder).rglob("*.*")]
+    names = [path.relative_to(ROOT) for path in paths if path.suffix != ".pyc"]
+    assert [str(name) for name in names if not (installed / name).is_file()] == []
 
 
 def test_help_of_a_program_is_that_of_python_m(tiller, capsys):

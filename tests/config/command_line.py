@@ -8,3 +8,7 @@ PROGRAM = "python -m rl.train"
 
 def parse(*overrides: str, config: str = "quickstart") -> RLConfig:
     return parse_config(["--config", config, *overrides], program=PROGRAM)[1]
+
+
+def parse_line(line: str, config: str = "quickstart") -> RLConfig:
+    return parse(*line.split(), config=config)

@@ -249,11 +249,7 @@ def test_options_of_recomputed_layers_are_refused_with_a_memory_budget(folder):
     ("kind", "loss", "message"),
     [
         ("SFTConfig", ClippedLoss.Config(), "loss is ClippedLoss.Config; .*needs advantages"),
-        (
-            "RewardModelConfig",
-            DPOLoss.Config(),
-            "loss is DPOLoss.Config; it must be a loss of values",
-        ),
+        ("RewardModelConfig", DPOLoss.Config(), "loss is DPOLoss.Config; it must be a loss of va"),
     ],
 )
 def test_a_loss_of_another_kind_of_run_is_refused(kind, loss, message, folder):
@@ -264,44 +260,15 @@ def test_a_loss_of_another_kind_of_run_is_refused(kind, loss, message, folder):
 
 
 @pytest.mark.parametrize(
-    ("edit", "message"),
+    ("change", "message"),
     [
-        (
-            lambda optimizer: optimizer.param_groups[0].optimizer_kwargs.update(wieght_decay=0.1),
-            "param_groups.0.optimizer_kwargs has 'wieght_decay'; AdamW takes lr, betas, eps, we",
-        ),
-        (
-            lambda optimizer: optimizer.optimizer_factory_kwargs_by_name.update(SGD={}),
-            "optimizer_factory_kwargs_by_name has 'SGD'; it must be the optimizer_name of one of",
-        ),
+        ("param_groups.0.optimizer_kwargs.wieght_decay", "has 'wieght_decay'; AdamW takes lr, be"),
+        ("optimizer_factory_kwargs_by_name.SGD", "has 'SGD'; it must be the optimizer_name of one"),
     ],
 )
-def test_options_that_no_optimizer_takes_are_refused(edit, message, folder):
+def test_options_that_no_optimizer_takes_are_refused(change, message, folder):
     for field in ("trainer", "critic"):
-        config = config_of("RLConfig", folder)
-        edit(getattr(config, field).optimizer)
-        with pytest.raises(ConfigError, match=f"^{field}.optimizer.{message}"):
+        config = put(config_of("RLConfig", folder), f"{field}.optimizer.{change}", {})
+        section = change.rpartition(".")[0]
+        with pytest.raises(ConfigError, match=f"^{field}.optimizer.{section} {message}"):
             validate(config)
-
-
-def test_a_schedule_that_ends_before_the_run_is_refused(folder):
-    config = config_of("SFTConfig", folder)
-    config.steps = 10
-    config.trainer.lr_scheduler.total_steps = 9
-    with pytest.raises(
-        ConfigError,
-        match="trainer.lr_scheduler.total_steps is 9; it must be None or at least the "
-        "run's 10 optimizer steps",
-    ):
-        validate(config)
-    config.trainer.lr_scheduler.total_steps = 10
-    validate(config)
-
-
-def test_a_recipe_of_float8_is_refused_with_emulation(folder):
-    config = config_of("SFTConfig", folder)
-    config.trainer.float8 = Float8LinearConverter.Config(emulate=True)
-    validate(config)
-    config.trainer.float8.recipe_name = "rowwise_with_gw_hp"
-    with pytest.raises(ConfigError, match="trainer.float8.recipe_name is 'rowwise_with_gw_hp'; it"):
-        validate(config)

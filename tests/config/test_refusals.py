@@ -1,372 +1,352 @@
-"""Values that cannot work are refused by field, value and what is allowed (C5)."""
+"""Values that cannot work are refused by field, value and what is allowed (C5).
 
-import math
+tests/validation refuses numbers out of their range.
+"""
+
+import re
+from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from torchtitan.components.lora import LoRAConverter
+from torchtitan.components.quantization import Float8LinearConverter
+from torchtitan.distributed.activation_checkpoint import MemoryBudgetAC
 
 from rl.algorithms.advantages import GAE, GroupAdvantage, LeaveOneOut, ReinforcePlusPlus
+from rl.algorithms.losses import ClippedLoss, DistillationLoss
 from rl.cli import find_config
+from rl.config import RLConfig, RoleConfig
 from rl.errors import ConfigError
+from rl.tasks.guessing_game import GuessingGame
+from rl.training.config import ranks_of
 from rl.validation import validate
+from rl.validation.rollouts import validate_episodes
 from rl.weights.transport import NETWORKS
 from tests.config.command_line import parse
 from tests.tables import check_rows
 from tests.validation.test_values import put
 
-REFUSED = [
-    ("steps", 0, "steps is 0; it must be at least 1"),
-    ("rollout.prompts_per_step", 0, "rollout.prompts_per_step is 0; it must be at least 1"),
-    ("rollout.samples_per_prompt", 1, "rollout.samples_per_prompt is 1; it must be at least 2"),
-    ("rollout.max_tokens", 0, "rollout.max_tokens is 0; it must be at least 1"),
-    ("record.sample", 0, "record.sample is 0; it must be at least 1"),
-    ("record.max_gib", 0.0, "record.max_gib is 0.0; it must be above 0"),
-    ("rollout.temperature", 0.0, "rollout.temperature is 0.0; it must be at least 0.01"),
-    ("rollout.top_p", 0.0, "rollout.top_p is 0.0; it must be above 0"),
-    ("rollout.top_p", 1.5, "rollout.top_p is 1.5; it must be at most 1"),
-    ("rollout.top_k", -1, "rollout.top_k is -1; it must be at least 0"),
-    ("rollout.min_p", 1.5, "rollout.min_p is 1.5; it must be at most 1"),
-    (
-        "trainer.checkpoint.load_step",
-        4,
-        "trainer.checkpoint.load_step is 4; it must be -1: .*set resume instead",
+EP, DP, TP, CP = (
+    f"trainer.parallelism.{name}_degree"
+    for name in ("expert_parallel", "data_parallel_shard", "tensor_parallel", "context_parallel")
+)
+BALANCER = "trainer.parallelism.context_parallel_load_balancer"
+SEQUENCES = "trainer.parallelism.enable_sequence_parallel"
+GPUS = {"hardware.device": "h100", "hardware.gpus_per_node": 8}
+MIXTURE = {"model.num_experts": 4, "model.experts_per_token": 2, "model.moe_hidden_dim": 20}
+SHARING = {"trainer.prompt_sharing": 4}
+VARLEN = {"model.attention": "varlen"}
+LORA = LoRAConverter.Config
+FLOAT8 = Float8LinearConverter.Config
+EMULATED = {"trainer.float8": FLOAT8(emulate=True)}
+FLOAT32 = {"trainer.training.mixed_precision_param": "float32"}
+BFLOAT16 = {"trainer.training.mixed_precision_param": "bfloat16"}
+GROUPS = ReinforcePlusPlus.Config(baseline="group_mean")
+COMPARING = (GroupAdvantage.Config(), LeaveOneOut.Config(), GROUPS)
+ALONE = (GAE.Config(), ReinforcePlusPlus.Config())
+ONE_SAMPLE = {"rollout.samples_per_prompt": 1}
+
+Edits = dict[str, Any]
+
+REFUSED: list[tuple[Edits, str]] = [
+    ({"trainer.checkpoint.async_mode": "async_with_pinned_mem"}, "'disabled' or 'async' on CPU"),
+    ({"trainer.micro_batch_tokens": 21}, "at least 22, the longest"),
+    ({"trainer.packing": False} | SHARING, "1 with packing=False"),
+    ({"rollout.stream_chunks": 2}, "1 unless rollout.pipeline is 'asynchronous'"),
+    ({"algorithm.adaptive_kl.target": 0.1}, "0 unless algorithm.loss.kl_coef or"),
+    ({"algorithm.overlong_buffer": 1000}, "at most rollout.max_tokens="),
+    ({"model.n_kv_heads": 3}, "a divisor of model.n_heads=2"),
+    ({"model.head_dim": 48}, r"one of \[32, 64"),
+    (VARLEN, "'auto' or 'dense' on CPU"),
+    ({CP: 2} | VARLEN, "'auto' or 'flex' with .*context_parallel_degree=2"),
+    (GPUS | SHARING | VARLEN, ".*'flex' with trainer.prompt_sharing=4"),
+    (GPUS | FLOAT32 | VARLEN, ".*'flex' with .*, since it rounds to bf"),
+    ({CP: 2, BALANCER: "ptrr"}, "'headtail' on CPU"),
+    ({"weights.transport": "cuda_ipc"}, "'auto', 'shared_memory', 'tcp', .* on CPU"),
+    *(
+        (GPUS | {"weights.transport": each, "weights.delta": True}, "False with weights.transport=")
+        for each in ("shared_memory", "cuda_ipc")
     ),
-    (
-        "trainer.checkpoint.async_mode",
-        "async_with_pinned_mem",
+    ({"weights.transport": "rdma", "weights.fan_out": 2}, "1 with weights.transport='rdma'"),
+    ({"watchdog.entropy_min": 0.5, "watchdog.entropy_max": 0.4}, "0 or above entropy_min=0.5"),
+    ({"watchdog.drift": "warning"}, "'ignore' or 'warn' or 'fail'"),
+    ({"slurm.time": "1h"}, "empty, or minutes, minutes:seconds, hours:minutes:seconds or"),
+    *(
         (
-            "trainer.checkpoint.async_mode is 'async_with_pinned_mem'; it must be 'disabled' or "
-            "'async' on CPU"
-        ),
+            {"algorithm.advantage": each} | ONE_SAMPLE,
+            f"at least 2 with .*advantage={type(each).__qualname__}, which compares the completion",
+        )
+        for each in COMPARING
     ),
-    ("trainer.micro_batch_size", 0, "trainer.micro_batch_size is 0; it must be at least 1"),
-    (
-        "trainer.micro_batch_tokens",
-        21,
-        "trainer.micro_batch_tokens is 21; it must be at least 22, the longest",
+    *(
+        (
+            ONE_SAMPLE | {"algorithm.advantage": each, "rollout.max_resampled_groups": 3},
+            "0 with rollout.samples",
+        )
+        for each in ALONE
     ),
-    ("trainer.logits_mib", 0, "trainer.logits_mib is 0; it must be at least 1"),
-    ("trainer.max_skipped_steps", -1, "trainer.max_skipped_steps is -1; it must be at least 0"),
-    ("rollout.max_staleness", -1, "rollout.max_staleness is -1; it must be at least 0"),
+    # experts
+    ({EP: 2}, "1 where model.num_experts is 0"),
+    ({"generator.expert_parallel": True}, "False if model.num_experts"),
     (
-        "rollout.stream_chunks",
-        2,
-        "rollout.stream_chunks is 2; it must be 1 unless rollout.pipeline is 'asynch",
+        MIXTURE | {"generator.expert_parallel": True, "generator.enforce_eager": False},
+        "True with .*expert_parallel",
     ),
-    ("rollout.max_lost", 1.5, "rollout.max_lost is 1.5; it must be at most 1"),
-    ("generator.replicas", 0, "generator.replicas is 0; it must be at least 1"),
-    ("max_restarts", -1, "max_restarts is -1; it must be at least 0"),
-    ("weights.canary_tolerance", -0.1, "weights.canary_tolerance is -0.1; it must be at least 0"),
+    (MIXTURE | {"trainer.compile.enable": True}, "False unless trainer.parallelism"),
+    (MIXTURE | {"model.experts_per_token": 0}, "between 1 and model.num_experts=4"),
+    (MIXTURE | {"model.experts_per_token": 5}, "between 1 and model.num_experts=4"),
+    (MIXTURE | {"model.moe_hidden_dim": 0}, "at least 1"),
+    (MIXTURE | {EP: 2}, r".*shard\*context_parallel\*tensor_parallel=1: one of \[1\]"),
+    (MIXTURE | {DP: 3, EP: 3}, r"a divisor of model.num_experts=4 .*=3: one of \[1\]"),
+    (MIXTURE | {DP: 8, EP: 8}, r"a divisor of model.num_experts=4 .*=8: one of \[1, 2, 4\]"),
+    (MIXTURE | {EP: 2, TP: 2, SEQUENCES: False}, "True where experts and tensors"),
+    # ways to train
+    ({"trainer.lora": LORA(), "trainer.lora.rank": 0}, "at least 1"),
+    ({"trainer.lora": LORA(), "trainer.lora.alpha": 0.0}, "above 0"),
     (
-        "weights.transport",
-        "cuda_ipc",
-        "weights.transport is 'cuda_ipc'; it must be 'auto', 'shared_memory', 'tcp', .* on CPU",
-    ),
-    ("algorithm.loss.kl_coef", -0.1, "algorithm.loss.kl_coef is -0.1; it must be at least 0"),
-    ("algorithm.reward_kl_coef", -0.1, "algorithm.reward_kl_coef is -0.1; it must be at least 0"),
-    (
-        "algorithm.adaptive_kl.target",
-        0.1,
-        "algorithm.adaptive_kl.target is 0.1; it must be 0 unless algorithm",
-    ),
-    ("algorithm.update_epochs", 0, "algorithm.update_epochs is 0; it must be at least 1"),
-    (
-        "algorithm.prompts_per_minibatch",
-        7,
-        "algorithm.prompts_per_minibatch is 7; it must divide rollout.prompts_per_step=",
+        {"trainer.lora": LORA(), "trainer.lora.target_modules": ["wo", "wq"]},
+        r".*some of \['wqkv', 'wo', 'w1', 'w2', 'w3'\] with model.fuse_qkv=True",
     ),
     (
-        "algorithm.overlong_buffer",
-        1000,
-        "algorithm.overlong_buffer is 1000; it must be at most rollout.max_tokens=",
+        {
+            "model.fuse_qkv": False,
+            "trainer.lora": LORA(),
+            "trainer.lora.target_modules": ["wqkv"],
+        },
+        r".*some of \['wq', 'wkv', .*'w3'\] with model.fuse_qkv=False",
     ),
-    ("reference.refresh_every", -1, "reference.refresh_every is -1; it must be at least 0"),
-    ("watchdog.stalled_s", 0.0, "watchdog.stalled_s is 0.0; it must be above 0"),
-    ("watchdog.zero_std_steps", 0, "watchdog.zero_std_steps is 0; it must be at least 1"),
-    ("watchdog.vanished_steps", 0, "watchdog.vanished_steps is 0; it must be at least 1"),
-    ("watchdog.starving_steps", 0, "watchdog.starving_steps is 0; it must be at least 1"),
-    ("watchdog.starving_share", 1.0, "watchdog.starving_share is 1.0; it must be below 1"),
-    ("watchdog.entropy_min", -1.0, "watchdog.entropy_min is -1.0; it must be at least 0"),
-    ("watchdog.entropy_max", math.nan, "watchdog.entropy_max is nan; it must be at least 0"),
-    ("watchdog.drift_max", -0.1, "watchdog.drift_max is -0.1; it must be at least 0"),
-    ("evaluation.prompts", -1, "evaluation.prompts is -1; it must be at least 0"),
-    ("evaluation.samples", -1, "evaluation.samples is -1; it must be at least 0"),
     (
-        "task.max_prompt_tokens",
-        27,
+        EMULATED | {"trainer.float8.recipe_name": "rowwise_with_gw_hp"},
+        "'rowwise' with trainer.float8.emulate=True",
+    ),
+    ({"steps": 10, "trainer.lr_scheduler.total_steps": 9}, "None or at least the run's 10 opt"),
+]
+"""Edits of a config, of which the last is refused, and what the message allows instead."""
+
+OTHERWISE: list[tuple[Edits, str]] = [
+    ({"algorithm.prompts_per_minibatch": 7}, "minibatch is 7; it must divide rollout.prompts_per_"),
+    (
+        {"task.max_prompt_tokens": 27},
         "task.max_prompt_tokens=27 .*rollout.max_tokens=6 is 33; .*at most model.max_seq_len=32",
     ),
-    ("model.n_layers", 0, "model.n_layers is 0; it must be at least 1"),
-    ("model.num_experts", -1, "model.num_experts is -1; it must be at least 0"),
-    ("model.n_kv_heads", 3, "model.n_kv_heads is 3; it must be a divisor of model.n_heads=2"),
-    ("model.head_dim", 48, r"model.head_dim is 48; it must be one of \[32, 64"),
-    ("model.hf_path", "/nowhere", "model.hf_path: there is no folder '/nowhere'; name one"),
+    ({"model.hf_path": "/nowhere"}, "model.hf_path: there is no folder '/nowhere'; name one"),
     (
-        "model.attention",
-        "varlen",
-        "model.attention is 'varlen'; it must be 'auto' or 'dense' on CPU",
-    ),
-    (
-        "generator.tensor_parallel_degree",
-        3,
+        {"generator.tensor_parallel_degree": 3},
         r"generator.tensor_parallel_degree is 3; .*n_heads=2.*allowed are \[1, 2\]",
     ),
-    *[
-        (
-            f"trainer.parallelism.{name}_degree",
-            value,
-            f"trainer.parallelism.{name}_degree is {value}; {allowed}",
-        )
-        for name, value, allowed in [
-            ("tensor_parallel", 4, r"it must divide .*n_kv_heads=2.*allowed are \[1, 2\]"),
-            ("tensor_parallel", 0, "it must be at least 1"),
-            ("data_parallel_shard", 0, "it must be -1, or at least 1"),
-            ("data_parallel_replicate", 0, "it must be at least 1"),
-            ("context_parallel", 0, "it must be at least 1"),
-            ("pipeline_parallel", 2, "it must be 1: .*tensor_parallel_degree instead"),
-            ("expert_parallel", 2, "it must be 1 where model.num_experts is 0"),
-        ]
-    ],
+    ({TP: 4}, rf"{TP} is 4; it must divide .*n_kv_heads=2.*allowed are \[1, 2\]"),
+    ({"slurm.time": "5"}, "slurm.warn_s is 300; it must be less than slurm.time='5', which is 300"),
     (
-        "slurm.time",
-        "1h",
-        (
-            "slurm.time is '1h'; it must be empty, or minutes, minutes:seconds, "
-            "hours:minutes:seconds or"
-        ),
+        MIXTURE | {TP: 2, "model.moe_hidden_dim": 21},
+        rf"{TP} is 2; .*moe_hidden_dim=21: allowed are \[1\]",
     ),
     (
-        "slurm.time",
-        "5",
-        "slurm.warn_s is 300; it must be less than slurm.time='5', which is 300 s: each attempt",
+        MIXTURE | {DP: 8},
+        r"moe_hidden_dim is 20 .*more ranks \(8\) than experts \(4\) FSDP cuts both, so the 8 shar",
+    ),
+    (MIXTURE | {DP: 16, EP: 2}, "the 8 shards must divide them"),
+    (
+        {"trainer.float8": FLOAT8()},
+        "trainer.float8.emulate is False; it must be True with .*='auto': .*SM89",
     ),
     (
-        "trainer.parallelism.spmd_backend",
-        "full_dtensor",
-        "spmd_backend is 'full_dtensor'; it must be 'partial_dtensor' with",
+        EMULATED | {"trainer.compile.enable": True},
+        "trainer.float8.emulate is True; it must be False with trainer.compile.enable=True",
     ),
+    (
+        {"trainer.activation_checkpoint": MemoryBudgetAC.Config()},
+        "trainer.compile.enable is False; it must be True with .*=memory-budget: or choose selecti",
+    ),
+    (
+        EMULATED | {"trainer.lora": LORA()},
+        "trainer.lora is LoRAConverter.Config; it must be None with .*float8",
+    ),
+    (MIXTURE | {"trainer.lora": LORA()}, "trainer.lora is LoRAConverter.Config; .* model's 4 expe"),
 ]
+"""Edits of a config, and a message about another field or of another form."""
+
+ACCEPTED: list[Edits] = [
+    {},
+    {CP: 2},
+    SHARING,
+    GPUS | BFLOAT16 | VARLEN,
+    *({"weights.delta": True, "weights.transport": each} for each in ("auto", *NETWORKS)),
+    *({"weights.fan_out": 2, "weights.transport": each} for each in ("auto", "tcp")),
+    {"weights.canary_tolerance": 0},
+    *({"algorithm.advantage": each, "rollout.samples_per_prompt": 2} for each in COMPARING),
+    *({"algorithm.advantage": each} | ONE_SAMPLE for each in ALONE),
+    {"trainer.lr_scheduler.total_steps": 10, "steps": 10},
+    EMULATED,
+    MIXTURE,
+    MIXTURE | {EP: 2, DP: 2},
+    MIXTURE | {EP: 2, DP: 2, "trainer.compile.enable": True},
+    MIXTURE | {EP: 4, DP: 2, TP: 2},
+    MIXTURE | {EP: 2, TP: 2},
+    MIXTURE | {DP: 8, "model.moe_hidden_dim": 24},
+    MIXTURE | {"generator.tensor_parallel_degree": 2},
+    MIXTURE | {"generator.expert_parallel": True},
+]
+"""Edits with which a config can work."""
+
+
+def edited(edits: Edits, config: RLConfig | None = None) -> RLConfig:
+    """Return ``config``, by default the quickstart, with ``edits``."""
+    config = config or find_config("quickstart")()
+    for field, value in edits.items():
+        put(config, field, deepcopy(value))
+    return config
+
+
+def check_refused(row: tuple[Edits, str]) -> None:
+    """Check that the last of the edits is refused, and what is allowed."""
+    edits, allowed = row
+    field, value = [*edits.items()][-1]
+    with pytest.raises(ConfigError, match=rf"^{field} is {re.escape(repr(value))}; .*{allowed}"):
+        validate(edited(edits))
+
+
+@pytest.fixture(autouse=True)
+def _no_float8(monkeypatch):
+    monkeypatch.setattr("rl.session.hardware.has_cuda_capability", lambda *_: False)
 
 
 def test_a_value_that_cannot_work_is_refused_with_field_value_and_what_is_allowed():
-    def check(row: tuple[str, Any, str]) -> None:
-        field, value, message = row
-        with pytest.raises(ConfigError, match=message):
-            validate(put(find_config("quickstart")(), field, value))
-
-    check_rows(REFUSED, check)
+    check_rows(REFUSED, check_refused)
 
 
-def test_a_value_of_the_command_line_that_cannot_work_is_refused():
-    with pytest.raises(ConfigError, match="^rollout.temperature is 0.0; it must be at least 0.01"):
-        parse("--rollout.temperature", "0")
+def test_values_that_cannot_work_together_are_refused():
+    def check(row: tuple[Edits, str]) -> None:
+        with pytest.raises(ConfigError, match=row[1]):
+            validate(edited(row[0]))
+
+    check_rows(OTHERWISE, check)
+
+
+def test_values_that_can_work_are_accepted():
+    check_rows(ACCEPTED, lambda edits: validate(edited(edits)))
 
 
 def test_a_gpu_host_must_have_as_many_as_the_config_needs():
-    config = find_config("quickstart")()
-    config.trainer.parallelism.data_parallel_shard_degree = 4
-    config.hardware.device = "h100"
-    config.hardware.gpus_per_node = 2
+    config = edited({"hardware.device": "h100", "hardware.gpus_per_node": 2, DP: 4})
     with pytest.raises(
         ConfigError, match="trainer.parallelism's degrees put 4 ranks on a node, which has 2 GPUs"
     ):
         validate(config)
-    config.trainer.parallelism.data_parallel_shard_degree = 2
-    message = "the meshes need 3 GPUs on a node, which has 2; set generator.nodes to 1, or colocat"
-    with pytest.raises(ConfigError, match=message):
+    put(config, DP, 2)
+    with pytest.raises(
+        ConfigError, match="the meshes need 3 GPUs on a node, which has 2[:;] set generator.nodes"
+    ):
         validate(config)
     config.generator.nodes = 1
     validate(config)
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [
+# Models beside the policy.
+
+
+def background() -> RLConfig:
+    """Return a policy with a teacher and a judge, a reference and a critic."""
+    config = find_config("quickstart")()
+    model = config.model
+    teacher = RoleConfig(model=model, checkpoint="some/step-1", column="teacher_logprobs")
+    judge = RoleConfig(model=model, checkpoint="some/step-2", head="values", reward_weight=1.0)
+    config.roles |= {"teacher": teacher, "judge": judge}
+    config.algorithm.advantage = GAE.Config()
+    config.algorithm.loss = DistillationLoss.Config(kl_coef=0.1)
+    return config
+
+
+@pytest.fixture
+def checkpoints(tmp_path, monkeypatch):
+    """Make the checkpoints of the background."""
+    for step in ("step-1", "step-2"):
+        (tmp_path / "some" / step).mkdir(parents=True)
+        (tmp_path / "some" / step / ".metadata").touch()
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.usefixtures("checkpoints")
+def test_models_beside_the_policy_have_fields_on_the_command_line():
+    names = ("reference", "critic", "roles.teacher")
+    layouts = [f"--{name}.parallelism.tensor_parallel_degree=2" for name in names]
+    config = parse(*layouts, config=f"{__name__}.background")
+    sections = (config.reference, config.critic, config.roles["teacher"])
+    assert [ranks_of(each.parallelism) for each in sections] == [2, 2, 2]
+
+
+@pytest.mark.usefixtures("checkpoints")
+def test_a_role_that_cannot_work_is_refused_by_name():
+    model = background().model
+    asynchronous = {"rollout.pipeline": "asynchronous"}
+    rows: list[tuple[Edits, str]] = [
+        ({"reference.parallelism.tensor_parallel_degree": 3}, "_degree is 3"),
+        ({"critic.parallelism.pipeline_parallel_degree": 2}, "it must be 1"),
+        ({"roles.teacher.parallelism.tensor_parallel_degree": 3}, "_degree is 3"),
+        ({"roles.judge.checkpoint": None}, "it must be the folder of the weights"),
+        ({"roles.judge.checkpoint": "some/step-3"}, "it must be the folder of a complete"),
         (
-            "context_parallel_load_balancer",
-            "ptrr",
-            "load_balancer is 'ptrr'; it must be 'headtail' on CPU",
+            {"roles.teacher.model": replace(model, vocab_size=32)},
+            "it must be that of the policy, 16",
         ),
+        ({"roles.teacher.model": replace(model, max_seq_len=8)}, "it must be at least 22"),
+        ({"roles.judge.head": "logprobs"}, "roles.judge.reward_weight is 1.0; it must be"),
         (
-            "attention",
-            "varlen",
-            "'varlen'; it must be 'auto' or 'flex' with .*context_parallel_degree=2",
+            {"roles.policy": RoleConfig(model=model, checkpoint="some/step-1")},
+            "roles: 'policy' cannot be the name of a",
         ),
-    ],
-)
-def test_settings_that_context_parallelism_cannot_run_are_refused(field, value, message):
-    config = find_config("quickstart")()
-    config.trainer.parallelism.context_parallel_degree = 2
-    validate(config)
-    setattr(config.model if field == "attention" else config.trainer.parallelism, field, value)
-    with pytest.raises(ConfigError, match=message):
-        validate(config)
+        ({"algorithm.loss.kl_estimator": "k1"}, "it must be 'k2' or 'k3'"),
+        ({"algorithm.loss": ClippedLoss.Config(dual_clip=0.5)}, "it must be 0, or above 1"),
+        ({"algorithm.reward_kl_coef": 0.1}, "it must be 0 with"),
+        (asynchronous | {"rollout.stream_chunks": 2}, "it must be 1 where a step has several upd"),
+    ]
+
+    def check(row: tuple[Edits, str]) -> None:
+        edits, message = row
+        with pytest.raises(ConfigError, match=message) as error:
+            validate(edited(edits, background()))
+        assert str(error.value).startswith(("roles", *edits))
+
+    validate(background())
+    check_rows(rows, check)
 
 
-def test_shared_prompts_need_packed_rows_and_attention_with_branches():
-    config = find_config("quickstart")()
-    config.trainer.prompt_sharing = 4
-    validate(config)
-    config.trainer.packing = False
-    with pytest.raises(
-        ConfigError, match="trainer.prompt_sharing is 4; it must be 1 with packing=F"
-    ):
-        validate(config)
-    config.trainer.packing = True
-    config.hardware.device = "h100"
-    config.hardware.gpus_per_node = 8
-    config.model.attention = "varlen"
-    with pytest.raises(ConfigError, match="'varlen'; .* 'flex' with trainer.prompt_sharing=4"):
-        validate(config)
+# Episodes.
 
-
-def test_attention_that_rounds_to_bfloat16_is_refused_in_float32():
-    config = find_config("quickstart")()
-    config.hardware.device = "h100"
-    config.hardware.gpus_per_node = 8
-    config.model.attention = "varlen"
-    config.trainer.training.mixed_precision_param = "bfloat16"
-    validate(config)
-    config.trainer.training.mixed_precision_param = "float32"
-    with pytest.raises(ConfigError, match="'varlen'; .* 'flex' with .*, since it rounds to bf"):
-        validate(config)
-
-
-def test_experts_are_compiled_only_if_they_are_divided():
-    config = find_config("quickstart")()
-    config.model.num_experts = 4
-    config.model.experts_per_token = 2
-    config.model.moe_hidden_dim = 64
-    config.trainer.compile.enable = True
-    with pytest.raises(
-        ConfigError, match="trainer.compile.enable is True; it must be False unless trainer.parall"
-    ):
-        validate(config)
-    config.trainer.parallelism.data_parallel_shard_degree = 2
-    config.trainer.parallelism.expert_parallel_degree = 2
-    validate(config)
-
-
-def test_a_generator_that_divides_experts_has_some_and_is_eager():
-    config = find_config("quickstart")()
-    config.generator.expert_parallel = True
-    with pytest.raises(
-        ConfigError, match="generator.expert_parallel is True; it must be False if model.num_exp"
-    ):
-        validate(config)
-    config.model.num_experts = 4
-    config.model.experts_per_token = 2
-    config.model.moe_hidden_dim = 64
-    validate(config)
-    config.generator.enforce_eager = False
-    with pytest.raises(
-        ConfigError,
-        match="generator.enforce_eager is False; it must be True with .*expert_parallel",
-    ):
-        validate(config)
-
-
-@pytest.mark.parametrize("transport", ["shared_memory", "cuda_ipc"])
-def test_a_delta_push_is_planned_if_it_can_be_smaller(transport):
-    config = find_config("quickstart")()
-    config.weights.delta = True
-    for allowed in ("auto", *NETWORKS):
-        config.weights.transport = allowed
-        validate(config)
-    config.hardware.device = "h100"
-    config.hardware.gpus_per_node = 2
-    config.weights.transport = transport
-    with pytest.raises(
-        ConfigError,
-        match=f"weights.delta is True; it must be False with weights.transport='{transport}'",
-    ):
-        validate(config)
-
-
-def test_readers_serve_each_other_only_with_a_transport_that_can():
-    config = find_config("quickstart")()
-    config.weights.fan_out = 2
-    for allowed in ("auto", "tcp"):
-        config.weights.transport = allowed
-        validate(config)
-    config.weights.transport = "rdma"
-    with pytest.raises(
-        ConfigError,
-        match="weights.fan_out is 2; it must be 1 with weights.transport='rdma': only with 'tcp'",
-    ):
-        validate(config)
-
-
-def test_a_canary_may_be_strict_or_left_out_but_its_tolerance_is_a_number():
-    config = parse("--weights.canary_tolerance", "1e-6", "--weights.no-digests")
-    assert (config.weights.canary_tolerance, config.weights.digests) == (1e-6, False)
-    config = find_config("quickstart")()
-    assert config.weights.digests
-    config.weights.canary_tolerance = 0
-    validate(config)
-    config.weights.canary_tolerance = math.nan
-    with pytest.raises(ConfigError, match="weights.canary_tolerance is nan; it must be at least 0"):
-        validate(config)
-
-
-def test_watchdog_actions_and_entropy_range_are_checked():
-    config = find_config("quickstart")()
-    config.watchdog.entropy_min = 0.5
-    config.watchdog.entropy_max = 0.4
-    with pytest.raises(
-        ConfigError, match="watchdog.entropy_max is 0.4; it must be 0 or above entropy_min=0.5"
-    ):
-        validate(config)
-    config.watchdog.entropy_max = 0.0
-    config.watchdog.drift = "warning"
-    with pytest.raises(
-        ConfigError, match="watchdog.drift is 'warning'; it must be 'ignore' or 'warn' or 'fail'"
-    ):
-        validate(config)
-
-
-@pytest.mark.parametrize("temperature", [math.nan, -1.0])
-def test_invalid_temperatures_are_refused(temperature):
-    config = find_config("quickstart")()
-    config.rollout.temperature = temperature
-    with pytest.raises(ConfigError, match=f"rollout.temperature is {temperature}"):
-        validate(config)
-
-
-def test_shipped_configs_can_work():
-    validate(find_config("quickstart")())
-
-
-COMPARING = [
-    GroupAdvantage.Config(),
-    LeaveOneOut.Config(),
-    ReinforcePlusPlus.Config(baseline="group_mean"),
+GAME = {"task": GuessingGame.Config()}
+BY_TURN = {"discount_per": "turn"}
+TURNS = {"algorithm.credit": "turn"}
+EPISODES: list[tuple[Edits, str | None]] = [
+    ({"algorithm.advantage": GAE.Config()} | TURNS, "credit is 'turn'.*an environment"),
+    (GAME | TURNS, "credit is 'turn'.*GroupAdvantage, which compares whole"),
+    ({"algorithm.advantage": GAE.Config(**BY_TURN)}, "discount_per is 'turn'.*an environment"),
+    *(
+        (GAME | {"algorithm.advantage": each}, "discount_per is 'turn'.*nothing to discount")
+        for each in (GAE.Config(lam=1.0, **BY_TURN), ReinforcePlusPlus.Config(**BY_TURN))
+    ),
+    (GAME | {"algorithm.overlong_buffer": 2}, "overlong_buffer is 2; it must be 0 if the task is"),
+    ({"rollout.min_episodes": 2}, "min_episodes is 2; it must be 0 unless the task is"),
+    (GAME | {"rollout.min_episodes": 8}, "is 8; it must be less than .*samples_per_prompt=8"),
+    (GAME | {"rollout.min_episodes": 1}, "is 1; it must be 0 or at least 2: the advantage"),
+    (GAME | {"rollout.min_episodes": 2}, None),
+    (GAME | {"rollout.min_episodes": 1, "algorithm.advantage": GAE.Config()}, None),
+    (GAME | TURNS | {"algorithm.advantage": GAE.Config(lam=1.0)}, None),
+    (GAME | TURNS | {"algorithm.advantage": ReinforcePlusPlus.Config(gamma=0.9, **BY_TURN)}, None),
+    (GAME | {"algorithm.advantage": GAE.Config(**BY_TURN)}, None),
+    (GAME, None),
 ]
+"""Edits of a config, and the message about them; None if they can work."""
 
 
-@pytest.mark.parametrize("advantage", COMPARING, ids=lambda each: type(each).__qualname__)
-def test_an_advantage_that_compares_a_group_is_refused_without_one(advantage):
-    config = find_config("quickstart")()
-    config.rollout.samples_per_prompt = 1
-    config.algorithm.advantage = advantage
-    with pytest.raises(
-        ConfigError,
-        match="rollout.samples_per_prompt is 1; it must be at least 2 with algorithm.advantage="
-        f"{type(advantage).__qualname__}, which compares the completions",
-    ):
-        validate(config)
-    config.rollout.samples_per_prompt = 2
-    validate(config)
+def test_fields_of_episodes_that_cannot_act_are_refused():
+    def check(row: tuple[Edits, str | None]) -> None:
+        edits, message = row
+        if message is None:
+            validate_episodes(edited(edits))
+            return
+        with pytest.raises(ConfigError, match=message):
+            validate_episodes(edited(edits))
 
-
-@pytest.mark.parametrize("advantage", [GAE.Config(), ReinforcePlusPlus.Config()])
-def test_an_advantage_that_compares_no_group_takes_one_completion_of_each_prompt(advantage):
-    config = find_config("quickstart")()
-    config.rollout.samples_per_prompt = 1
-    config.algorithm.advantage = advantage
-    validate(config)
-    config.rollout.max_resampled_groups = 3
-    with pytest.raises(
-        ConfigError, match="rollout.max_resampled_groups is 3; it must be 0 with rollout.samples"
-    ):
-        validate(config)
+    check_rows(EPISODES, check)
+    with pytest.raises(ConfigError, match="algorithm.credit is 'turn'"):
+        validate(edited(TURNS))

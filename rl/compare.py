@@ -5,15 +5,13 @@ ended by signal n.
 """
 
 import json
-import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl.errors import ConfigError, end_program, require
-from rl.program import exit_code, reader_of_a_run
+from rl.program import as_program, reader_of_a_run
 
 if TYPE_CHECKING:
     from rl.config import RLConfig
@@ -46,12 +44,9 @@ SHOWN_TOKENS = 5
 CP = "context_parallel_degree"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare two sides of a run; returns the exit code."""
-    return exit_code(lambda: _compare(arguments))
-
-
-def _compare(arguments: Sequence[str] | None) -> int:
+@as_program
+def main(arguments: list[str]) -> int:
+    """Compare two sides of a run."""
     own, overrides = _parser().parse_known_args(arguments)
     require(own.step >= 1, f"--step is {own.step}; it must be at least 1")
 
@@ -59,19 +54,17 @@ def _compare(arguments: Sequence[str] | None) -> int:
     from rl.actors import fork_server
 
     fork_server.start()
-    from rl.cli import parse_config
     from rl.config import RLConfig
-    from rl.saved_run import require_one_host, require_run
+    from rl.saved_run import read_run, require_one_host
     from rl.trainers.compare import examples_of
     from rl.trainers.replay import RolloutReplay
     from rl.training.config import degrees_of
 
     layout = {} if own.under is None else degrees_of(own.under, option="--under")
-    path = require_run(own.run)
-    _, config = parse_config(["--config", str(path), *overrides], program=PROGRAM)
+    config = read_run(own.run, overrides, program=PROGRAM)
     if not isinstance(config, RLConfig):
         raise ConfigError(f"{own.run} is not an RL run; other runs record no rollouts")
-    require_one_host(config, 0)
+    require_one_host(config, trainer_nodes=config.trainer.nodes)
     for degree in (config.trainer.parallelism.context_parallel_degree, layout.get(CP, 1)):
         require(
             degree == 1,
@@ -216,4 +209,4 @@ def _row(own: Namespace, compared: "Compared") -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    end_program(main(sys.argv[1:]))
+    end_program(main())

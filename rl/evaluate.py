@@ -4,14 +4,12 @@ Exit codes: 0 done, 1 failed, 2 the arguments cannot work, 128 + n ended by sign
 """
 
 import json
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rl.errors import ConfigError, end_program, require
 from rl.help import quick_help, run_parser, take_name
-from rl.program import exit_code
+from rl.program import as_program
 
 if TYPE_CHECKING:
     from rl.config import RLConfig
@@ -60,13 +58,9 @@ That is two GPUs: one for the trainer, one for the generator. On one GPU, add
   --generator.enforce_eager"""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Evaluate a checkpoint or a model; returns the exit code."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    return exit_code(lambda: _evaluate(given))
-
-
-def _evaluate(arguments: list[str]) -> None:
+@as_program
+def main(arguments: list[str]) -> None:
+    """Evaluate a checkpoint or a model."""
     name, rest = take_name(arguments)
     if name is not None and (text := quick_help(arguments, PROGRAM)):
         print(text)
@@ -177,4 +171,4 @@ def _on_examples(run: "SavedRun") -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    end_program(main(sys.argv[1:]))
+    end_program(main())

@@ -4,14 +4,12 @@ Exit codes: 0 done, 1 failed, 2 the arguments cannot work, 128 + n ended by sign
 """
 
 import json
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rl.errors import ConfigError, end_program, require
 from rl.help import run_parser
-from rl.program import exit_code
+from rl.program import as_program
 
 if TYPE_CHECKING:
     from rl.session.session import Session
@@ -28,12 +26,9 @@ weights. LoRA is merged into them, and written in adapter/ for PEFT too.
 ONE_GPU = "That is one GPU."
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Export a checkpoint; returns the exit code."""
-    return exit_code(lambda: _export(arguments))
-
-
-def _export(arguments: Sequence[str] | None) -> None:
+@as_program
+def main(arguments: list[str]) -> None:
+    """Export a checkpoint."""
     parser = run_parser(PROGRAM, DESCRIPTION, ONE_GPU)
     parser.add_argument("folder", metavar="DIR", type=Path, help="folder to write, new or empty")
     own, overrides = parser.parse_known_args(arguments)
@@ -92,4 +87,4 @@ def _make_parent(folder: Path) -> Path:
 
 
 if __name__ == "__main__":
-    end_program(main(sys.argv[1:]))
+    end_program(main())

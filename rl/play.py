@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from rl.errors import end_program, require
 from rl.help import CONFIGS, quick_help
-from rl.program import exit_code
+from rl.program import as_program
 
 if TYPE_CHECKING:
     from rl.config import RunConfig
@@ -43,13 +43,9 @@ Policy = Callable[[list[int], "EpisodeTurn"], Awaitable["Completion"]]
 """Function from the tokens so far, and the turn that added the last of them, to an answer."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Play an episode; returns the exit code."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    return exit_code(lambda: _play(given))
-
-
-def _play(arguments: list[str]) -> None:
+@as_program
+def main(arguments: list[str]) -> None:
+    """Play an episode."""
     if text := quick_help(arguments, PROGRAM, USAGE):
         print(text)
         return
@@ -178,4 +174,4 @@ def _typed(task: "EnvironmentTask") -> "Completion":
 
 
 if __name__ == "__main__":
-    end_program(main(sys.argv[1:]))
+    end_program(main())

@@ -2,6 +2,7 @@
 
 import codecs
 import contextlib
+import functools
 import gc
 import io
 import os
@@ -9,7 +10,7 @@ import signal
 import sys
 import threading
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self, TextIO
 
@@ -83,6 +84,21 @@ def exit_code(program: Callable[[], int | None], *, interrupted: str = "interrup
         return _report(interrupted, EXIT_INTERRUPTED)
     except Exception as error:
         return _report(trace_of(error), EXIT_FAILED)
+
+
+def as_program(
+    work: Callable[[list[str]], int | None], *, interrupted: str = "interrupted"
+) -> Callable[..., int]:
+    """Return the ``main`` of a program: a function that calls ``work`` with the given arguments, by
+    default those of the command line, and returns an :func:`exit_code`.
+    """
+
+    @functools.wraps(work)
+    def main(arguments: Sequence[str] | None = None) -> int:
+        given = list(sys.argv[1:] if arguments is None else arguments)
+        return exit_code(lambda: work(given), interrupted=interrupted)
+
+    return main
 
 
 class Signals:

@@ -5,15 +5,14 @@ work; 128 + n ended by signal n.
 """
 
 import json
-import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rl.errors import ConfigError, Interrupted, counted, end_program, nearest, require
-from rl.program import exit_code, reader_of_a_run
+from rl.program import as_program, reader_of_a_run
 
 if TYPE_CHECKING:
     from rl.config import RLConfig, RunConfig
@@ -69,12 +68,9 @@ OF_THE_MACHINE = ("timing/", "memory/", "critic/memory/", "mfu", "trainer/tflop"
 """Beginnings of the names of metrics that are not compared."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Replay recorded steps, or a failing call; returns the exit code."""
-    return exit_code(lambda: _replay(arguments))
-
-
-def _replay(arguments: Sequence[str] | None) -> int:
+@as_program
+def main(arguments: list[str]) -> int:
+    """Replay recorded steps, or a failing call."""
     own, overrides = _parser().parse_known_args(arguments)
     require(
         own.failed or own.step is not None, "name the last step, --step K, or a failure: --failed"
@@ -91,20 +87,18 @@ def _replay(arguments: Sequence[str] | None) -> int:
     from rl.actors import fork_server
 
     fork_server.start()
-    from rl.cli import parse_config
-    from rl.saved_run import require_one_host, require_run
+    from rl.saved_run import read_run, require_one_host
     from rl.training.config import degrees_of
     from rl.validation import validate
 
     if own.under is not None:
         for field, degree in degrees_of(own.under, option="--under").items():
             overrides += [f"--trainer.parallelism.{field}", str(degree)]
-    path = require_run(own.run)
-    _, config = parse_config(["--config", str(path), *overrides], program=PROGRAM)
+    config = read_run(own.run, overrides, program=PROGRAM)
     if own.loss is not None:
         config = _with_loss(config, own.loss)
         validate(config)
-    require_one_host(config, 0)
+    require_one_host(config, trainer_nodes=config.trainer.nodes)
     is_same = not overrides and own.loss is None
     if own.failed:
         return _fail_again(own, config, is_same=is_same)
@@ -298,4 +292,4 @@ def _side_by_side(replayed: "Replayed") -> str:
 
 
 if __name__ == "__main__":
-    end_program(main(sys.argv[1:]))
+    end_program(main())

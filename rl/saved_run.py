@@ -43,7 +43,8 @@ class SavedRun:
         config = self.config
         session = config.session()
         generator = session.generator if evaluates else None
-        require_one_host(config, 0 if generator is None else generator.nodes)
+        nodes = 0 if generator is None else generator.nodes
+        require_one_host(config, trainer_nodes=config.trainer.nodes, generator_nodes=nodes)
         checkpoint = replace(config.trainer.checkpoint, load_only=True)
         if self.weights is not None:
             in_hf = is_model(self.weights)
@@ -59,15 +60,14 @@ class SavedRun:
         return replace(session, trainer=trainer, roles=roles, generator=generator)
 
 
-def require_one_host(config: RunConfig, generator_nodes: int) -> None:
-    """Raise ConfigError unless this host alone can hold the trainer, and generators that ask for
-    ``generator_nodes``.
+def require_one_host(
+    config: RunConfig, *, trainer_nodes: int = 1, generator_nodes: int = 0
+) -> None:
+    """Raise ConfigError unless this host alone can hold the trainer and generators, which ask for
+    these numbers of nodes.
     """
     config.hardware.require_here()
-    for name, found, here in (
-        ("trainer", config.trainer.nodes, 1),
-        ("generator", generator_nodes, 0),
-    ):
+    for name, found, here in (("trainer", trainer_nodes, 1), ("generator", generator_nodes, 0)):
         require(
             found == here,
             f"{name}.nodes is {found}, and this program runs on one host; add --{name}.nodes "
@@ -75,8 +75,8 @@ def require_one_host(config: RunConfig, generator_nodes: int) -> None:
         )
 
 
-def require_run(folder: Path) -> Path:
-    """Return the file of the config of the run in ``folder``.
+def read_run(folder: Path, overrides: list[str], *, program: str) -> RunConfig:
+    """Return the config of the run in ``folder``, with ``overrides``.
 
     Raises ConfigError if the folder holds no run.
     """
@@ -86,7 +86,7 @@ def require_run(folder: Path) -> Path:
         f"{folder} is not the folder of a run, which has a config.json; name a folder that "
         "python -m rl.train wrote",
     )
-    return path
+    return parse_config(["--config", str(path), *overrides], program=program)[1]
 
 
 def open_run(folder: Path, step: int | None, overrides: list[str], *, program: str) -> SavedRun:
@@ -94,8 +94,7 @@ def open_run(folder: Path, step: int | None, overrides: list[str], *, program: s
 
     Raises ConfigError if the run or the checkpoint does not exist.
     """
-    path = require_run(folder)
-    _, config = parse_config(["--config", str(path), *overrides], program=program)
+    config = read_run(folder, overrides, program=program)
     checkpoints = StepFolders(folder.resolve() / config.trainer.checkpoint.folder)
     complete = checkpoints.complete()
     require(

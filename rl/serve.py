@@ -6,16 +6,14 @@ Exit codes: 1 failed, 2 the arguments cannot work, 128 + n ended by signal n.
 import argparse
 import asyncio
 import os
-import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rl.errors import ConfigError, end_program, require
+from rl.errors import end_program, require
 from rl.help import CONFIGS, quick_help
 from rl.listening import require_key
-from rl.program import exit_code
+from rl.program import as_program
 
 if TYPE_CHECKING:
     from rl.config import RunConfig
@@ -48,13 +46,9 @@ of a checkpoint. A session keeps a conversation token for token: docs/gateway.md
 {CONFIGS}"""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve until a signal; returns the exit code."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    return exit_code(lambda: _serve(given))
-
-
-def _serve(arguments: list[str]) -> None:
+@as_program
+def main(arguments: list[str]) -> None:
+    """Serve until a signal."""
     if text := quick_help(arguments, PROGRAM, USAGE):
         print(text)
         return
@@ -136,15 +130,12 @@ def make_gateway(
 def _fresh(arguments: list[str]) -> "tuple[RunConfig, SessionConfig]":
     """Return a config, and a session with the weights that its run would start from."""
     from rl.cli import parse_config
+    from rl.saved_run import require_one_host
 
     _, config = parse_config(arguments, program=PROGRAM)
-    config.hardware.require_here()
     session = replace(config.session(), trainer=None, roles={})
-    if session.generator is not None and session.generator.nodes:
-        raise ConfigError(
-            f"generator.nodes is {session.generator.nodes}, and this program runs on one host; add "
-            "--generator.nodes 0 and a layout that fits on this host"
-        )
+    nodes = 0 if session.generator is None else session.generator.nodes
+    require_one_host(config, generator_nodes=nodes)
     return config, session
 
 
@@ -164,4 +155,4 @@ def _dialect_of(config: "RunConfig") -> "tuple[Dialect, Sampling]":
 
 
 if __name__ == "__main__":
-    end_program(main(sys.argv[1:]))
+    end_program(main())

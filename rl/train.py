@@ -4,12 +4,9 @@ Exit codes: 0 done, 1 failed, 2 the config or its input cannot work, 75 to be st
 ended by signal n.
 """
 
-import sys
-from collections.abc import Sequence
-
 from rl.errors import end_program
 from rl.help import CONFIGS, check_arguments, quick_help
-from rl.program import exit_code
+from rl.program import as_program
 
 PROGRAM = "python -m rl.train"
 USAGE = f"""\
@@ -31,12 +28,6 @@ exit codes: 0 done, 1 failed, 2 the config or its input cannot work,
 75 ended early and can be resumed (SIGTERM, SIGUSR1, SIGHUP, a lost node), 130 Ctrl-C"""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one training; returns the exit code."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    return exit_code(lambda: _train(given), interrupted="interrupted before the run started")
-
-
 def _train(arguments: list[str]) -> int:
     if text := quick_help(arguments, PROGRAM, USAGE):
         print(text)
@@ -49,6 +40,9 @@ def _train(arguments: list[str]) -> int:
     from rl.run import run
 
     return run(arguments, program=PROGRAM)
+
+
+main = as_program(_train, interrupted="interrupted before the run started")
 
 
 if __name__ == "__main__":

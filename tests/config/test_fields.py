@@ -19,7 +19,6 @@ from rl.rules import Fixed, rule_of
 from rl.validation import validate
 from rl.validation.values import values
 from tests.bench.programs import module
-from tests.config.algorithm_fields import LOSSES
 from tests.config.fields import ACTS
 from tests.config.refused_fields import REFUSED, REFUSED_BY_KIND
 from tests.tables import check_rows
@@ -72,16 +71,25 @@ def leaves(script) -> set[str]:
     }
 
 
+LOSSES = "algorithms/test_losses.py::test_loss_and_gradient_match_the_papers"
+"""Test of the fields of all losses of a policy."""
+
+
 def acting(script) -> dict[str, str]:
     """Return the test of each field that acts. A field of a loss without an entry acts on the
     costs that are compared with the paper's.
     """
     found: dict[str, str] = {}
-    for kind, tests in ACTS.items():
-        for test, names in tests.items():
-            for name in names.split():
-                assert f"{kind}.{name}" not in found, f"{kind}.{name} has two tests"
-                found[f"{kind}.{name}"] = test
+    for line in ACTS.splitlines():
+        words = line.split()
+        if not line.startswith(" "):
+            path = words.pop(0)
+        elif words[0].endswith(":"):
+            test = f"{path}::{words.pop(0)[:-1]}"
+        for name in words[1:]:
+            field = f"{words[0]}.{name}"
+            assert field not in found, f"{field} has two tests"
+            found[field] = test
     for loss in (kind for kind in script.sections() if issubclass(kind, PolicyLoss.Config)):
         for name, _ in script.own_fields(loss):
             found.setdefault(f"{loss.__qualname__}.{name}", LOSSES)

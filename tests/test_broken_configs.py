@@ -140,21 +140,31 @@ def test_a_config_json_with_a_wrong_value_names_the_field(tmp_path, field, value
     assert said in str(error.value)
 
 
-TASK = """
+MINE = """
+from dataclasses import replace
+from rl.algorithms.losses import ClippedLoss
+from rl.cli import find_config
+from rl import Score
+
 class Mine(CopyDigits):
     @dataclass(kw_only=True, slots=True)
     class Config(CopyDigits.Config):
-        pass
-    def __init__(self, config, *, seed, model):
-        super().__init__(config, seed=seed, model=model)
-        self.words = open("/no/such/words.txt").read()
+        {field}
+    {method}
 
 def mine() -> RLConfig:
     config = find_config("quickstart")()
-    config.task = Mine.Config()
-    return config
+    config.deadlines.reward = 2.0
+    return replace(config, task=Mine.Config())
 """
-
+READS_WORDS = """\
+def __init__(self, config, *, seed, model):
+        super().__init__(config, seed=seed, model=model)
+        self.words = open("/no/such/words.txt").read()"""
+PICKY = """\
+unit: str = "m"
+        def __post_init__(self):
+            {"m": 1.0}[self.unit]"""
 LOSS = """
 class Loss(ClippedLoss):
     @dataclass(kw_only=True, slots=True)
@@ -164,45 +174,37 @@ class Loss(ClippedLoss):
         super().__init__(config)
         self.table = {}["missing"]
 
-def mine() -> RLConfig:
+def lossy() -> RLConfig:
     config = find_config("quickstart")()
     config.algorithm.loss = Loss.Config()
     return config
 """
-IMPORTS = "from rl.cli import find_config\nfrom rl.algorithms.losses import ClippedLoss\n"
+
+
+def users(field: str = "pass", method: str = "pass") -> str:
+    """Return the source of a task and a config of a user."""
+    return MINE.format(field=field, method=method)
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("source", "function", "said"),
     [
-        (TASK, "task: building Mine: .*, line 13, in __init__: FileNotFoundError: .*words"),
-        (LOSS, "algorithm: .*, line 13, in __init__: KeyError: 'missing'"),
+        (
+            users(method=READS_WORDS),
+            "mine",
+            "task: building Mine: .*, line 16, in __init__: FileNotFoundError: .*words",
+        ),
+        (users() + LOSS, "lossy", "algorithm: .*, in __init__: KeyError: 'missing'"),
     ],
 )
 def test_an_exception_in_a_users_constructor_names_the_line_before_anything_starts(
-    module, tmp_path, source, said
+    module, tmp_path, source, function, said
 ):
-    name = module(IMPORTS + source)
+    name = module(source)
     folder = tmp_path / "run"
     with pytest.raises(ConfigError, match=said):
-        run(["--config", f"{name}.mine", "--output-dir", str(folder)], program=PROGRAM)
+        run(["--config", f"{name}.{function}", "--output-dir", str(folder)], program=PROGRAM)
     assert not folder.exists()
-
-
-REWARD = """
-class Mine(CopyDigits):
-    @dataclass(kw_only=True, slots=True)
-    class Config(CopyDigits.Config):
-        pass
-    def score(self, prompt, text, completion):
-        {}
-
-def mine() -> RLConfig:
-    config = find_config("quickstart")()
-    config.task = Mine.Config()
-    config.deadlines.reward = 2.0
-    return config
-"""
 
 
 @pytest.mark.parametrize(
@@ -217,7 +219,7 @@ def mine() -> RLConfig:
 def test_a_reward_that_cannot_be_used_is_refused_before_anything_starts(
     module, tmp_path, score, said
 ):
-    name = module(f"from rl.tasks.base import Score\n{IMPORTS}{REWARD.format(score)}")
+    name = module(users(method=f"def score(self, prompt, text, completion): {score}"))
     folder = tmp_path / "run"
     with pytest.raises(ConfigError) as error:
         run(["--config", f"{name}.mine", "--output-dir", str(folder)], program=PROGRAM)
@@ -225,6 +227,13 @@ def test_a_reward_that_cannot_be_used_is_refused_before_anything_starts(
     assert said in str(error.value)
     assert str(error.value).endswith("the reference answer of the first prompt; correct score")
     assert not folder.exists()
+
+
+def test_an_exception_in_a_users_config_class_names_the_line(module):
+    name = module(users(field=PICKY))
+    said = "line 15, in __post_init__: KeyError: 'mile'; correct it"
+    with pytest.raises(ConfigError, match=said):
+        parse_config(["--config", f"{name}.mine", "--task.unit", "mile"], program=PROGRAM)
 
 
 def test_the_program_ends_with_2_and_one_line(module, capsys):
@@ -253,23 +262,3 @@ def test_every_function_of_the_configs_folder_is_shipped():
     assert (SHIPPED / "quickstart.py").is_file()
     assert {"quickstart", "gsm8k_jsonl", "qwen3_8b"} <= shipped_configs().keys()
     assert all(isinstance(make(), RunConfig) for make in shipped_configs().values())
-
-
-PICKY = """
-class Mine(CopyDigits):
-    @dataclass(kw_only=True, slots=True)
-    class Config(CopyDigits.Config):
-        unit: str = "m"
-        def __post_init__(self):
-            {"m": 1.0}[self.unit]
-def mine() -> RLConfig:
-    return RLConfig(task=Mine.Config())
-"""
-
-
-def test_an_exception_in_a_users_config_class_names_the_line(module):
-    name = module(PICKY)
-    with pytest.raises(
-        ConfigError, match="line 10, in __post_init__: KeyError: 'mile'; correct it"
-    ):
-        parse_config(["--config", f"{name}.mine", "--task.unit", "mile"], program=PROGRAM)

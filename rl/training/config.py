@@ -192,9 +192,8 @@ class TrainerConfig:
     any number of cores."""
 
     cpu_matmul: Annotated[Literal["auto", "mkl", "onednn"], NUMERICS] = "auto"
-    """Kernel of float32 matrix products on CPU. ``auto`` measures both once per host, and
-    takes oneDNN if MKL is much slower, as on AMD. The user's cache stores the choice
-    (``~/.cache/tiller``), and the log of a rank names it."""
+    """Kernel of float32 matrix products on CPU. ``auto`` is oneDNN on AMD without AVX-512, where
+    MKL takes twice as long, and else MKL. The log of a rank names the choice."""
 
     max_skipped_steps: Annotated[int, at_least(0), COSMETIC] = 3
     """Maximum number of consecutive optimizer steps that may be skipped because of a non-finite

@@ -69,21 +69,46 @@ def value_of(metric: Metric) -> Value:
     """
     values = metric.values.detach().double()
     weights = torch.ones_like(values) if metric.weights is None else metric.weights.double()
+    return value_of_totals(metric.reduction, *totals_of(values, metric.reduction, weights).tolist())
+
+
+def totals_of(values: torch.Tensor, rule: Reduction, weights: torch.Tensor) -> torch.Tensor:
+    """Return of the values with weight > 0 the weighted sum, the weight, the weighted squares about
+    the mean (for ``std``, else 0), and the maximum or minus the minimum (else minus infinity),
+    float64 [4].
+    """
     counted = weights > 0
-    values = values[counted]
-    weights = weights[counted]
-    rule = metric.reduction
+    total = torch.where(counted, values * weights, 0.0).sum()
+    weight = weights.sum()
+    squares = torch.zeros_like(weight)
+    extreme = torch.full_like(weight, -torch.inf)
+    if rule == "std":
+        distances = (values - mean_of(total, weight)).double()
+        squares = torch.where(counted, distances.square() * weights, 0.0).sum()
     if rule in ("max", "min"):
-        return Value(float(values.max() if rule == "max" else values.min()), rule)
-    weight = float(weights.sum())
-    total = float((values * weights).sum())
-    if rule == "sum":
-        return Value(total, rule, weight)
-    mean = total / weight
-    if rule == "mean":
-        return Value(mean, rule, weight)
-    variance = float((weights * (values - mean).square()).sum()) / weight
-    return Value(math.sqrt(variance), rule, weight, mean)
+        signed = torch.where(counted, values if rule == "max" else -values, -torch.inf).double()
+        extreme = torch.cat([signed, extreme[None]]).max()
+    return torch.stack([total, weight, squares, extreme])
+
+
+def mean_of(total: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return the mean of a weighted sum and a weight; 0 without a weight."""
+    return torch.where(weight > 0, total / weight, 0.0)
+
+
+def value_of_totals(
+    rule: Reduction, total: float, weight: float, squares: float, extreme: float
+) -> Value:
+    """Return the value of :func:`totals_of`."""
+    mean = total / weight if weight > 0 else 0.0
+    match rule:
+        case "sum":
+            return Value(total, rule, weight)
+        case "mean":
+            return Value(mean, rule, weight)
+        case "std":
+            return Value(math.sqrt(squares / weight) if weight > 0 else 0.0, rule, weight, mean)
+    return Value(extreme if rule == "max" else -extreme, rule)
 
 
 def moments(name: str, values: torch.Tensor) -> dict[str, Entry]:

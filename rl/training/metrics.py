@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torchtitan.protocols import BaseModel
 
-from rl.algorithms.loss_results import Metric
-from rl.metrics import Metrics, Reduction, Value
+from rl.algorithms.loss_results import Metric, mean_of, totals_of, value_of_totals
+from rl.metrics import Metrics, Reduction
 
 
 @dataclass
@@ -52,7 +52,7 @@ class MetricTotals:
         self._group = group
         self._rules: dict[str, Reduction] = {}
         self._totals: dict[str, torch.Tensor] = {}
-        """Result of :func:`_totals` by name."""
+        """Result of :func:`totals_of` by name."""
 
     def add(self, loss: torch.Tensor, metrics: Mapping[str, Metric], weights: torch.Tensor) -> None:
         """Add the loss of each token times its weight, and the other metrics of the tokens with
@@ -65,7 +65,7 @@ class MetricTotals:
 
     def _add(self, name: str, values: torch.Tensor, rule: Reduction, weights: torch.Tensor) -> None:
         self._rules[name] = rule
-        totals = _totals(values.detach(), rule, weights.double())
+        totals = totals_of(values.detach(), rule, weights.double())
         before = self._totals.get(name)
         self._totals[name] = totals if before is None else _merged(torch.stack([before, totals]))
 
@@ -78,42 +78,12 @@ class MetricTotals:
             gathered = rows.new_empty(self._group.size() * len(rows), 4)
             dist.all_gather_single(gathered, rows, self._group)
             rows = _merged(gathered.view(-1, *rows.shape))
-        reduced = dict[str, Value]()
-        for name, (total, weight, squares, extreme) in zip(
-            self._totals, rows.tolist(), strict=True
-        ):
-            rule = self._rules[name]
-            mean = total / weight if weight > 0 else 0.0
-            match rule:
-                case "sum":
-                    reduced[name] = Value(total, rule, weight)
-                case "mean":
-                    reduced[name] = Value(mean, rule, weight)
-                case "std":
-                    deviation = math.sqrt(squares / weight) if weight > 0 else 0.0
-                    reduced[name] = Value(deviation, rule, weight, mean)
-                case "max" | "min" if extreme != -math.inf:
-                    reduced[name] = Value(extreme if rule == "max" else -extreme, rule)
+        reduced = {
+            name: value_of_totals(rule, *row)
+            for (name, rule), row in zip(self._rules.items(), rows.tolist(), strict=True)
+            if rule not in ("max", "min") or row[-1] != -math.inf
+        }
         return Metrics(reduced)
-
-
-def _totals(values: torch.Tensor, rule: Reduction, weights: torch.Tensor) -> torch.Tensor:
-    """Return of the values with weight > 0 the weighted sum, the weight, the weighted squares about
-    the mean (for ``std``, else 0), and the maximum or minus the minimum (else minus infinity),
-    float64 [4].
-    """
-    counted = weights > 0
-    total = torch.where(counted, values * weights, 0.0).sum()
-    weight = weights.sum()
-    squares = torch.zeros_like(weight)
-    extreme = torch.full_like(weight, -torch.inf)
-    if rule == "std":
-        distances = (values - _mean(total, weight)).double()
-        squares = torch.where(counted, distances.square() * weights, 0.0).sum()
-    if rule in ("max", "min"):
-        signed = torch.where(counted, values if rule == "max" else -values, -torch.inf).double()
-        extreme = torch.cat([signed, extreme[None]]).max()
-    return torch.stack([total, weight, squares, extreme])
 
 
 def _merged(totals: torch.Tensor) -> torch.Tensor:
@@ -122,10 +92,5 @@ def _merged(totals: torch.Tensor) -> torch.Tensor:
     """
     total, weight, squares, extreme = totals.unbind(-1)
     sums = torch.stack([total.sum(0), weight.sum(0)])
-    moved = squares + weight * (_mean(total, weight) - _mean(*sums)).square()
+    moved = squares + weight * (mean_of(total, weight) - mean_of(*sums)).square()
     return torch.stack([*sums, moved.sum(0), extreme.amax(0)], dim=-1)
-
-
-def _mean(total: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return the mean of a weighted sum and a weight; 0 without a weight."""
-    return torch.where(weight > 0, total / weight, 0.0)

@@ -6,16 +6,46 @@ from itertools import groupby
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
 from torchtitan.models.common import CosSinRoPE
 from torchtitan.models.common.attention import ScaledDotProductAttention
-from torchtitan.models.common.moe import MoE
+from torchtitan.models.common.moe import GroupedExperts, MoE
 from torchtitan.models.qwen3 import Qwen3Model
 
 from rl.compat import titan
-from rl.model.experts import Experts
 from rl.model.shape import ModelShape
 
 T = TypeVar("T")
+
+
+class Experts(GroupedExperts):
+    """torchtitan's grouped experts in bfloat16 on CUDA; elsewhere one plain product per expert, in
+    the precision of the input.
+
+    It is a subclass with the parameters of GroupedExperts, so that torchtitan shards and wraps it.
+    """
+
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class Config(GroupedExperts.Config):
+        pass
+
+    def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
+        """Return the experts' outputs [R, D] for tokens [R, D], which are sorted by expert.
+
+        ``num_tokens_per_expert_E``, int64 [E], has the number of tokens of each expert of this
+        rank.
+        """
+        if x_RD.is_cuda and x_RD.dtype == torch.bfloat16:
+            return super().forward(x_RD, num_tokens_per_expert_E)
+        weights = (
+            w.to_local() if isinstance(w, DTensor) else w
+            for w in (self.w1_EFD, self.w3_EFD, self.w2_EDF)
+        )
+        # The backward pass of torch._grouped_mm on CPU refuses many shapes and strides.
+        tokens = x_RD.split(num_tokens_per_expert_E.tolist())
+        experts = zip(tokens, *(w.unbind() for w in weights), strict=True)
+        return torch.cat([(F.silu(x @ w1.T) * (x @ w3.T)) @ w2.T for x, w1, w3, w2 in experts])
 
 
 def qwen3_config(shape: ModelShape, *, fuse_qkv: bool, inner_attention: Any) -> Qwen3Model.Config:

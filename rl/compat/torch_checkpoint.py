@@ -1,17 +1,12 @@
 """Steps that ranks take together, and the types in a checkpoint's metadata, from torch's DCP."""
 
-from collections.abc import Callable
-from typing import TypeVar
-
 from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.serialization import _get_layout
 
-__all__ = ["METADATA_PARTS", "first_rank_broadcasts", "ranks_gather", "set_element"]
-
-T = TypeVar("T")
+__all__ = ["METADATA_PARTS", "all_ranks", "set_element"]
 
 RELIES_ON = (
     # DefaultLoadPlanner.load_bytes, which reads and sets, allows any pickle
@@ -30,17 +25,10 @@ METADATA_PARTS = (_StorageInfo, _MEM_FORMAT_ENCODING, _get_layout)
 """Classes and function that the pickled metadata of a checkpoint names."""
 
 
-def first_rank_broadcasts(what: str, step: Callable[[], T]) -> T:
-    """Run ``step`` on rank 0 and return its result on every rank.
+def all_ranks() -> _DistWrapper:
+    """Return the collectives of all ranks: ``broadcast(what, step)`` returns the result of rank 0,
+    and ``all_gather(what, step)`` the results of all ranks.
 
-    Raises CheckpointException, on every rank, if ``step`` fails.
+    Both raise CheckpointException, on every rank, if ``step`` fails on one of them.
     """
-    return _DistWrapper(None, True, 0).broadcast(what, step)
-
-
-def ranks_gather(what: str, step: Callable[[], T]) -> list[T]:
-    """Run ``step`` on every rank and return all results on every rank.
-
-    Raises CheckpointException, on every rank, if ``step`` fails on any rank.
-    """
-    return _DistWrapper(None, True, 0).all_gather(what, step)
+    return _DistWrapper(None, True, 0)

@@ -1,8 +1,7 @@
 """torchstore, with a controller that this Monarch accepts.
 
-The controller of the released 0.1.2 has sync and async endpoints, but Monarch accepts only one kind
-per actor. If both kinds exist, the sync ones are made async. Newer versions have one kind and stay
-unchanged.
+The controller of torchstore has sync and async endpoints, but Monarch accepts only one kind per
+actor. The sync ones are made async.
 """
 
 import functools
@@ -40,10 +39,8 @@ class Controller(torchstore.api.Controller):
     """torchstore's controller with async endpoints only; processes import it from this module."""
 
 
-_attributes = [inspect.getattr_static(Controller, name) for name in dir(Controller)]
-_methods = [each._method for each in _attributes if hasattr(each, "_method")]
-_sync = [method for method in _methods if not inspect.iscoroutinefunction(method)]
-if 0 < len(_sync) < len(_methods):
-    for _method in _sync:
-        setattr(Controller, _method.__name__, endpoint(_as_async(_method)))
-    torchstore.api.Controller = Controller
+for _name in dir(Controller):
+    _method = getattr(inspect.getattr_static(Controller, _name), "_method", None)
+    if _method is not None and not inspect.iscoroutinefunction(_method):
+        setattr(Controller, _name, endpoint(_as_async(_method)))
+torchstore.api.Controller = Controller

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from rl.compat.torch_checkpoint import first_rank_broadcasts, ranks_gather
+from rl.compat.torch_checkpoint import all_ranks
 from rl.errors import RunError, StorageFull, is_full
 
 T = TypeVar("T")
@@ -21,7 +21,7 @@ def on_first_rank(what: str, step: Callable[[], T], *, advice: str = "") -> T:
     Raises RunError, on every rank, if ``step`` fails.
     """
     with failures_as_run_error(what, advice=advice):
-        return first_rank_broadcasts(what, step)
+        return all_ranks().broadcast(what, step)
 
 
 def on_every_rank(what: str, step: Callable[[], T]) -> list[T]:
@@ -30,7 +30,7 @@ def on_every_rank(what: str, step: Callable[[], T]) -> list[T]:
     Raises RunError, on every rank, if ``step`` fails on any rank.
     """
     with failures_as_run_error(what):
-        return ranks_gather(what, step)
+        return all_ranks().all_gather(what, step)
 
 
 @contextlib.contextmanager

@@ -17,12 +17,8 @@ def batch(seed):
     draw = torch.Generator().manual_seed(seed)
     behaviour = -torch.rand(sum(LENGTHS), generator=draw) * 3
     proximal = behaviour + torch.randn(sum(LENGTHS), generator=draw)
-    return (
-        proximal,
-        behaviour,
-        torch.randint(0, 4, (sum(LENGTHS),), generator=draw).float(),
-        SEQUENCE,
-    )
+    staleness = torch.randint(0, 4, (sum(LENGTHS),), generator=draw).float()
+    return proximal, behaviour, staleness, SEQUENCE
 
 
 def ratios(columns):
@@ -50,10 +46,7 @@ WRITTEN_OUT = {
         MaskedIS.Config(low=0.7, high=1.3),
         lambda each: [r if 0.7 <= r <= 1.3 else 0.0 for r in each],
     ),
-    "masked, weighing 1": (
-        MaskedIS.Config(weigh=False),
-        lambda each: [masked(r, 1.0) for r in each],
-    ),
+    "masked, unweighted": (MaskedIS.Config(weigh=False), lambda each: [masked(r, 1) for r in each]),
     "masked sequences": (
         MaskedIS.Config(level="sequence"),
         lambda each: [masked(geometric(each), geometric(each))] * len(each),
@@ -75,12 +68,8 @@ def test_weights_follow_from_the_ratios(name, seed):
 
 def test_corrections_multiply_and_report_masked_and_capped_shares():
     columns = batch(0)
-    corrections = [
-        TruncatedIS.Config().build(),
-        MaskedIS.Config(weigh=False).build(),
-        StalenessDecay.Config().build(),
-    ]
-    weights, metrics = correction_weights(corrections, *columns)
+    configs = (TruncatedIS.Config(), MaskedIS.Config(weigh=False), StalenessDecay.Config())
+    weights, metrics = correction_weights([config.build() for config in configs], *columns)
     each = [r for sequence in ratios(columns) for r in sequence]
     wanted = [
         masked(r, min(r, 2.0)) * 0.9**age for r, age in zip(each, columns[2].tolist(), strict=True)
@@ -96,12 +85,10 @@ def test_corrections_multiply_and_report_masked_and_capped_shares():
 
 def test_the_same_policy_without_staleness_has_weights_of_1():
     _, behaviour, staleness, sequence = batch(0)
-    corrections = [config.build() for config, _ in WRITTEN_OUT.values()] + [
-        StalenessDecay.Config().build()
-    ]
-    weights, metrics = correction_weights(
-        corrections, behaviour, behaviour, staleness * 0, sequence
-    )
+    configs = [*(config for config, _ in WRITTEN_OUT.values()), StalenessDecay.Config()]
+    corrections = [config.build() for config in configs]
+    columns = (behaviour, behaviour, staleness * 0, sequence)
+    weights, metrics = correction_weights(corrections, *columns)
     assert weights.unique().tolist() == [1.0]
     assert metrics == {"correction/mean": 1.0, "correction/masked": 0.0, "correction/capped": 0.0}
 
@@ -122,12 +109,12 @@ def test_ratios_beyond_float32_are_capped_or_masked(name):
         ((torch.ones(13), None), "expected are a tensor and a dict of metrics"),
         (
             (torch.ones(12), {}),
-            r"returned float32 \[12\] on cpu; expected a tensor, float32 \[13\] on cpu",
+            r"returned float32 \[12\] on cpu; expected a tensor",
         ),
         ((torch.ones(13).double(), {}), r"returned float64 \[13\] on cpu; expected"),
         (
             (torch.ones(13), {"share": "all"}),
-            "its metrics {'share': 'all'} raised ValueError: could not convert",
+            "its metrics {'share': 'all'} raised ValueError",
         ),
         (SystemExit(3), "raised SystemExit: 3"),
     ],

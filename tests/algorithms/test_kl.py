@@ -22,14 +22,6 @@ def expected(values, logprobs):
     return (logprobs.exp().detach() * values).sum()
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k3"])
-def test_the_mean_of_k1_and_k3_is_the_divergence(policies, estimator):
-    logprobs = policies[0].log_softmax(0)
-    reference = policies[1]
-    value = expected(kl(logprobs, reference, estimator), logprobs)
-    torch.testing.assert_close(value, divergence(logprobs, reference))
-
-
 def test_each_estimator_matches_its_formula():
     logprobs = torch.tensor([-1.0, -2.0])
     reference = torch.tensor([-1.5, -0.5])
@@ -57,16 +49,12 @@ def test_the_mean_gradient_is_the_documented_one(policies, estimator, of):
     torch.testing.assert_close(gradient, wanted)
 
 
-def test_the_coefficient_follows_the_divergence_by_a_bounded_step():
+def test_rate_and_clip_bound_a_step_of_the_coefficient():
     """arXiv:1909.08593, section 2.2: coef (1 + K clip(observed / target - 1, -0.2, 0.2))."""
     steer = AdaptiveKL.Config(target=6.0).build()
     assert steer.update(0.5, 6.0) == 0.5
     assert steer.update(0.5, 6.6) == pytest.approx(0.5 * 1.01)
     assert steer.update(0.5, 60.0) == pytest.approx(0.5 * 1.02)
-    assert steer.update(0.5, 0.0) == pytest.approx(0.5 * 0.98)
-
-
-def test_rate_and_clip_bound_a_step_of_the_coefficient():
     steer = AdaptiveKL.Config(target=6.0, rate=0.5, clip=0.4).build()
     assert steer.update(0.5, 60.0) == pytest.approx(0.5 * 1.2)
     assert steer.update(0.5, 0.0) == pytest.approx(0.5 * 0.8)

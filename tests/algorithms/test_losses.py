@@ -186,50 +186,14 @@ def test_loss_and_gradient_match_the_papers(name):
     exact = exactly(tokens)
     weights = torch.rand(len(tokens["logprobs"])) + 0.5
     logprobs = tokens["logprobs"].requires_grad_()
-    loss, _ = config.build()(tokens)
+    loss, metrics = config.build()(tokens)
     (gradient,) = torch.autograd.grad((loss * weights).sum(), logprobs)
+    if "ratio/clipped" in metrics:  # some tokens, and not all
+        assert 0 < metrics["ratio/clipped"].values.mean() < 1
     costs = paper(exact | {"logprobs": exact["logprobs"].requires_grad_()})
     (wanted,) = torch.autograd.grad((costs * weights).sum(), exact["logprobs"])
     torch.testing.assert_close(loss.detach().double(), costs.detach(), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(gradient.double(), wanted, rtol=2e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", ["GRPO", "DAPO", "dual clip", "GSPO", "GSPO-token", "DPPO"])
-def test_some_tokens_are_clipped_and_some_are_not(name):
-    """The tokens that the transcriptions are compared on are of both kinds."""
-    tokens = rollouts()
-    logprobs = tokens["logprobs"].requires_grad_()
-    loss, metrics = LOSSES[name][0].build()(tokens)
-    (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
-    assert 0 < int((gradient == 0).sum()) < len(gradient)
-    assert 0 < metrics["ratio/clipped"].values.mean() < 1
-
-
-@pytest.mark.parametrize(
-    ("ratio", "advantage", "flows"),
-    [
-        (1.5, 1.0, False),
-        (1.5, -1.0, True),
-        (0.5, 1.0, True),
-        (0.5, -1.0, False),
-        (1.1, 1.0, True),
-        (1.1, -1.0, True),
-    ],
-)
-@pytest.mark.parametrize(
-    "config", [grpo(), DPPOLoss.Config(), GSPOLoss.Config(clip_low=0.2, clip_high=0.2)]
-)
-def test_the_clip_stops_only_moves_away_from_the_old_policy(config, ratio, advantage, flows):
-    logprobs = torch.tensor([ratio / 2]).log().requires_grad_()
-    columns = {
-        "behaviour_logprobs": torch.tensor([0.5]).log(),
-        "advantages": torch.tensor([advantage]),
-    }
-    loss, _ = config.build()(
-        Tokens(columns, logprobs=logprobs, entropy=torch.zeros(1), sequence=torch.tensor([0]))
-    )
-    loss.sum().backward()
-    assert bool(logprobs.grad.item()) == flows
 
 
 def test_the_ratio_uses_the_proximal_policy_if_it_exists():
@@ -283,20 +247,19 @@ BEYOND = [(-1e4, -1.0), (-0.1, -200.0), (-1e4, -2e4)]
     ("config", "apart", "advantage"),
     [
         *itertools.product(CLIPPED, BEYOND, [1.0, 0.0]),
-        (DPPOLoss.Config(), BEYOND[0], 1.0),
-        (DPPOLoss.Config(), BEYOND[1], 1.0),
+        *itertools.product([DPPOLoss.Config()], BEYOND[:2], [1.0]),
     ],
 )
 def test_ratios_beyond_float32_leave_the_gradient_finite(config, apart, advantage):
     """The cases are those in which the paper's gradient is finite."""
     logprob, behaviour = apart
     logprobs = torch.tensor([logprob, -1.0]).requires_grad_()
-    columns = {
-        "behaviour_logprobs": torch.tensor([behaviour, -1.0]),
-        "advantages": torch.tensor([advantage, 1.0]),
-    }
     tokens = Tokens(
-        columns, logprobs=logprobs, entropy=torch.zeros(2), sequence=torch.tensor([0, 1])
+        behaviour_logprobs=torch.tensor([behaviour, -1.0]),
+        advantages=torch.tensor([advantage, 1.0]),
+        logprobs=logprobs,
+        entropy=torch.zeros(2),
+        sequence=torch.tensor([0, 1]),
     )
     loss, _ = config.build()(tokens)
     loss.sum().backward()
@@ -322,12 +285,9 @@ def test_distillation_descends_the_divergence_from_the_teacher():
     logits, teacher, sampler = torch.randn(3, 6, generator=draw, dtype=torch.float64)
     logits.requires_grad_()
     logprobs, teacher, sampler = (values.log_softmax(0) for values in (logits, teacher, sampler))
-    columns = {
-        "teacher_logprobs": teacher,
-        "behaviour_logprobs": sampler,
-        "entropy": torch.zeros(6),
-    }
-    loss, _ = DistillationLoss.Config().build()(Tokens(columns, logprobs=logprobs))
+    columns = {"teacher_logprobs": teacher, "behaviour_logprobs": sampler}
+    tokens = Tokens(columns, logprobs=logprobs, entropy=torch.zeros(6))
+    loss, _ = DistillationLoss.Config().build()(tokens)
     (gradient,) = torch.autograd.grad((sampler.exp() * loss).sum(), logits, retain_graph=True)
     (wanted,) = torch.autograd.grad((logprobs.exp() * (logprobs - teacher)).sum(), logits)
     torch.testing.assert_close(gradient, wanted)
@@ -342,21 +302,16 @@ def test_value_loss_and_gradient_match_the_formula(clip):
     (gradient,) = torch.autograd.grad(loss.sum(), values)
     exact["values"].requires_grad_()
     wanted = []
-    for v, old, target in zip(
-        *(exact[name] for name in ("values", "old_values", "returns")), strict=True
-    ):
+    columns = (exact[name] for name in ("values", "old_values", "returns"))
+    for v, old, target in zip(*columns, strict=True):
         near = min(max(v, old - clip), old + clip) if clip else v
         wanted.append(0.5 * max((v - target) ** 2, (near - target) ** 2))
-    (exact_gradient,) = torch.autograd.grad(sum(wanted), exact["values"])
-    torch.testing.assert_close(
-        loss.detach().double(), torch.stack(wanted).detach(), rtol=1e-6, atol=1e-6
-    )
+    costs = torch.stack(wanted)
+    (exact_gradient,) = torch.autograd.grad(costs.sum(), exact["values"])
+    torch.testing.assert_close(loss.detach().double(), costs.detach(), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(gradient.double(), exact_gradient, rtol=1e-6, atol=1e-6)
-    assert (
-        (0 < int((gradient == 0).sum()) < len(gradient))
-        == ("value/clipped" in metrics)
-        == bool(clip)
-    )
+    some_are_clipped = 0 < int((gradient == 0).sum()) < len(gradient)
+    assert some_are_clipped == ("value/clipped" in metrics) == bool(clip)
 
 
 def test_metrics_measure_the_distance_of_the_policies():
@@ -365,9 +320,7 @@ def test_metrics_measure_the_distance_of_the_policies():
     ratio = (tokens["logprobs"] - tokens["behaviour_logprobs"]).exp()
     torch.testing.assert_close(metrics["ratio/mean"].values, ratio)
     assert metrics["ratio/clipped"].values.sum() == ((ratio < 0.8) | (ratio > 1.28)).sum() > 0
-    assert (metrics["kl/behaviour"].values >= 0).all() and (
-        metrics["kl/reference"].values >= 0
-    ).all()
+    assert all((metrics[f"kl/{of}"].values >= 0).all() for of in ("behaviour", "reference"))
     _, metrics = dapo().build()(Tokens(tokens, behaviour_logprobs=tokens["logprobs"]))
     assert metrics["kl/behaviour"].values.abs().max() == 0
     assert metrics["ratio/max"].values.unique().tolist() == [1.0]
@@ -382,10 +335,8 @@ def test_supervised_tokens_need_no_columns():
 def test_a_missing_column_is_named():
     tokens = rollouts()
     del tokens["reference_logprobs"]
-    with pytest.raises(
-        RunError,
-        match="the loss needs reference_logprobs, .* it has advantages, behaviour_logprobs, ",
-    ):
+    message = "the loss needs reference_logprobs, .* it has advantages, behaviour_logprobs, "
+    with pytest.raises(RunError, match=message):
         grpo(kl_coef=0.1).build()(tokens)
     with pytest.raises(NotImplementedError):
         PolicyLoss.Config().build()(tokens)

@@ -5,10 +5,16 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.training.disk import checkpointer_of
-from tests.training.layouts import LAYOUTS
-from tests.training.ranks import on_ranks, rank_environment
-from tests.training.scenes import CUTS, KINDS, MODELS, TIED_FUSED, engine_of, play
+from tests.training.ranks import in_layout, rank_environment
+from tests.training.scenes import (
+    CUTS,
+    KINDS,
+    MODELS,
+    TIED_FUSED,
+    checkpointer_of,
+    engine_of,
+    play,
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -33,24 +39,30 @@ def model_name(request) -> str:
 
 
 @pytest.fixture(scope="session")
-def played(tmp_path_factory):
-    """Return a function that runs a model in a layout, once a session: answers by rank, folder.
-
-    One rank plays every cut, several those of ``KINDS`` unless ``cuts`` says otherwise.
+def once(tmp_path_factory):
+    """Return a function that calls another one of a model, a layout, a folder and more on the ranks
+    of the layout, once a session: answers by rank, folder.
     """
     done = {}
 
-    def plays(model: str, layout: str, cuts: tuple[str, ...] = KINDS):
-        if (model, layout, cuts) not in done:
+    def calls(function, model: str, layout: str, *args):
+        key = (function, model, layout, *args)
+        if key not in done:
             folder = str(tmp_path_factory.mktemp(f"{model}-{layout}"))
-            ranks = LAYOUTS[layout].ranks
-            answers = (
-                [play(model, layout, folder, tuple(CUTS))]
-                if ranks == 1
-                else on_ranks(ranks, play, model, layout, folder, cuts)
-            )
-            done[model, layout, cuts] = answers, folder
-        return done[model, layout, cuts]
+            done[key] = in_layout(function, model, layout, folder, *args), folder
+        return done[key]
+
+    return calls
+
+
+@pytest.fixture(scope="session")
+def played(once):
+    """Return a function that runs a model in a layout. One rank plays every cut, several those of
+    ``KINDS`` unless ``cuts`` says otherwise.
+    """
+
+    def plays(model: str, layout: str, cuts: tuple[str, ...] = KINDS):
+        return once(play, model, layout, tuple(CUTS) if layout == "alone" else cuts)
 
     return plays
 

@@ -12,6 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
+from rl.model.shape import ModelConfig
+from rl.training.checkpoint import Checkpointer
+from tests.training.scenes import engine_of, unequal
+
 SIZES = {
     "vocab_size": 40,
     "hidden_size": 64,
@@ -82,6 +86,45 @@ class Folder:
         model.save_pretrained(folder, max_shard_size=self.max_shard_size)
 
 
+def open_folder(source: Path, out: Path, **fields: Any) -> tuple[Any, Checkpointer]:
+    """Return an engine with the weights of ``source``, and its checkpointer."""
+    model = ModelConfig(hf_path=str(source), **fields)
+    engine = engine_of(model, folder=str(out), loads=True)
+    assert all(parameter.isnan().all() for parameter in engine.model.parameters())
+    checkpointer = Checkpointer(engine, model, folder=str(out))
+    assert checkpointer.load() == {}
+    return engine, checkpointer
+
+
+def transformers_model(folder: Path) -> torch.nn.Module:
+    """Return a float32 model. Fails if the folder lacks a weight or has a surplus one."""
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True
+    )
+    assert {kind: list(names) for kind, names in info.items() if names} == {}
+    return model.eval()
+
+
+@torch.no_grad()
+def transformers_logits(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
+    return transformers_model(folder)(tokens).logits
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {
+        name: tensor
+        for path in folder.glob("*.safetensors")
+        for name, tensor in load_file(path).items()
+    }
+
+
+def same_tensors(one: Path, other: Path) -> None:
+    before = tensors_of(one)
+    after = tensors_of(other)
+    assert unequal(before, after) == []
+    assert [each.dtype for each in before.values()] == [after[name].dtype for name in before]
+
+
 def edit_config(folder: Path, **changes: Any) -> None:
     """Replace keys of config.json."""
     path = folder / "config.json"
@@ -95,18 +138,8 @@ def edit_tensors(folder: Path, **changes: torch.Tensor | None) -> None:
     """Add, replace or (None) remove tensors of a folder of one file; ``__`` in a name is a dot."""
     named = {name.replace("__", "."): tensor for name, tensor in changes.items()}
     tensors = load_file(folder / ONE_FILE) | named
-    save_file(
-        {name: t for name, t in tensors.items() if t is not None},
-        folder / ONE_FILE,
-        {"format": "pt"},
-    )
-
-
-def edit_index(folder: Path, change: Callable[[dict[str, str]], Any]) -> None:
-    """Have ``change`` edit the weight map of the index."""
-    index = json.loads((folder / INDEX).read_text())
-    change(index["weight_map"])
-    (folder / INDEX).write_text(json.dumps(index))
+    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    save_file(kept, folder / ONE_FILE, {"format": "pt"})
 
 
 def tensors(**changes: torch.Tensor | None) -> Callable[[Path], None]:
@@ -114,7 +147,24 @@ def tensors(**changes: torch.Tensor | None) -> Callable[[Path], None]:
 
 
 def weight_map(change: Callable[[dict[str, str]], Any]) -> Callable[[Path], None]:
-    return lambda folder: edit_index(folder, change)
+    """Have ``change`` edit the weight map of the index."""
+
+    def edit(folder: Path) -> None:
+        index = json.loads((folder / INDEX).read_text())
+        change(index["weight_map"])
+        (folder / INDEX).write_text(json.dumps(index))
+
+    return edit
+
+
+def text(name: str, content: str) -> Callable[[Path], Any]:
+    """Write ``content`` in place of a file."""
+    return lambda folder: (folder / name).write_text(content)
+
+
+def shards(damage: Callable[[Path], Any] = lambda folder: None) -> Folder:
+    """A folder of several files."""
+    return Folder(max_shard_size="20KB", damage=damage)
 
 
 def cast(dtype: torch.dtype, *names: str) -> Callable[[Path], None]:
@@ -122,14 +172,7 @@ def cast(dtype: torch.dtype, *names: str) -> Callable[[Path], None]:
 
     def casts(folder: Path) -> None:
         stored = load_file(folder / ONE_FILE)
-        edit_tensors(
-            folder,
-            **{
-                name: tensor.to(dtype)
-                for name, tensor in stored.items()
-                if name in (names or stored)
-            },
-        )
+        edit_tensors(folder, **{name: stored[name].to(dtype) for name in names or stored})
 
     return casts
 

@@ -15,6 +15,7 @@ from typing import Any, Self
 
 from torch.distributed import TCPStore
 
+from tests.training.layouts import LAYOUTS
 from tests.warm import FORK
 
 DEADLINE_S = 600.0
@@ -34,15 +35,24 @@ def on_ranks(
         return ranks.answers(deadline)
 
 
+def in_layout(function: Callable[..., Any], model: str, layout: str, *args: Any) -> list[Any]:
+    """Return the results of ``function(model, layout, *args)`` on the ranks of the layout; one rank
+    is this process.
+    """
+    ranks = LAYOUTS[layout].ranks
+    if ranks == 1:
+        return [function(model, layout, *args)]
+    return on_ranks(ranks, function, model, layout, *args)
+
+
 class Ranks:
     """``function(*args)`` running on ``count`` ranks; a context manager that leaves no process
     behind.
     """
 
     def __init__(self, count: int, function: Callable[..., Any], *args: Any):
-        self._store = TCPStore(
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False
-        )  # on a port that stays its own
+        # on a port that stays its own
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._readers: list[Connection] = []
         self._stacks: list[Connection] = []
         self._processes: list[Any] = []
@@ -50,11 +60,8 @@ class Ranks:
             reader, writer = FORK.Pipe(duplex=False)
             stack, stack_writer = FORK.Pipe(duplex=False)
             environment = rank_environment(rank, count, self._store.port) | STORE_OF_PARENT
-            process = FORK.Process(
-                target=_rank,
-                args=(writer, stack_writer, environment, function, args),
-                daemon=True,
-            )
+            given = (writer, stack_writer, environment, function, args)
+            process = FORK.Process(target=_rank, args=given, daemon=True)
             process.start()
             writer.close()
             stack_writer.close()
@@ -73,9 +80,8 @@ class Ranks:
         answers = self._collect(time.monotonic() + deadline)
         for process in self._processes:
             process.join(DEADLINE_S)
-        assert all(process.exitcode == 0 for process in self._processes), (
-            "a rank did not end in good order"
-        )
+        ended_well = all(process.exitcode == 0 for process in self._processes)
+        assert ended_well, "a rank did not end in good order"
         return answers
 
     def _collect(self, end: float) -> list[Any]:
@@ -139,6 +145,5 @@ def _rank(
         answer = (False, function(*args))
     except BaseException:
         answer = (True, traceback.format_exc())
-    writer.send_bytes(
-        pickle.dumps(answer)
-    )  # by value: tensors shared by handle would die with this process
+    # by value: tensors shared by handle would die with this process
+    writer.send_bytes(pickle.dumps(answer))

@@ -4,7 +4,6 @@ of their own.
 
 import torch
 
-from rl.algorithms.losses import GSPOLoss
 from rl.algorithms.tokens import Tokens
 
 EPS = 1e-6
@@ -145,52 +144,25 @@ def kept_ids(batch) -> list[list[list[int] | None]]:
 
 
 def loss_sum(model: Qwen3, batch, loss, *, temperature: float):
-    """Sum over the batch's tokens of weight times clipped policy loss with entropy bonus and KL
-    penalty.
-
-    GSPO's ratio is over the sequence's tokens of weight above 0.
+    """Sum over the batch's tokens of weight times loss, which is called with one sequence at a
+    time, in float64.
     """
-    total = torch.tensor(0.0, dtype=torch.float64)
-    low = 1 - loss.clip_low
-    high = 1 + loss.clip_high
-    sizes = batch.lengths.tolist()
-    names = ("advantages", "behaviour_logprobs", "reference_logprobs")
-    columns = [batch.tokens, batch.loss_weights, *(batch.columns[name] for name in names)]
-    for kept, tokens, weights, advantages, behaviour, prior in zip(
-        kept_ids(batch), *(c.split(sizes) for c in columns), strict=True
-    ):
-        if len(tokens) == 1:
-            continue
-        logprobs, entropy = per_token(model, tokens.tolist(), temperature, kept)
-        log_ratio = logprobs - behaviour[1:].double()
-        if isinstance(loss, GSPOLoss.Config):
-            log_ratio = log_ratio[weights[1:] > 0].mean().expand_as(log_ratio)
-        ratio = log_ratio.exp()
-        gain = torch.minimum(ratio * advantages[1:], ratio.clamp(low, high) * advantages[1:])
-        apart = prior[1:].double() - logprobs
-        cost = -gain - loss.entropy_coef * entropy + loss.kl_coef * (apart.exp() - 1 - apart)
-        total = total + (weights[1:] * cost)[weights[1:] > 0].sum()
-    return total
-
-
-def loss_sum_by_tokens(model: Qwen3, batch, loss, *, temperature: float):
-    """The same of any loss, which is called with one sequence at a time, in float64."""
     total = torch.tensor(0.0, dtype=torch.float64)
     call = loss.build()
     sizes = batch.lengths.tolist()
     columns = {name: values.split(sizes) for name, values in batch.columns.items()}
-    for row, (tokens, weights) in enumerate(
-        zip(batch.tokens.split(sizes), batch.loss_weights.split(sizes), strict=True)
-    ):
+    rows = zip(
+        batch.tokens.split(sizes), batch.loss_weights.split(sizes), kept_ids(batch), strict=True
+    )
+    for row, (tokens, weights, kept) in enumerate(rows):
         counted = weights[1:] > 0
         if not counted.any():
             continue
-        logprobs, entropy = per_token(model, tokens.tolist(), temperature)
+        logprobs, entropy = per_token(model, tokens.tolist(), temperature, kept)
         own = {name: values[row][1:][counted].double() for name, values in columns.items()}
         said = {"logprobs": logprobs[counted], "entropy": entropy[counted]}
-        cost, _ = call(
-            Tokens(own | said, sequence=torch.zeros(int(counted.sum()), dtype=torch.int64))
-        )
+        sequence = torch.zeros(int(counted.sum()), dtype=torch.int64)
+        cost, _ = call(Tokens(own | said, sequence=sequence))
         total = total + (weights[1:][counted] * cost).sum()
     return total
 

@@ -1,13 +1,13 @@
 """Engine runs of the tests, in any layout; the same code runs on one rank and on four."""
 
-from collections.abc import Sequence
+import contextlib
+import resource
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.config import TrainingConfig
@@ -16,11 +16,12 @@ from rl.algorithms.losses import ClippedLoss, GSPOLoss, Metric, PolicyLoss, dapo
 from rl.metrics import Reduction
 from rl.model.digest import digests
 from rl.model.shape import ModelConfig
+from rl.model.shards import Shards
 from rl.training.checkpoint import Checkpointer
 from rl.training.config import TrainerConfig
 from rl.training.engine import TrainingEngine
-from rl.training.logprobs import linear_logprobs
 from rl.training.micro_batches import balanced
+from rl.training.model import shard_of
 from rl.types import Batch, Head
 from tests.training.batches import (
     VOCAB_SIZE,
@@ -110,9 +111,49 @@ def engine_of(
     return engine
 
 
+def rows_of(engine: TrainingEngine, batch: Batch) -> list[int]:
+    """The rows of the batch that are the rank's own."""
+    return balanced(batch.lengths.tolist(), engine.dp_degree)[engine.dp_rank]
+
+
+def checkpointer_of(
+    engine: TrainingEngine, folder: str, model: ModelConfig = TIED_FUSED, **checkpoint: object
+) -> Checkpointer:
+    """Return a checkpointer with fields of its config set."""
+    engine.config.checkpoint = replace(engine.config.checkpoint, **checkpoint)
+    return Checkpointer(engine, model, folder=folder)
+
+
+def saved(engine: TrainingEngine, folder: str, state: dict[str, Any]) -> Path:
+    """Save checkpoint 1 with ``state``; return its folder."""
+    checkpointer = checkpointer_of(engine, folder)
+    checkpointer.save(1, state)
+    checkpointer.close()
+    return Path(folder) / "checkpoints" / "step-1"
+
+
+def loaded(
+    engine: TrainingEngine, folder: str, model: ModelConfig = TIED_FUSED, **checkpoint: object
+) -> dict[str, Any]:
+    """Load what a run in ``folder`` starts from; return the state."""
+    checkpointer = checkpointer_of(engine, folder, model, **checkpoint)
+    try:
+        return checkpointer.load()
+    finally:
+        checkpointer.close()
+
+
+def exported(engine: TrainingEngine, model: ModelConfig, folder: Path) -> Path:
+    """Export to the folder ``out`` in ``folder``; return it."""
+    checkpointer = Checkpointer(engine, model, folder=str(folder))
+    checkpointer.export_hf(str(folder / "out"))
+    checkpointer.close()
+    return folder / "out"
+
+
 def share(engine: TrainingEngine, batch: Batch) -> Batch:
     """The part of the batch that is the rank's own."""
-    return batch.select(balanced(batch.lengths.tolist(), engine.dp_degree)[engine.dp_rank])
+    return batch.select(rows_of(engine, batch))
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -235,11 +276,11 @@ def cut_by(
     config.packing = packing
 
 
-def played(
-    model: ModelConfig, layout: Layout, folder: str, cuts: Sequence[str] = tuple(CUTS)
-) -> dict[str, Any]:
+def play(name: str, layout: str, folder: str, cuts: Sequence[str]) -> dict[str, Any]:
     """Return the values that the layout tests compare, with the gradients of ``cuts``."""
-    still = engine_of(model, folder=folder, layout=layout, lr=0.0)
+    model = MODELS[name]
+    place = {"folder": folder, "layout": LAYOUTS[layout]}
+    still = engine_of(model, lr=0.0, **place)
     result: dict[str, Any] = {
         "weights": weights_of(still),
         "dp": (still.dp_rank, still.dp_degree),
@@ -247,7 +288,7 @@ def played(
         "cuts": {},
     }
     boxes = {name: shard.box for name, shard in still.shards().items()}
-    result["share"] = balanced(ragged_batch().lengths.tolist(), still.dp_degree)[still.dp_rank]
+    result["share"] = rows_of(still, ragged_batch())
     result["forward"] = still.forward(share(still, ragged_batch()), temperature=TEMPERATURE)
     result["moved_parts"] = [
         name for name, shard in still.shards().items() if shard.box != boxes[name]
@@ -257,15 +298,12 @@ def played(
         cut_by(still, **cut.fields)
         result["cuts"][name] = accumulate(still, *cut.batches, loss=cut.loss)
 
-    engine = engine_of(model, folder=folder, layout=layout, warmup=4)
+    engine = engine_of(model, warmup=4, **place)
     shards = engine.shards()  # before the first forward, as a publisher takes them
     steps = [learn(engine, ragged_batch(seed=1))]
     before = weights_of(engine)
     steps.append(learn(engine, broken(ragged_batch(), row=1)))
-    after = weights_of(engine)
-    result["skipping_changed"] = [
-        name for name in before if not torch.equal(before[name], after[name])
-    ]
+    result["skipping_changed"] = unequal(before, weights_of(engine))
     steps.append(learn(engine, ragged_batch(seed=2)))
 
     checkpointer = Checkpointer(engine, model, folder=folder)
@@ -273,13 +311,24 @@ def played(
     result |= {"saved": digests(engine.shards().values()), "drawn": torch.rand(4)}
     steps.append(learn(engine, ragged_batch(seed=3)))
     checkpointer.export_hf(f"{folder}/export")
-    now = engine.shards()
-    result["stale_parts"] = [
-        name for name, shard in shards.items() if not torch.equal(shard.tensor, now[name].tensor)
-    ]
+    result["stale_parts"] = stale_parts(engine, shards)
     result |= {"steps": steps, "final": weights_of(engine)}
     checkpointer.close()
     return result
+
+
+def unequal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
+    """Names of the tensors that are not in both, bit for bit."""
+    both = one.keys() & other.keys()
+    return [name for name in one | other if name not in both or not one[name].equal(other[name])]
+
+
+def stale_parts(engine: TrainingEngine, shards: Shards) -> list[str]:
+    """Names of the shards, taken before, that are not the engine's weights now."""
+    before, now = (
+        {name: shard.tensor for name, shard in each.items()} for each in (shards, engine.shards())
+    )
+    return unequal(before, now)
 
 
 def held(model: ModelConfig, layout: Layout, folder: str, **trainer: Any) -> dict[str, Any]:
@@ -291,15 +340,10 @@ def held(model: ModelConfig, layout: Layout, folder: str, **trainer: Any) -> dic
     return {"digests": of_parts} | accumulate(engine, ragged_batch(), ragged_batch().select([3]))
 
 
-def play(model: str, layout: str, folder: str, cuts: Sequence[str]) -> dict[str, Any]:
-    """``played`` by name, on a rank of its own."""
-    return played(MODELS[model], LAYOUTS[layout], folder, cuts)
-
-
-def resumed(model: ModelConfig, layout: Layout, folder: str) -> dict[str, Any]:
-    """Load the newest checkpoint in ``folder`` and take the step that ``played`` took after it."""
-    engine = engine_of(model, folder=folder, layout=layout, warmup=4)
-    checkpointer = Checkpointer(engine, model, folder=folder)
+def resume(name: str, layout: str, folder: str) -> dict[str, Any]:
+    """Load the newest checkpoint in ``folder`` and take the step that ``play`` took after it."""
+    engine = engine_of(MODELS[name], folder=folder, layout=LAYOUTS[layout], warmup=4)
+    checkpointer = Checkpointer(engine, MODELS[name], folder=folder)
     state = checkpointer.load()
     result = {
         "run_state": state,
@@ -311,61 +355,19 @@ def resumed(model: ModelConfig, layout: Layout, folder: str) -> dict[str, Any]:
     return result | {"step": learn(engine, ragged_batch(seed=3))}
 
 
-def handed_over(model: str, layout: str, folder: str, weights: str) -> dict[str, Any]:
-    """Digests of weights of version 1, which are then written to ``weights``."""
-    engine = engine_of(MODELS[model], folder=folder, layout=LAYOUTS[layout])
-    learn(engine, ragged_batch(seed=1))
-    checkpointer = Checkpointer(engine, MODELS[model], folder=folder)
-    for _ in range(2):  # the second in place of the first
-        checkpointer.save_weights(Path(weights))
-    checkpointer.close()
-    return digests(engine.shards().values())
+def everything(engine: TrainingEngine) -> Shards:
+    """This rank's parts of the weights and of the optimizer's moments."""
+    state = engine.optimizers.state_dict().items()
+    moments = {name: each for name, each in state if name.endswith(("exp_avg", "exp_avg_sq"))}
+    return engine.shards() | {name: shard_of(name, each) for name, each in moments.items()}
 
 
-def adopted(folder: str, layout: Layout, export: str) -> dict[str, Any]:
-    """Load a Hugging Face folder, compute the outputs of a batch, and export the folder again."""
-    model = ModelConfig(hf_path=folder)
-    engine = engine_of(model, folder=export, layout=layout)
-    checkpointer = Checkpointer(engine, model, folder=export)
-    state = checkpointer.load()
-    outputs = engine.forward(share(engine, ragged_batch()))
-    checkpointer.export_hf(export)
-    checkpointer.close()
-    shards = [shard.box.numel for shard in engine.shards().values()]
-    return {"run_state": state, "outputs": outputs, "version": engine.version, "parts": shards}
-
-
-def adopt(folder: str, layout: str, export: str) -> dict[str, Any]:
-    """``adopted`` by name, on a rank of its own."""
-    return adopted(folder, LAYOUTS[layout], export)
-
-
-def sharded_logprobs(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, options: dict[str, Any]
-) -> list[torch.Tensor]:
-    """Log-probs, entropy and the whole gradients of a sum of both, from weights split over the
-    vocabulary.
-    """
-    init_device_mesh("cpu", (2,))
-    mine = weight.chunk(2)[dist.get_rank()].requires_grad_()
-    hidden.requires_grad_()
-    values = linear_logprobs(
-        hidden, mine, targets, vocab_size=len(weight), group=dist.group.WORLD, **options
-    )
-    weigh(*values).backward()
-    dist.all_reduce(hidden.grad)
-    shards = [None, None]
-    dist.all_gather_object(shards, mine.grad)
-    dist.destroy_process_group()
-    return [value.detach() for value in values] + [hidden.grad, torch.cat(shards)]
-
-
-def weigh(logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
-    """A sum in which each token's log-prob and entropy has a gradient of its own."""
-    place = torch.arange(logprobs.numel()).view(logprobs.shape) + 1.0
-    return (logprobs * place.sin() + entropy * place.cos()).sum()
-
-
-def resume(model: str, layout: str, folder: str) -> dict[str, Any]:
-    """``resumed`` by name, on a rank of its own."""
-    return resumed(MODELS[model], LAYOUTS[layout], folder)
+@contextlib.contextmanager
+def full_disk(free: int = 4096) -> Iterator[None]:
+    """Limit files of this process to ``free`` bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (free, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -1,6 +1,7 @@
 """The export of a run ends completions at the tokens at which the run's task ends them."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -8,21 +9,22 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from rl.model.shape import ModelConfig
 from rl.tasks.copy_digits import TOKEN, CopyDigits
-from rl.training.checkpoint import Checkpointer
 from tests.training.model_folders import Folder
-from tests.training.scenes import SIZES, engine_of
+from tests.training.scenes import SIZES, engine_of, exported
 
 EOS = TOKEN["<eos>"]
 PAD = TOKEN["<pad>"]
 BOS = TOKEN["<bos>"]
+MODEL = ModelConfig(**SIZES, max_seq_len=64)
 
 
-def exported(tmp_path: Path, model: ModelConfig) -> Path:
-    """Export of a model from its first weights."""
-    checkpointer = Checkpointer(engine_of(model, folder=str(tmp_path)), model, folder=str(tmp_path))
-    checkpointer.export_hf(str(tmp_path / "export"))
-    checkpointer.close()
-    return tmp_path / "export"
+def described(tmp_path: Path, model: ModelConfig, stops: Sequence[int]) -> tuple[Path, CopyDigits]:
+    """Return an export of a model from its first weights that its task describes, and the task."""
+    export = exported(engine_of(model, folder=str(tmp_path)), model, tmp_path)
+    task = CopyDigits.Config().build(seed=0, model=model)
+    task.stop_token_ids = tuple(stops)
+    task.describe(export)
+    return export, task
 
 
 def end_after_three(tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -34,9 +36,7 @@ def end_after_three(tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
 
 
 def test_transformers_stops_at_the_stop_tokens_of_the_task(tmp_path):
-    model = ModelConfig(**SIZES, max_seq_len=64)
-    export = exported(tmp_path, model)
-    CopyDigits.Config().build(seed=0, model=model).describe(export)
+    export, _ = described(tmp_path, MODEL, [EOS])
     for config in (AutoConfig.from_pretrained(export), GenerationConfig.from_pretrained(export)):
         assert (config.eos_token_id, config.pad_token_id, config.bos_token_id) == (EOS, PAD, BOS)
     loaded = AutoModelForCausalLM.from_pretrained(export)
@@ -45,21 +45,8 @@ def test_transformers_stops_at_the_stop_tokens_of_the_task(tmp_path):
     assert said[0, 2:].tolist() == [TOKEN["7"], TOKEN["7"], EOS]
 
 
-def test_all_stop_tokens_are_written(tmp_path):
-    model = ModelConfig(**SIZES, max_seq_len=64)
-    export = exported(tmp_path, model)
-    task = CopyDigits.Config().build(seed=0, model=model)
-    task.set_tokenizer(task.tokenizer, [EOS, PAD])
-    task.describe(export)
-    assert GenerationConfig.from_pretrained(export).eos_token_id == [EOS, PAD]
-
-
 def test_a_task_without_stop_tokens_exports_none(tmp_path):
-    model = ModelConfig(**SIZES, max_seq_len=64)
-    export = exported(tmp_path, model)
-    task = CopyDigits.Config().build(seed=0, model=model)
-    task.stop_token_ids = ()
-    task.describe(export)
+    export, _ = described(tmp_path, MODEL, [])
     assert GenerationConfig.from_pretrained(export).eos_token_id is None
 
 
@@ -67,10 +54,7 @@ def test_an_export_adds_only_a_missing_generation_config(tmp_path):
     source = Folder().write(tmp_path / "in")
     (source / "generation_config.json").unlink()
     (source / "tokenizer_config.json").write_text("{}")
-    model = ModelConfig(hf_path=str(source))
-    export = exported(tmp_path, model)
-    task = CopyDigits.Config().build(seed=0, model=model)
-    task.describe(export)
+    export, task = described(tmp_path, ModelConfig(hf_path=str(source)), [EOS])
     assert GenerationConfig.from_pretrained(export).eos_token_id == EOS
     assert (export / "config.json").read_bytes() == (source / "config.json").read_bytes()
     own = {"eos_token_id": 5}

@@ -47,26 +47,22 @@ def test_gradients_do_not_depend_on_the_layout(alone, folder, layout):
         assert worst_error(answer["gradients"], alone["gradients"]) <= 1e-5
 
 
-def converted(engine) -> set[str]:
-    """Names of the layers that compute in float8."""
-    return {
-        name for name, module in engine.model.named_modules() if isinstance(module, Float8Linear)
-    }
+DENSE_LAYERS = {"feed_forward.w1", "feed_forward.w2", "feed_forward.w3"}
+ATTENTION_LAYERS = {"attention.qkv_linear.wqkv", "attention.wo"}
 
 
-@pytest.mark.parametrize("model", [DENSE, MIXED], ids=["dense", "experts"])
-def test_all_linear_layers_but_head_and_router_are_converted(model, folder):
-    layer = {"attention.qkv_linear.wqkv", "attention.wo"}
-    if not model.num_experts:
-        layer |= {"feed_forward.w1", "feed_forward.w2", "feed_forward.w3"}
-    engine = engine_of(model, folder=folder, float8=FLOAT8)
-    assert converted(engine) == {
-        f"layers.{index}.{name}" for index in range(model.n_layers) for name in layer
-    }
-
-
-def test_excluded_layers_are_not_converted(folder):
-    engine = engine_of(
-        DENSE, folder=folder, float8=replace(FLOAT8, filter_fqns=["attention", "layers.1"])
-    )
-    assert converted(engine) == {f"layers.0.feed_forward.{name}" for name in ("w1", "w2", "w3")}
+@pytest.mark.parametrize(
+    ("model", "excluded", "layers"),
+    [
+        (DENSE, [], ATTENTION_LAYERS | DENSE_LAYERS),
+        (MIXED, [], ATTENTION_LAYERS),
+        (DENSE, ["attention"], DENSE_LAYERS),
+    ],
+)
+def test_linear_layers_are_converted_except_for_head_router_and_those_excluded(
+    model, excluded, layers, folder
+):
+    engine = engine_of(model, folder=folder, float8=replace(FLOAT8, filter_fqns=excluded))
+    modules = engine.model.named_modules()
+    converted = {name for name, module in modules if isinstance(module, Float8Linear)}
+    assert converted == {f"layers.{index}.{name}" for index in range(2) for name in layers}

@@ -26,7 +26,6 @@ from rl.algorithms.losses import (
 from tests.training.batches import ragged_batch, with_prompts
 from tests.training.reference import (
     loss_sum,
-    loss_sum_by_tokens,
     of_scene,
     per_token,
     relative_error,
@@ -82,66 +81,19 @@ def test_optim_step_divides_once_by_the_weight_of_all_calls(alone):
         wanted, _, weight = reference_of(alone, cut)
         step = alone["cuts"][cut]["step"]
         norm = torch.cat([gradient.flatten() for gradient in wanted.values()]).norm().item()
-        found[cut, "weight"] = step["trainer/weight"]
-        found[cut, "norm"] = step["trainer/grad_norm"]
-        expected[cut, "weight"] = pytest.approx(weight, rel=1e-12)
-        expected[cut, "norm"] = pytest.approx(norm / weight, rel=1e-6)
+        found[cut] = step["trainer/weight"], step["trainer/grad_norm"]
+        expected[cut] = pytest.approx(weight, rel=1e-12), pytest.approx(norm / weight, rel=1e-6)
     assert found == expected
 
 
-def test_loss_mean_is_the_weighted_mean(alone):
-    for cut in ("one by one", "all at once", "one row", "KL alone"):
-        _, total, weight = reference_of(alone, cut)
-        (metrics,) = alone["cuts"][cut]["metrics"]
-        assert metrics["loss/mean"] == pytest.approx(total / weight, rel=1e-6), cut
-
-
 def test_the_metrics_of_a_step_are_those_of_all_its_calls_together(alone):
-    wrong = []
     for cut, played in alone["cuts"].items():
         step = played["step"]
         _, total, weight = reference_of(alone, cut)
         # float32 sums of terms near 1 that nearly cancel
-        if step["loss/mean"] != pytest.approx(total / weight, rel=1e-6, abs=1e-7):
-            wrong.append(f"{cut}: loss/mean {step['loss/mean']} is not {total / weight}")
-        for name in played["metrics"][0]:
-            if not name.endswith("max"):
-                continue
-            largest = max(metrics[name] for metrics in played["metrics"])
-            if step[name] != largest:
-                wrong.append(f"{cut}: {name} {step[name]} is not {largest}")
-        if len(played["metrics"]) == 1 and not step.items() >= played["metrics"][0].items():
-            wrong.append(f"{cut}: {step} lacks some of {played['metrics'][0]}")
-    assert not wrong, "\n".join(wrong)
-
-
-def test_token_metrics_are_over_the_tokens_that_have_weight(alone):
-    batch = ragged_batch()
-    model = of_scene(alone["weights"])
-    ratios = []
-    entropies = []
-    sizes = batch.lengths.tolist()
-    rows = zip(
-        *(
-            c.split(sizes)
-            for c in (batch.tokens, batch.loss_weights, batch.columns["behaviour_logprobs"])
-        ),
-        strict=True,
-    )
-    for tokens, weights, behaviour in rows:
-        logprobs, entropy = per_token(model, tokens.tolist(), TEMPERATURE)
-        ratios.append((logprobs - behaviour[1:]).exp()[weights[1:] > 0])
-        entropies.append(entropy[weights[1:] > 0])
-    ratio = torch.cat(ratios)
-    entropy = torch.cat(entropies)
-    for cut in ("one by one", "all at once"):
-        (metrics,) = alone["cuts"][cut]["metrics"]
-        assert metrics["ratio/max"] == pytest.approx(ratio.max().item(), rel=1e-5)
-        assert metrics["ratio/mean"] == pytest.approx(ratio.mean().item(), rel=1e-5)
-        assert metrics["entropy/mean"] == pytest.approx(entropy.mean().item(), rel=1e-5)
-        assert metrics["ratio/clipped"] == pytest.approx(
-            ((ratio < 0.8) | (ratio > 1.28)).double().mean().item()
-        )
+        assert step["loss/mean"] == pytest.approx(total / weight, rel=1e-6, abs=1e-7), cut
+        if len(played["metrics"]) == 1:
+            assert step.items() >= played["metrics"][0].items(), cut
 
 
 @pytest.mark.parametrize("cut", ["by two", "two calls"])
@@ -191,9 +143,8 @@ def test_any_of_many_partitions_has_the_gradient_of_the_whole(engine, data):
 
 def check_partition(engine, data) -> None:
     lengths = data.draw(st.lists(st.integers(1, 15), min_size=1, max_size=7))
-    batch = ragged_batch(
-        (*lengths, 9), seed=data.draw(st.integers(0, 9))
-    )  # nine tokens have some that count
+    # nine tokens have some that count
+    batch = ragged_batch((*lengths, 9), seed=data.draw(st.integers(0, 9)))
     prompts = data.draw(st.none() | st.lists(st.integers(0, 2), min_size=len(batch)))
     if prompts is not None:
         batch = with_prompts(batch, prompts[: len(batch)])
@@ -242,17 +193,16 @@ def test_every_loss_has_the_gradient_of_one_sequence_at_a_time(engine, loss, cor
     batch = ragged_batch(seed=4)
     config = LOSSES[loss]
     draw = torch.Generator().manual_seed(5)
-    near = batch.columns["behaviour_logprobs"] + 0.1 * torch.randn(
-        len(batch.tokens), generator=draw
-    )
-    batch.columns["teacher_logprobs"] = torch.randn(len(batch.tokens), generator=draw) * 0.3 - 3.4
+    count = len(batch.tokens)
+    near = batch.columns["behaviour_logprobs"] + 0.1 * torch.randn(count, generator=draw)
+    batch.columns["teacher_logprobs"] = torch.randn(count, generator=draw) * 0.3 - 3.4
     if corrected:
-        weighed = torch.rand(len(batch.tokens), generator=draw) * 2
+        weighed = torch.rand(count, generator=draw) * 2
         batch.columns.update(proximal_logprobs=near, correction=weighed)
     if config.needs_proximal:
         batch.columns["proximal_logprobs"] = near
     model = of_scene(weights)
-    loss_sum_by_tokens(model, batch, config, temperature=TEMPERATURE).backward()
+    loss_sum(model, batch, config, temperature=TEMPERATURE).backward()
     wanted = {name: weight.grad for name, weight in model.weights.items()}
     for calls, cut in (
         ([[0, 1, 2, 3, 4]], {"micro_batch_size": 5}),
@@ -282,11 +232,9 @@ def test_gradient_does_not_depend_on_compute_options(folder, how):
     one, other = (
         engine_of(MODELS["tied_fused"], folder=folder, **fields) for fields in ({}, COMPUTE[how])
     )
-    for engine in (one, other):
-        for seed, lengths in enumerate([(4, 15, 1, 7, 11), (3, 9), (12, 12, 12)]):
-            engine.forward_backward(
-                ragged_batch(lengths, seed=seed), LOSS.build(), temperature=TEMPERATURE
-            )
+    for seed, lengths in enumerate([(4, 15, 1, 7, 11), (3, 9), (12, 12, 12)]):
+        for engine in (one, other):
+            engine.forward_backward(ragged_batch(lengths, seed=seed), LOSS.build())
     plain = {canonical_fqn(name): gradient for name, gradient in gradients_of(other).items()}
     assert relative_error(plain, gradients_of(one)) <= 1e-6
 
@@ -318,13 +266,8 @@ def test_log_probs_and_entropies_come_back_for_the_right_tokens(
     trained, _ = engine.forward_backward(batch, grpo().build(), temperature=temperature)
     sizes = batch.lengths.tolist()
     for outputs in (scored, trained):
-        for tokens, logprobs, entropy in zip(
-            *(
-                values.split(sizes)
-                for values in (batch.tokens, outputs["logprobs"], outputs["entropy"])
-            ),
-            strict=True,
-        ):
+        columns = (batch.tokens, outputs["logprobs"], outputs["entropy"])
+        for tokens, logprobs, entropy in zip(*(c.split(sizes) for c in columns), strict=True):
             wanted = per_token(model, tokens.tolist(), temperature)
             assert logprobs[0] == entropy[0] == 0
             torch.testing.assert_close(logprobs[1:], wanted[0].float(), atol=1e-5, rtol=0)

@@ -9,14 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torchtitan.models.common import CosSinRoPE, Embedding, Linear
 from torchtitan.models.common.attention import FusedQKVLinear
-from torchtitan.models.qwen3 import (
-    Qwen3Model,
-    Qwen3StateDictAdapter,
-    _build_qwen3_moe_layers,
-    _qwen3_norm,
-)
+from torchtitan.models.qwen3 import Qwen3Model, Qwen3StateDictAdapter
 
 from rl.errors import RunError
 from rl.model.qwen3 import qwen3_config
@@ -27,37 +21,18 @@ from rl.training.hugging_face_names import HuggingFaceNames
 
 HEADS = {"n_heads": 6, "n_kv_heads": 2, "head_dim": 4}
 SIZES = {"vocab_size": 11, "dim": 6, "n_layers": 2, **HEADS}
-EXPERTS = 3
 
 
-def dense(fuse_qkv: bool) -> Qwen3Model.Config:
-    shape = shape_of(ModelConfig(**SIZES, hidden_dim=5, tie_embeddings=False))
+def config_of(fuse_qkv: bool, **experts: int) -> Qwen3Model.Config:
+    shape = shape_of(ModelConfig(**SIZES, hidden_dim=5, tie_embeddings=False, **experts))
     return qwen3_config(shape, fuse_qkv=fuse_qkv, inner_attention=DenseAttention.Config())
 
 
-def mixture() -> Qwen3Model.Config:
-    layers = _build_qwen3_moe_layers(
-        n_layers=2,
-        dim=6,
-        **HEADS,
-        moe_hidden_dim=5,
-        num_experts=EXPERTS,
-        top_k=2,
-        attn_backend="flex",
-        moe_comm_backend="standard",
-        rope=CosSinRoPE.Config(dim=4, max_seq_len=16, theta=1e4),
-    )
-    return Qwen3Model.Config(
-        vocab_size=11,
-        dim=6,
-        norm=_qwen3_norm(6),
-        tok_embeddings=Embedding.Config(num_embeddings=11, embedding_dim=6),
-        lm_head=Linear.Config(in_features=6, out_features=11),
-        layers=layers,
-    )
-
-
-CONFIGS = {"fused": dense(True), "split": dense(False), "mixture of experts": mixture()}
+CONFIGS = {
+    "fused": config_of(True),
+    "split": config_of(False),
+    "experts": config_of(True, num_experts=3, experts_per_token=2, moe_hidden_dim=5),
+}
 
 
 def parameters_of(config: Qwen3Model.Config) -> dict[str, torch.Tensor]:

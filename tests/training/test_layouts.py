@@ -6,7 +6,7 @@ import torch
 from tests.training.batches import ragged_batch
 from tests.training.layouts import LAYOUTS, PAIRS, TOGETHER
 from tests.training.reference import worst_error
-from tests.training.scenes import CUTS, KINDS
+from tests.training.scenes import CUTS, KINDS, unequal
 
 
 @pytest.fixture(
@@ -31,11 +31,7 @@ def pair(request, played):
 def test_every_layout_starts_from_the_same_weights(pair):
     alone, answers, _ = pair
     for answer in answers:
-        assert answer["weights"].keys() == alone["weights"].keys()
-        assert all(
-            torch.equal(answer["weights"][name], weight)
-            for name, weight in alone["weights"].items()
-        )
+        assert unequal(answer["weights"], alone["weights"]) == []
 
 
 def test_model_parallel_ranks_share_rows_and_data_parallel_ranks_divide_them(pair):
@@ -61,18 +57,13 @@ def test_gradients_do_not_depend_on_the_layout(pair):
 
 def test_metrics_do_not_depend_on_layout_or_rank(pair):
     alone, answers, _ = pair
-    wrong = []
-    for rank, answer in enumerate(answers):
-        for cut, played in answer["cuts"].items():
-            wanted = alone["cuts"][cut]
-            near = [pytest.approx(expected, rel=1e-5) for expected in wanted["metrics"]]
-            if played["metrics"] != answers[0]["cuts"][cut]["metrics"]:
-                wrong.append(f"{cut}: rank {rank} has other metrics than rank 0")
-            if played["metrics"] != near:
-                wrong.append(f"{cut}, rank {rank}: {played['metrics']} != {wanted['metrics']}")
-            if played["step"] != pytest.approx(wanted["step"], rel=1e-5):
-                wrong.append(f"{cut}, rank {rank}: {played['step']} != {wanted['step']}")
-    assert not wrong, "\n".join(wrong)
+    for cut, first in answers[0]["cuts"].items():
+        wanted = alone["cuts"][cut]
+        near = [pytest.approx(expected, rel=1e-5) for expected in wanted["metrics"]]
+        assert first["metrics"] == near, cut
+        for answer in answers:
+            assert answer["cuts"][cut]["metrics"] == first["metrics"], cut
+            assert answer["cuts"][cut]["step"] == pytest.approx(wanted["step"], rel=1e-5), cut
 
 
 def test_outputs_are_those_of_one_rank_on_every_rank_that_has_the_sequence(pair):
@@ -88,31 +79,21 @@ def test_outputs_are_those_of_one_rank_on_every_rank_that_has_the_sequence(pair)
     assert set(seen) == set(range(len(batch)))
 
 
-def test_a_non_finite_gradient_skips_the_step_on_every_rank(pair):
+def test_steps_do_not_depend_on_the_layout_and_a_non_finite_gradient_skips_one(pair):
     """Only the rank that holds the broken row sees it in its own part of the batch."""
-    _, answers, _ = pair
+    alone, answers, _ = pair
     for answer in answers:
+        for step, expected in zip(answer["steps"], alone["steps"], strict=True):
+            assert step == pytest.approx(expected, rel=1e-5, nan_ok=True)
         assert answer["skipping_changed"] == []
         assert [step["version"] for step in answer["steps"]] == [1, 1, 2, 3]
         assert [step["trainer/skipped_steps"] for step in answer["steps"]] == [0, 1, 1, 1]
 
 
-def test_steps_do_not_depend_on_the_layout(pair):
-    alone, answers, _ = pair
-    for answer in answers:
-        for step, expected in zip(answer["steps"], alone["steps"], strict=True):
-            assert step == pytest.approx(expected, rel=1e-5, nan_ok=True)
-
-
-def test_parts_follow_the_weights_from_before_the_first_forward(pair):
-    """A publisher takes them once; FSDP may pad its shards later, but not elsewhere."""
-    alone, answers, _ = pair
-    assert [answer["stale_parts"] for answer in [alone, *answers]] == [[]] * (1 + len(answers))
-
-
-def test_parts_are_shards_after_a_forward_without_a_backward(pair):
-    """FSDP keeps the head gathered for a backward pass: a copy that no step changes and no
-    checkpoint reaches.
+def test_parts_are_live_shards_from_before_the_first_forward_on(pair):
+    """A publisher takes them once. FSDP keeps the head gathered after a forward without a backward:
+    a copy that no step changes.
     """
-    _, answers, _ = pair
-    assert [answer["moved_parts"] for answer in answers] == [[]] * len(answers)
+    alone, answers, _ = pair
+    for answer in (alone, *answers):
+        assert answer["stale_parts"] == answer["moved_parts"] == []

@@ -5,15 +5,15 @@ from itertools import accumulate
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import profile
 from torch.testing import assert_close
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl.sampling_mask import SamplingMask, encode
 from rl.training.logprobs import linear_logprobs
 from rl.training.sampling_mask import KeptLogits
 from tests.training.ranks import on_ranks
-from tests.training.scenes import sharded_logprobs, weigh
 
 TOKENS = 10
 WIDTH = 6
@@ -26,6 +26,32 @@ def random_head(dtype=torch.float32, scale=2.0):
     hidden = (torch.randn(TOKENS, WIDTH, generator=draw) * scale).to(dtype).requires_grad_()
     weight = torch.randn(VOCABULARY, WIDTH, generator=draw).to(dtype).requires_grad_()
     return hidden, weight, torch.randint(VOCABULARY, (TOKENS,), generator=draw)
+
+
+def weigh(logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
+    """A sum in which each token's log-prob and entropy has a gradient of its own."""
+    place = torch.arange(logprobs.numel()).view(logprobs.shape) + 1.0
+    return (logprobs * place.sin() + entropy * place.cos()).sum()
+
+
+def sharded_logprobs(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, options: dict
+) -> list[torch.Tensor]:
+    """Log-probs, entropy and the whole gradients of a sum of both, from weights split over the
+    vocabulary.
+    """
+    init_device_mesh("cpu", (2,))
+    mine = weight.chunk(2)[dist.get_rank()].requires_grad_()
+    hidden.requires_grad_()
+    values = linear_logprobs(
+        hidden, mine, targets, vocab_size=len(weight), group=dist.group.WORLD, **options
+    )
+    weigh(*values).backward()
+    dist.all_reduce(hidden.grad)
+    shards = [None, None]
+    dist.all_gather_object(shards, mine.grad)
+    dist.destroy_process_group()
+    return [value.detach() for value in values] + [hidden.grad, torch.cat(shards)]
 
 
 def plain(hidden, weight, targets, temperature, weigh=weigh, kept=None):
@@ -44,19 +70,6 @@ def plain(hidden, weight, targets, temperature, weigh=weigh, kept=None):
     return logprobs.detach(), entropy.detach(), hidden.grad, weight.grad
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7, 2.5])
-@pytest.mark.parametrize("chunk", CHUNKS)
-def test_values_and_gradients_are_those_of_log_softmax(temperature, chunk):
-    hidden, weight, targets = random_head()
-    logprobs, entropy = linear_logprobs(
-        hidden, weight, targets, temperature=temperature, chunk_tokens=chunk
-    )
-    weigh(logprobs, entropy).backward()
-    ours = (logprobs.detach(), entropy.detach(), hidden.grad, weight.grad)
-    for value, wanted in zip(ours, plain(hidden, weight, targets, temperature), strict=True):
-        assert_close(value.double(), wanted, atol=2e-5, rtol=1e-6)
-
-
 def drawn_sets(targets, words):
     """bool [T, words]: all ids, half of them and the target alone, by turns."""
     kept = torch.rand(len(targets), words, generator=torch.Generator().manual_seed(1)) < 0.5
@@ -66,25 +79,34 @@ def drawn_sets(targets, words):
     return kept
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 2.5])
 @pytest.mark.parametrize("chunk", CHUNKS)
-def test_values_and_gradients_are_those_of_the_kept_logits(chunk):
+def test_values_and_gradients_are_those_of_log_softmax(temperature, chunk, masked):
     hidden, weight, targets = random_head()
-    kept = drawn_sets(targets, VOCABULARY)
-    mask = SamplingMask.of_rows(encode(kept))
-    assert {*np.sign(mask.sizes)} == {-1, 0, 1}
+    kept = drawn_sets(targets, VOCABULARY) if masked else None
     values = linear_logprobs(
         hidden,
         weight,
         targets,
-        temperature=0.7,
+        temperature=temperature,
         chunk_tokens=chunk,
-        kept=KeptLogits.of(mask, hidden.device),
+        kept=kept_logits(kept),
     )
     weigh(*values).backward()
     ours = (*(value.detach() for value in values), hidden.grad, weight.grad)
-    wanted = plain(hidden, weight, targets, 0.7, kept=kept)
+    wanted = plain(hidden, weight, targets, temperature, kept=kept)
     for value, expected in zip(ours, wanted, strict=True):
         assert_close(value.double(), expected, atol=2e-5, rtol=1e-6)
+
+
+def kept_logits(kept):
+    """Logits of ``kept``, bool [T, V], as lists, bitmaps and whole rows; None for all."""
+    if kept is None:
+        return None
+    mask = SamplingMask.of_rows(encode(kept))
+    assert {*np.sign(mask.sizes)} == {-1, 0, 1}
+    return KeptLogits.of(mask, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("which", [0, 1])
@@ -131,61 +153,23 @@ def test_certain_tokens_give_finite_values_and_gradients():
     assert weight.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("chunk", [3, pytest.param(64, marks=pytest.mark.long)])
-def test_a_vocabulary_split_over_ranks_gives_the_same(chunk):
-    """13 rows over two ranks: seven and six."""
-    hidden, weight, targets = (tensor.detach() for tensor in random_head())
-    wanted = plain(hidden, weight, targets, 0.7)
-    options = {"temperature": 0.7, "chunk_tokens": chunk}
-    for answer in on_ranks(2, sharded_logprobs, hidden, weight, targets, options):
-        for value, expected in zip(answer, wanted, strict=True):
-            assert_close(value.double(), expected, atol=2e-5, rtol=1e-6)
-
-
-@pytest.mark.parametrize("chunk", [3, pytest.param(64, marks=pytest.mark.long)])
-def test_ranks_keep_their_own_parts_of_the_kept_logits(chunk):
+def test_a_vocabulary_split_over_ranks_gives_the_same(chunk, masked):
     """83 rows over two ranks: 42 and 41, whose border is within a word of a bitmap."""
     draw = torch.Generator().manual_seed(0)
     hidden = torch.randn(TOKENS, WIDTH, generator=draw)
     weight = torch.randn(83, WIDTH, generator=draw)
     targets = torch.randint(83, (TOKENS,), generator=draw)
-    kept = drawn_sets(targets, 83)
-    kept[1, :3] = True  # a list of three on the first rank
-    kept[1, targets[1]] = True
+    kept = None
+    if masked:
+        kept = drawn_sets(targets, 83)
+        kept[1, :3] = True  # a list of three on the first rank
     wanted = plain(hidden, weight, targets, 0.7, kept=kept)
-    mask = SamplingMask.of_rows(encode(kept))
-    options = {
-        "temperature": 0.7,
-        "chunk_tokens": chunk,
-        "kept": KeptLogits.of(mask, hidden.device),
-    }
+    options = {"temperature": 0.7, "chunk_tokens": chunk, "kept": kept_logits(kept)}
     for answer in on_ranks(2, sharded_logprobs, hidden, weight, targets, options):
         for value, expected in zip(answer, wanted, strict=True):
             assert_close(value.double(), expected, atol=2e-5, rtol=1e-6)
-
-
-class Largest(TorchDispatchMode):
-    """Remembers the most elements that any operation's result had."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for value in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(value, torch.Tensor):
-                self.elements = max(self.elements, value.numel())
-        return result
-
-
-def test_no_more_logits_exist_at_once_than_a_chunk_has():
-    draw = torch.Generator().manual_seed(0)
-    hidden = torch.randn(512, 2, generator=draw).requires_grad_()
-    weight = torch.randn(1000, 2, generator=draw)
-    targets = torch.randint(1000, (512,), generator=draw)
-    with Largest() as seen:
-        logprobs, entropy = linear_logprobs(hidden, weight, targets, chunk_tokens=16)
-        (logprobs + entropy).sum().backward()
-    assert 0 < seen.elements <= 16 * 1000
 
 
 @pytest.mark.parametrize("chunk", [64, 512])

@@ -1,11 +1,12 @@
 """Only adapters learn, in any layout; merged weights are pushed and exported, and PEFT agrees."""
 
+import hashlib
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
 from torchtitan.components.lora import LoRAConverter
 from transformers import Qwen3ForCausalLM
 
@@ -13,38 +14,111 @@ from rl.compat.torch_internals import local_tensor
 from rl.errors import RunError
 from rl.model.digest import digests, merge_digests
 from rl.model.shape import ModelConfig
+from rl.model.shards import Box
 from rl.training.checkpoint import Checkpointer
-from rl.training.model import is_adapter
-from tests.training.adapters import LORA, STEPS, adapted, merged, play_adapted, wake
+from rl.training.engine import TrainingEngine
+from rl.training.model import is_adapter, local_box
 from tests.training.batches import ragged_batch
-from tests.training.disk import checkpointer_of
 from tests.training.layouts import LAYOUTS
-from tests.training.ranks import on_ranks
+from tests.training.model_folders import Folder, tensors_of, transformers_logits
 from tests.training.reference import worst_error
-from tests.training.scenes import MODELS, SIZES, TIED_FUSED, engine_of, learn, logits_of, weights_of
-from tests.training.test_hugging_face import tensors_of, transformers_model, write_folder
+from tests.training.scenes import (
+    MODELS,
+    SIZES,
+    TIED_FUSED,
+    accumulate,
+    engine_of,
+    exported,
+    learn,
+    loaded,
+    logits_of,
+    saved,
+    stale_parts,
+    unequal,
+    weights_of,
+)
 from tests.training.test_residency import resident
 
+LORA = LoRAConverter.Config(rank=4, alpha=6.0)
+STEPS = 3
 PAIRS = [("tied_fused", "fsdp2_tp2"), ("tied_fused", "fsdp2"), ("untied_split", "tp2_no_sp")]
 DENSE = ["tied_fused", "untied_split"]
 
 
-@pytest.fixture(scope="module")
-def plays(tmp_path_factory, lone_rank):
-    """Plays a model in a layout, each once: (what each rank answered, folder)."""
-    done = {}
+def adapted(model: str, layout: str, folder: str, **trainer: Any) -> TrainingEngine:
+    return engine_of(
+        MODELS[model], folder=folder, layout=LAYOUTS[layout], lora=LORA, lr=1e-2, **trainer
+    )
+
+
+@torch.no_grad()
+def wake(engine: TrainingEngine) -> None:
+    """Give every B, which begins at 0, the same values in every layout."""
+    for name, parameter in engine.model.named_parameters():
+        if "lora_b" in name:
+            seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little")
+            full = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)) * 0.3
+            local_tensor(parameter).copy_(
+                full[local_box(parameter).slices_in(Box.whole(full.shape))]
+            )
+    engine.weights_loaded()
+
+
+def merged(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """W + alpha / rank * B @ A of whole weights, by the names of the model without adapters."""
+
+    def product(name: str) -> torch.Tensor | float:
+        a, b = (weights.get(name.replace(".weight", f".lora_{x}.weight")) for x in "ab")
+        return 0.0 if a is None else LORA.alpha / LORA.rank * (b @ a)
+
+    return {
+        name: weight + product(name) for name, weight in weights.items() if not is_adapter(name)
+    }
+
+
+def merge_error(engine: TrainingEngine) -> float:
+    """Largest difference of this rank's parts from those of whole weights that are merged here."""
+    whole = merged(weights_of(engine))
+    shards = engine.shards()
+    assert [*shards] == [*whole]
+    boxes = {name: shard.box.slices_in(Box.whole(shard.shape)) for name, shard in shards.items()}
+    return max(
+        float((shard.tensor - whole[name][boxes[name]]).abs().max())
+        for name, shard in shards.items()
+    )
+
+
+def play_adapted(model: str, layout: str, folder: str) -> dict[str, Any]:
+    """Return the values of a layout that the tests of adapters compare."""
+    engine = adapted(model, layout, folder)
+    result: dict[str, Any] = {"fresh": weights_of(engine)}
+    shards = engine.shards()  # before the first forward, as a publisher takes them
+    result["digests"] = [digests(shards.values())]
+    wake(engine)
+    result["first"] = accumulate(engine, ragged_batch())
+    result["losses"] = [learn(engine, ragged_batch(seed=1))["loss/mean"] for _ in range(STEPS)]
+    result["merge_error"] = merge_error(engine)
+    result["trained"] = weights_of(engine)
+
+    checkpointer = Checkpointer(engine, MODELS[model], folder=folder)
+    checkpointer.save(1, {"step": 1})
+    checkpointer.export_hf(f"{folder}/export")
+    result["digests"].append(digests(shards.values()))
+    engine.offload()
+    engine.onload()
+    result["next"] = learn(engine, ragged_batch(seed=2))
+    result["stale_parts"] = stale_parts(engine, shards)
+    checkpointer.close()
+    return result
+
+
+@pytest.fixture
+def plays(once):
+    """Return a function that plays a model in a layout, once: (what each rank answered, folder)."""
 
     def play(model: str, layout: str):
-        if (model, layout) not in done:
-            arguments = (model, layout, str(tmp_path_factory.mktemp(f"{model}-{layout}")))
-            ranks = LAYOUTS[layout].ranks
-            answers = (
-                [play_adapted(*arguments)]
-                if ranks == 1
-                else on_ranks(ranks, play_adapted, *arguments)
-            )
-            done[model, layout] = answers, Path(arguments[2])
-        return done[model, layout]
+        answers, folder = once(play_adapted, model, layout)
+        return answers, Path(folder)
 
     return play
 
@@ -70,28 +144,11 @@ def pair(request, plays):
 @pytest.mark.parametrize("model", DENSE)
 def test_only_adapters_are_trained(plays, model):
     (answer,), _ = plays(model, "alone")
-    moved = {
-        name
-        for name, fresh in answer["fresh"].items()
-        if not torch.equal(fresh, answer["trained"][name])
-    }
-    assert moved == set(filter(is_adapter, answer["fresh"]))
+    moved = unequal(answer["fresh"], answer["trained"])
+    assert moved == [*filter(is_adapter, answer["fresh"])]
     assert len(moved) == 2 * 2 * (5 if model == "tied_fused" else 7)  # A and B, in both layers
     assert answer["losses"] == sorted(answer["losses"], reverse=True)
     assert answer["losses"][0] - answer["losses"][-1] > 0.05
-
-
-def test_the_optimizer_has_only_adapters(folder):
-    engine = adapted("tied_fused", "alone", folder)
-    held = {
-        id(parameter)
-        for each in engine.optimizers
-        for group in each.param_groups
-        for parameter in group["params"]
-    }
-    assert held == {
-        id(parameter) for name, parameter in engine.model.named_parameters() if is_adapter(name)
-    }
 
 
 @pytest.mark.parametrize("model", DENSE)
@@ -99,28 +156,16 @@ def test_new_adapters_do_not_change_the_policy(plays, folder, model):
     (answer,), _ = plays(model, "alone")
     engine = engine_of(MODELS[model], folder=folder)
     assert answer["digests"][0] == digests(engine.shards().values())
-    assert all(
-        torch.equal(answer["fresh"][name], weight) for name, weight in weights_of(engine).items()
-    )
+    assert [*filter(is_adapter, answer["fresh"])] == unequal(answer["fresh"], weights_of(engine))
 
 
 def test_named_layers_are_adapted(folder):
-    engine = engine_of(
-        TIED_FUSED, folder=folder, lora=LoRAConverter.Config(rank=2, target_modules=["wo", "w1"])
-    )
-    trained = {
-        name for name, parameter in engine.model.named_parameters() if parameter.requires_grad
-    }
-    layers = [
-        f"layers.{i}.{name}" for i in range(2) for name in ("attention.wo", "feed_forward.w1")
-    ]
+    lora = LoRAConverter.Config(rank=2, target_modules=["wo", "w1"])
+    engine = engine_of(TIED_FUSED, folder=folder, lora=lora)
+    trained = {name for name, each in engine.model.named_parameters() if each.requires_grad}
+    adapted = ("attention.wo", "feed_forward.w1")
+    layers = [f"layers.{index}.{name}" for index in range(2) for name in adapted]
     assert trained == {f"{layer}.lora_{x}.weight" for layer in layers for x in "ab"}
-
-
-def test_without_adapters_parts_are_the_parameters_themselves(folder):
-    engine = engine_of(TIED_FUSED, folder=folder)
-    held = {local_tensor(parameter).data_ptr() for parameter in engine.model.parameters()}
-    assert {shard.tensor.data_ptr() for shard in engine.shards().values()} == held
 
 
 def test_merged_weights_leave_the_device_with_the_model(folder):
@@ -139,10 +184,7 @@ def test_merged_weights_leave_the_device_with_the_model(folder):
 def test_every_layout_starts_from_the_same_adapters(pair):
     alone, answers, _ = pair
     for answer in answers:
-        assert answer["fresh"].keys() == alone["fresh"].keys()
-        assert all(
-            torch.equal(answer["fresh"][name], weight) for name, weight in alone["fresh"].items()
-        )
+        assert unequal(answer["fresh"], alone["fresh"]) == []
 
 
 def test_gradients_and_steps_do_not_depend_on_the_layout(pair):
@@ -170,9 +212,8 @@ def test_parts_are_the_merged_weights_from_before_the_first_step_on(pair):
     )
     assert start == merge_digests([alone["digests"][0]])
     differing = {name for name in start if start[name] != trained[name]}
-    assert differing == {
-        name.replace(".lora_a.", ".") for name in alone["fresh"] if ".lora_a." in name
-    }
+    adapters = [name for name in alone["fresh"] if ".lora_a." in name]
+    assert differing == {name.replace(".lora_a.", ".") for name in adapters}
 
 
 def test_a_checkpoint_of_any_layout_resumes_on_one_rank(pair, request, folder):
@@ -180,15 +221,9 @@ def test_a_checkpoint_of_any_layout_resumes_on_one_rank(pair, request, folder):
     shutil.copytree(origin / "checkpoints", Path(folder) / "checkpoints")
     engine = adapted(request.node.callspec.params["pair"][0], "alone", folder)
     engine.shards()
-    checkpointer = checkpointer_of(engine, folder)
-    assert checkpointer.load() == {"step": 1}
-    checkpointer.close()
-    assert all(
-        torch.equal(answers[0]["trained"][name], weight)
-        for name, weight in weights_of(engine).items()
-    )
-    for name, weight in merged(weights_of(engine)).items():
-        assert torch.equal(engine.shards()[name].tensor, weight)
+    assert loaded(engine, folder) == {"step": 1}
+    assert unequal(answers[0]["trained"], weights_of(engine)) == []
+    assert merge_error(engine) == 0.0
     assert learn(engine, ragged_batch(seed=2)) == pytest.approx(answers[0]["next"], rel=1e-6)
 
 
@@ -198,27 +233,17 @@ def test_a_checkpoint_of_any_layout_resumes_on_one_rank(pair, request, folder):
 def test_a_checkpoint_without_adapters_can_only_be_a_base(folder):
     engine = engine_of(TIED_FUSED, folder=folder)
     learn(engine, ragged_batch())
-    checkpointer = checkpointer_of(engine, folder)
-    checkpointer.save(1, {"step": 1})
-    checkpointer.close()
-    source = {"initial_load_path": f"{folder}/checkpoints/step-1"}
+    source = {"initial_load_path": str(saved(engine, folder, {"step": 1}))}
 
     other = adapted("tied_fused", "alone", f"{folder}/other")
     fresh = weights_of(other)
-    starter = checkpointer_of(other, f"{folder}/other", **source, initial_load_model_only=True)
-    assert starter.load() == {}
+    place = f"{folder}/other"
+    assert loaded(other, place, **source, initial_load_model_only=True) == {}
     assert digests(other.shards().values()) == digests(engine.shards().values())
-    now = weights_of(other)
-    assert all(torch.equal(weight, now[name]) for name, weight in fresh.items() if is_adapter(name))
-    starter.close()
-
-    starter = checkpointer_of(other, f"{folder}/other", **source, initial_load_model_only=False)
-    with pytest.raises(
-        RunError,
-        match="step-1 was saved without trainer.lora; .* with initial_load_model_only=True",
-    ):
-        starter.load()
-    starter.close()
+    assert not any(map(is_adapter, unequal(fresh, weights_of(other))))
+    message = "step-1 was saved without trainer.lora; .* with initial_load_model_only=True"
+    with pytest.raises(RunError, match=message):
+        loaded(other, place, **source, initial_load_model_only=False)
 
 
 @pytest.mark.parametrize("model_only", [True, False])
@@ -229,82 +254,57 @@ def test_a_checkpoint_with_adapters_needs_a_run_with_adapters(plays, folder, mod
         "initial_load_model_only": model_only,
     }
     engine = adapted("tied_fused", "alone", folder)
-    starter = checkpointer_of(engine, folder, **source)
-    starter.load()
-    starter.close()
+    loaded(engine, folder, **source)
     assert digests(engine.shards().values()) == answer["digests"][1]
-
-    without = checkpointer_of(engine_of(TIED_FUSED, folder=folder), folder, **source)
     with pytest.raises(RunError, match="step-1 was saved with trainer.lora; load it with that"):
-        without.load()
-    without.close()
-
-
-def test_adapted_weights_are_copied_between_policies(folder):
-    """A frozen reference receives weights this way."""
-    engine, other = (adapted("tied_fused", "alone", folder) for _ in range(2))
-    wake(engine)
-    checkpointers = [Checkpointer(each, TIED_FUSED, folder=folder) for each in (engine, other)]
-    assert digests(other.shards().values()) != digests(engine.shards().values())
-    checkpointers[0].save_weights(Path(folder) / "weights")
-    checkpointers[1].load_weights(Path(folder) / "weights")
-    assert digests(other.shards().values()) == digests(engine.shards().values())
-    for checkpointer in checkpointers:
-        checkpointer.close()
+        loaded(engine_of(TIED_FUSED, folder=folder), folder, **source)
 
 
 # Hugging Face and PEFT.
 
-FORMS = {"fused": {"fuse_qkv": True, "tied": True}, "split": {"fuse_qkv": False, "tied": False}}
 
-
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["fused", "split"])
 def test_peft_puts_the_adapter_on_the_base_and_gets_the_same_logits(tmp_path, form):
-    source = write_folder(tmp_path / "base", tied=FORMS[form]["tied"])
-    model = ModelConfig(hf_path=str(source), fuse_qkv=FORMS[form]["fuse_qkv"])
+    fused = form == "fused"
+    source = Folder({"tie_word_embeddings": fused}).write(tmp_path / "base")
+    model = ModelConfig(hf_path=str(source), fuse_qkv=fused)
     engine = engine_of(model, folder=str(tmp_path), lora=LORA, lr=1e-2)
-    checkpointer = Checkpointer(engine, model, folder=str(tmp_path))
-    assert checkpointer.load() == {}
+    assert loaded(engine, str(tmp_path), model) == {}
     wake(engine)
     learn(engine, ragged_batch())
-    checkpointer.export_hf(str(tmp_path / "out"))
-    checkpointer.close()
+    out = exported(engine, model, tmp_path)
 
     tokens = torch.randint(SIZES["vocab_size"], (2, 32), generator=torch.Generator().manual_seed(1))
     ours = logits_of(engine, tokens)
+    from peft import PeftModel  # here, since ranks import this module
+
     base = Qwen3ForCausalLM.from_pretrained(source)
     with torch.no_grad():
         untouched = base(tokens).logits
-        of_export = transformers_model(tmp_path / "out")(tokens).logits
-        loaded = PeftModel.from_pretrained(base, tmp_path / "out" / "adapter").eval()
-        of_peft = loaded(tokens).logits
+        of_export = transformers_logits(out, tokens)
+        peft = PeftModel.from_pretrained(base, out / "adapter").eval()
+        of_peft = peft(tokens).logits
     assert (ours - untouched).abs().max() > 0.1
     assert (of_export - ours).abs().max() <= 1e-5
     assert (of_peft - ours).abs().max() <= 1e-5
-    config = loaded.peft_config["default"]
-    assert (config.base_model_name_or_path, config.r, config.lora_alpha) == (
-        str(source),
-        LORA.rank,
-        LORA.alpha,
-    )
+    config = peft.peft_config["default"]
+    found = (config.base_model_name_or_path, config.r, config.lora_alpha)
+    assert found == (str(source), LORA.rank, LORA.alpha)
     ends = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
     assert set(config.target_modules) == ends
-    assert len(tensors_of(tmp_path / "out" / "adapter")) == 2 * 2 * len(ends)
+    assert len(tensors_of(out / "adapter")) == 2 * 2 * len(ends)
 
 
-def test_four_ranks_export_what_one_does(plays):
-    (alone,), _ = plays("tied_fused", "alone")
+def test_four_ranks_export_merged_weights_and_adapters(plays):
     answers, folder = plays("tied_fused", "fsdp2_tp2")
     exported = tensors_of(folder / "export")
     whole = merged(answers[0]["trained"])
     for layer in range(SIZES["n_layers"]):
         ours = f"layers.{layer}.feed_forward.w2"
         theirs = f"model.layers.{layer}.mlp.down_proj"
-        torch.testing.assert_close(
-            exported[f"{theirs}.weight"], whole[f"{ours}.weight"], atol=1e-6, rtol=0
-        )
+        merge = exported[f"{theirs}.weight"]
+        torch.testing.assert_close(merge, whole[f"{ours}.weight"], atol=1e-6, rtol=0)
         adapter = tensors_of(folder / "export" / "adapter")
         for x in "ab":
             tensor = adapter[f"base_model.model.{theirs}.lora_{x.upper()}.weight"]
             assert torch.equal(tensor, answers[0]["trained"][f"{ours}.lora_{x}.weight"])
-    assert alone["trained"].keys() == answers[0]["trained"].keys()

@@ -82,21 +82,14 @@ def test_positions_of_each_sequence_start_at_zero_and_padding_is_separate(length
 
 
 @given(LENGTHS, CUTTINGS)
-def test_weights_and_columns_are_those_of_the_tokens_that_count(lengths, cutting):
+def test_tokens_that_count_have_their_weights_columns_and_sequences(lengths, cutting):
+    owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     for micro in micro_batches(batch_of(lengths), cutting):
         places = micro.index[micro.loss_index]
         assert torch.equal(micro.loss_weights, places.float())
         assert torch.equal(micro.columns["place"], places.float())
         assert (torch.isin(micro.index, places) | micro.first).all()
-
-
-@given(LENGTHS, CUTTINGS)
-def test_tokens_with_weight_have_the_number_of_their_sequence(lengths, cutting):
-    owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    for micro in micro_batches(batch_of(lengths), cutting):
-        pairs = set(
-            zip(micro.sequence.tolist(), owner[micro.index[micro.loss_index]].tolist(), strict=True)
-        )
+        pairs = {*zip(micro.sequence.tolist(), owner[places].tolist(), strict=True)}
         assert len({number for number, _ in pairs}) == len({own for _, own in pairs}) == len(pairs)
         assert all(0 <= number < len(lengths) for number, _ in pairs)
 
@@ -132,9 +125,8 @@ def test_packing_fills_rows_that_padding_would_waste():
 def test_a_short_sequence_goes_to_the_row_that_it_leaves_the_least_room_in(one_row):
     cutting = Cutting(sequences=1, tokens=20, pack=True, one_row=one_row, multiple_of=1)
     planned = plan(batch_of([17, 15, 14, 7, 5, 4]), cutting)
-    rows = [
-        [[tree.sequences[0] for tree in row] for row in rows] for rows in planned
-    ]  # 16, 14, 13, 6, 4 and 3 cells
+    # 16, 14, 13, 6, 4 and 3 cells
+    rows = [[[tree.sequences[0] for tree in row] for row in rows] for rows in planned]
     if one_row:
         assert rows == [[[0, 4]], [[1, 3]], [[2, 5]]]
     else:  # the rows of the first three are as long as these
@@ -155,17 +147,12 @@ def siblings(draw) -> tuple[Batch, list[tuple[int, ...]]]:
     and each sampled token is a number of its own.
     """
     prompts = draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
-    sampled = draw(
-        st.lists(
-            st.tuples(st.integers(0, len(prompts) - 1), st.integers(0, 6)), min_size=1, max_size=12
-        )
-    )
+    answers = st.tuples(st.integers(0, len(prompts) - 1), st.integers(0, 6))
     texts = []
-    for number, (prompt, count) in enumerate(sampled):
+    for number, (prompt, count) in enumerate(draw(st.lists(answers, min_size=1, max_size=12))):
         begin = 1000 * (number + 1)
-        texts.append(
-            (*range(10 * prompt, 10 * prompt + prompts[prompt]), *range(begin, begin + count))
-        )
+        fed = range(10 * prompt, 10 * prompt + prompts[prompt])
+        texts.append((*fed, *range(begin, begin + count)))
     tokens = torch.tensor([token for text in texts for token in text])
     weights = (tokens >= 1000).float()
     lengths = torch.tensor([len(text) for text in texts])
@@ -235,12 +222,8 @@ def test_without_rows_a_dummy_holds_nothing():
     cutting = Cutting(sequences=2, tokens=None, pack=True, one_row=False, multiple_of=8)
     dummy = lay_out(batch_of([3, 4]), [], cutting)
     assert dummy.tokens.shape == (1, 8)
-    assert (
-        dummy.per_token(torch.ones(1, 8)).shape
-        == dummy.loss_weights.shape
-        == dummy.columns["place"].shape
-        == (0,)
-    )
+    values = (dummy.per_token(torch.ones(1, 8)), dummy.loss_weights, dummy.columns["place"])
+    assert [value.shape for value in values] == [(0,)] * 3
 
 
 @given(st.lists(st.integers(1, 1000), max_size=40), st.integers(1, 8))

@@ -34,7 +34,15 @@ from tests.training.batches import ragged_batch
 from tests.training.layouts import LAYOUTS, PAIRS
 from tests.training.ranks import on_ranks
 from tests.training.reference import Qwen3, of_scene, per_token, relative_error, worst_error
-from tests.training.scenes import MODELS, cut_by, engine_of, gradients_of, weights_of
+from tests.training.scenes import (
+    MODELS,
+    cut_by,
+    engine_of,
+    gradients_of,
+    rows_of,
+    share,
+    weights_of,
+)
 
 LOSSES: dict[str, SequenceLoss.Config] = {
     "DPO": DPOLoss.Config(beta=0.3, label_smoothing=0.1),
@@ -79,13 +87,13 @@ def direct(weights: dict[str, torch.Tensor], loss: SequenceLoss) -> tuple[Any, f
     """(gradient, value) of the mean over examples, by autograd through the whole model."""
     model = of_scene(weights)
     batch, labels, reference = example(loss)
-    scores = torch.stack([score(model, *row, loss) for row in rows_of(batch)])
+    scores = torch.stack([score(model, *row, loss) for row in sequences(batch)])
     costs, _ = loss(scores, reference, labels)
     costs.mean().backward()
     return {name: weight.grad for name, weight in model.weights.items()}, costs.mean().item()
 
 
-def rows_of(batch: Batch) -> Any:
+def sequences(batch: Batch) -> Any:
     sizes = batch.lengths.tolist()
     return zip(batch.tokens.split(sizes), batch.loss_weights.split(sizes), strict=True)
 
@@ -103,7 +111,7 @@ def score(
 
 def scores_of(engine: TrainingEngine, batch: Batch, head: Head) -> torch.Tensor:
     """Scores [n] of the whole batch, from the ranks that each have a part."""
-    rows = balanced(batch.lengths.tolist(), engine.dp_degree)[engine.dp_rank]
+    rows = rows_of(engine, batch)
     part = batch.select(rows)
     own = (rows, sequence_scores(part, engine.forward(part)[head]))
     parts: list[Any] = [own]
@@ -124,9 +132,8 @@ def accumulate(engine: TrainingEngine, loss: SequenceLoss, calls: list[list[int]
     values, _, metrics = coefficients(loss, scores, reference, labels)
     learned = with_coefficients(batch, values[: len(ROWS)])
     for rows in calls:
-        chosen = learned.select(rows)
-        share = balanced(chosen.lengths.tolist(), engine.dp_degree)[engine.dp_rank]
-        engine.forward_backward(chosen.select(share), LinearLoss.Config(head=loss.head).build())
+        part = share(engine, learned.select(rows))
+        engine.forward_backward(part, LinearLoss.Config(head=loss.head).build())
     return metrics
 
 
@@ -196,9 +203,21 @@ def wanted_of(sizes: str, folder: str) -> dict[str, Any]:
     return {name: direct(weights[loss.head], loss) for name, loss in losses.items()}
 
 
-def assert_in_layout(sizes: str, layout: str, folder: str, cuts: list[str], wanted: Any) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "layout", "cuts"),
+    [
+        ("tied_fused", "fsdp2_tp2", ["each pair in two calls"]),
+        *(pytest.param(*pair, [*CUTS], marks=pytest.mark.long) for pair in PAIRS),
+    ],
+)
+def test_gradient_does_not_depend_on_the_layout(sizes, layout, cuts, tmp_path):
+    """The two sequences of some pair are on different ranks."""
+    batch, _, _ = example(DPOLoss.Config().build())
+    parts = balanced(batch.lengths.tolist(), 2)
+    assert any((row ^ 1) in parts[1] for row in parts[0])
+    (wanted,) = on_ranks(1, wanted_of, sizes, str(tmp_path / "alone"))
     ranks = LAYOUTS[layout].ranks
-    for answer in on_ranks(ranks, in_layout, sizes, layout, folder, cuts, deadline=400.0):
+    for answer in on_ranks(ranks, in_layout, sizes, layout, str(tmp_path), cuts, deadline=400.0):
         assert len(answer) == len(LOSSES) * len(cuts)
         for (name, cut), (gradients, value) in answer.items():
             gradient, expected = wanted[name]
@@ -206,56 +225,23 @@ def assert_in_layout(sizes: str, layout: str, folder: str, cuts: list[str], want
             assert value == pytest.approx(expected, rel=1e-5), (name, cut)
 
 
-@pytest.mark.parametrize("layout", [pytest.param("cp2", marks=pytest.mark.long), "fsdp2_tp2"])
-def test_gradient_does_not_depend_on_the_layout(alone, layout, tmp_path):
-    """The two sequences of some pair are on different ranks."""
-    batch, _, _ = example(DPOLoss.Config().build())
-    parts = balanced(batch.lengths.tolist(), 2)
-    assert any((row ^ 1) in parts[1] for row in parts[0])
-    losses = {name: config.build() for name, config in LOSSES.items()}
-    wanted = {name: direct(weights_of(alone[loss.head]), loss) for name, loss in losses.items()}
-    cuts = ["each pair in two calls"]
-    assert_in_layout("tied_fused", layout, str(tmp_path), cuts, wanted)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
-def test_gradient_does_not_depend_on_model_layout_or_cut(pair, tmp_path):
-    sizes, layout = pair
-    (wanted,) = on_ranks(1, wanted_of, sizes, str(tmp_path / "alone"))
-    assert_in_layout(sizes, layout, str(tmp_path), [*CUTS], wanted)
-
-
-def test_dpo_starts_at_ln_2_and_learns_the_chosen_answers(folder):
-    engine = engine_of(MODELS["tied_fused"], folder=folder, lr=1e-2, steps=30)
-    loss = DPOLoss.Config().build()
+@pytest.mark.parametrize("name", ["DPO", "reward model"])
+def test_training_starts_at_ln_2_and_learns_the_chosen_answers(folder, name):
+    loss = {"DPO": DPOLoss, "reward model": BradleyTerryLoss}[name].Config().build()
+    engine = engine_of(MODELS["tied_fused"], folder=folder, lr=1e-2, steps=30, head=loss.head)
     batch = score_batch(ROWS, loss)
     labels = Labels.pairs(3)
-    reference = scores_of(engine, batch, "logprobs")
+    reference = scores_of(engine, batch, loss.head) if loss.needs_reference else None
+    linear = LinearLoss.Config(head=loss.head).build()
     rows = []
     for _ in range(12):
-        scores = scores_of(engine, batch, "logprobs")
+        scores = scores_of(engine, batch, loss.head)
         values, _, metrics = coefficients(loss, scores, reference, labels)
-        engine.forward_backward(with_coefficients(batch, values), LinearLoss.Config().build())
-        rows.append(engine.optim_step(denominator=loss.count(labels)) | metrics)
-    assert rows[0]["loss/mean"] == pytest.approx(math.log(2), rel=1e-12)
-    assert rows[-1]["loss/mean"] < 0.3
-    assert rows[-1]["rewards/accuracy"] == 1
-    assert rows[-1]["rewards/chosen"] > 0 > rows[-1]["rewards/rejected"]
-    assert rows[-1]["trainer/weight"] == 3
-
-
-def test_a_reward_model_starts_at_ln_2_and_learns_the_chosen_answers(folder):
-    engine = engine_of(MODELS["tied_fused"], folder=folder, lr=1e-2, steps=30, head="values")
-    loss = BradleyTerryLoss.Config().build()
-    batch = score_batch(ROWS, loss)
-    labels = Labels.pairs(3)
-    rows = []
-    for _ in range(12):
-        values, _, metrics = coefficients(loss, scores_of(engine, batch, "values"), None, labels)
-        linear = LinearLoss.Config(head="values").build()
         engine.forward_backward(with_coefficients(batch, values), linear)
         rows.append(engine.optim_step(denominator=loss.count(labels)) | metrics)
     assert rows[0]["loss/mean"] == pytest.approx(math.log(2), rel=1e-12)
     assert rows[-1]["loss/mean"] < 0.3
     assert rows[-1]["rewards/accuracy"] == 1
+    assert rows[-1]["trainer/weight"] == 3
+    if loss.needs_reference:
+        assert rows[-1]["rewards/chosen"] > 0 > rows[-1]["rewards/rejected"]

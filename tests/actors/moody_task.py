@@ -11,7 +11,7 @@ from rl.tasks.base import Score, Task
 from rl.types import Completion, Prompt
 from tests.actors.forks import fork
 
-RAISES, MAKES_NO_SENSE, DIES, HANGS, SLOW, DIES_ONCE, EXITS, FORKS = range(100, 108)
+RAISES, DIES, HANGS, SLOW, DIES_ONCE, EXITS, FORKS = range(100, 107)
 
 
 class Moody(Task):
@@ -30,13 +30,11 @@ class Moody(Task):
     def decode(self, tokens: Sequence[int]) -> str:
         return str(os.getpid())
 
-    def score(self, prompt: Prompt, text: str, completion: Completion) -> Score | None:
+    def score(self, prompt: Prompt, text: str, completion: Completion) -> Score:
         flag = f"{self.config.folder}/died"
         match prompt.prompt_id:
             case _ if prompt.prompt_id == RAISES:
                 raise ZeroDivisionError("no reward today")
-            case _ if prompt.prompt_id == MAKES_NO_SENSE:
-                return None
             case _ if prompt.prompt_id == EXITS:
                 raise SystemExit("no reward, no worker")
             case _ if prompt.prompt_id == FORKS:
@@ -63,7 +61,7 @@ class Later(Moody):
     begun = 0
     enough = None
 
-    async def score(self, prompt: Prompt, text: str, completion: Completion) -> Score | None:
+    async def score(self, prompt: Prompt, text: str, completion: Completion) -> Score:
         if prompt.prompt_id == HANGS:
             await asyncio.sleep(3600)
         if prompt.prompt_id == SLOW:

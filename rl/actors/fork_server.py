@@ -102,7 +102,7 @@ def start(*, preload: bool = True) -> None:
             signal.signal(number, signal.SIG_IGN)
         gc.freeze()  # a collection would write to the pages that ranks share
         try:
-            _Server(listener).run()
+            _serve(listener)
         finally:
             sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
             os._exit(EXIT_FAILED)  # this process must not go on as the program
@@ -122,84 +122,72 @@ def variables() -> dict[str, str]:
     return {SERVER: _name} if _name else {}
 
 
-class _Server:
-    def __init__(self, listener: socket.socket):
-        self._listener = listener
-        self._events = selectors.DefaultSelector()
-        self._events.register(listener, selectors.EVENT_READ, self._accept)
-
-    def run(self) -> NoReturn:
-        while True:
-            for key, _ in self._events.select()[:1]:  # one event may take back another
-                key.data()
-
-    def _accept(self) -> None:
-        """Fork a rank for a new connection."""
-        client, _ = self._listener.accept()
-        packed = client.getsockopt(
-            socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize(CREDENTIALS)
-        )
-        if struct.unpack(CREDENTIALS, packed)[1] != os.getuid():  # all users can see the name
-            client.close()
-            return
-        request, outputs, _, _ = socket.recv_fds(client, LONGEST_READ, 2)
-        while request and request[-1:] != b"\n":
-            more = client.recv(LONGEST_READ)
-            request = request + more if more else b""
-        if request:
-            _Rank(self._events, client, request, outputs)
-        else:
-            client.close()
-        for output in outputs:
-            os.close(output)
+def _serve(listener: socket.socket) -> NoReturn:
+    """Fork a rank for each connection."""
+    events = selectors.DefaultSelector()
+    events.register(listener, selectors.EVENT_READ, partial(_accept, events, listener))
+    while True:
+        for key, _ in events.select()[:1]:  # one event may take back another
+            key.data()
 
 
-class _Rank:
-    """A forked rank, and the connection of the process that asked for it.
+def _accept(events: selectors.BaseSelector, listener: socket.socket) -> None:
+    client, _ = listener.accept()
+    packed = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize(CREDENTIALS))
+    if struct.unpack(CREDENTIALS, packed)[1] != os.getuid():  # all users can see the name
+        client.close()
+        return
+    request, outputs, _, _ = socket.recv_fds(client, LONGEST_READ, 2)
+    while request and request[-1:] != b"\n":
+        more = client.recv(LONGEST_READ)
+        request = request + more if more else b""
+    if request:
+        _fork(events, client, request, outputs)
+    else:
+        client.close()
+    for output in outputs:
+        os.close(output)
+
+
+def _fork(
+    events: selectors.BaseSelector, client: socket.socket, request: bytes, outputs: list[int]
+) -> None:
+    """Fork a rank for the process at the other end of ``client``.
 
     The rank is killed if the connection closes. The connection is told how the rank has ended.
     """
+    _preload()
+    server = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        for key in [*events.get_map().values()]:
+            if isinstance(key.fileobj, socket.socket):
+                key.fileobj.close()
+            else:
+                os.close(key.fd)
+        events.close()
+        client.close()
+        _end_with(server)
+        _become(outputs, *json.loads(request))
+    descriptor = os.pidfd_open(pid)
 
-    def __init__(
-        self,
-        events: selectors.BaseSelector,
-        client: socket.socket,
-        request: bytes,
-        outputs: list[int],
-    ):
-        _preload()
-        server = os.getpid()
-        self._pid = os.fork()
-        if self._pid == 0:
-            for key in [*events.get_map().values()]:
-                if isinstance(key.fileobj, socket.socket):
-                    key.fileobj.close()
-                else:
-                    os.close(key.fd)
-            events.close()
-            client.close()
-            _end_with(server)
-            _become(outputs, *json.loads(request))
-        self._events = events
-        self._client = client
-        self._descriptor = os.pidfd_open(self._pid)
-        events.register(client, selectors.EVENT_READ, self._kill)
-        events.register(self._descriptor, selectors.EVENT_READ, self._tell)
-
-    def _kill(self) -> None:
-        self._events.unregister(self._client)
+    def kill() -> None:
+        events.unregister(client)
         with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
+            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
 
-    def _tell(self) -> None:
-        _, status = os.waitpid(self._pid, 0)
+    def tell() -> None:
+        _, status = os.waitpid(pid, 0)
         with contextlib.suppress(OSError):  # the other process has ended
-            self._client.send(str(os.waitstatus_to_exitcode(status)).encode())
+            client.send(str(os.waitstatus_to_exitcode(status)).encode())
         with contextlib.suppress(KeyError):
-            self._events.unregister(self._client)
-        self._events.unregister(self._descriptor)
-        self._client.close()
-        os.close(self._descriptor)
+            events.unregister(client)
+        events.unregister(descriptor)
+        client.close()
+        os.close(descriptor)
+
+    events.register(client, selectors.EVENT_READ, kill)
+    events.register(descriptor, selectors.EVENT_READ, tell)
 
 
 def _preload() -> None:

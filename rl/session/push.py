@@ -199,7 +199,9 @@ class WeightPush:
             await generator.connect(self._transfer, self._addresses)
 
     async def _publish_each(self) -> None:
-        """Make each version readable that was begun; in order, after the one before has arrived."""
+        """Publish each version that was begun. With ``pushes`` in order, the version before must have
+        arrived.
+        """
 
         def may_publish() -> bool:
             waits = self._in_order and self.arrived != self.published

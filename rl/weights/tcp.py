@@ -242,8 +242,8 @@ class RelayTree:
                 tree.pop(reader, None)
 
     def _parent(self, tree: dict[int, _Node], child: _Node) -> _Node | None:
-        """Return the first node that can serve one more and is not below ``child``, on the host of
-        ``child`` if possible; None if there is no such node.
+        """Return the first node that can serve one more reader and is not below ``child``, if
+        possible on the host of ``child``; None if no such node exists.
         """
         parents = [(node.parent, node.host) for node in tree.values() if node.parent is not None]
         near = Counter(parent for parent, host in parents if parent.host == host)

@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from rl.algorithms import advantages, losses
     from rl.algorithms.batch import make_batch
     from rl.config import PreferenceConfig, RewardModelConfig, RLConfig, SFTConfig
+    from rl.environments.agent import AgentTask
+    from rl.environments.protocol import EnvironmentTask, MessageEnvironment, Opening, Reply
+    from rl.environments.task import Score, Task
     from rl.errors import InfrastructureError
     from rl.generation.config import GeneratorConfig
     from rl.model.shape import ModelConfig
     from rl.session.config import Role, SessionConfig
     from rl.session.session import Session
-    from rl.tasks.agent import AgentTask
-    from rl.tasks.base import Score, Task
-    from rl.tasks.environment import EnvironmentTask, MessageEnvironment, Opening, Reply
     from rl.tasks.rewards import Rewards
     from rl.trainers.algorithm import Algorithm, PolicyGradient
     from rl.trainers.preference import PreferenceTrainer
@@ -78,24 +78,24 @@ __all__ = [
 ]
 
 _SOURCES = {
-    "AgentTask": "rl.tasks.agent:AgentTask",
+    "AgentTask": "rl.environments.agent:AgentTask",
     "Algorithm": "rl.trainers.algorithm:Algorithm",
     "Batch": "rl.types:Batch",
     "Completion": "rl.types:Completion",
-    "EnvironmentTask": "rl.tasks.environment:EnvironmentTask",
+    "EnvironmentTask": "rl.environments.protocol:EnvironmentTask",
     "GenerationRequest": "rl.types:GenerationRequest",
     "GeneratorConfig": "rl.generation.config:GeneratorConfig",
     "InfrastructureError": "rl.errors:InfrastructureError",
-    "MessageEnvironment": "rl.tasks.environment:MessageEnvironment",
+    "MessageEnvironment": "rl.environments.protocol:MessageEnvironment",
     "ModelConfig": "rl.model.shape:ModelConfig",
-    "Opening": "rl.tasks.environment:Opening",
+    "Opening": "rl.environments.protocol:Opening",
     "PolicyGradient": "rl.trainers.algorithm:PolicyGradient",
     "PreferenceConfig": "rl.config:PreferenceConfig",
     "PreferenceTrainer": "rl.trainers.preference:PreferenceTrainer",
     "Prompt": "rl.types:Prompt",
     "RLConfig": "rl.config:RLConfig",
     "RLTrainer": "rl.trainers.rl:RLTrainer",
-    "Reply": "rl.tasks.environment:Reply",
+    "Reply": "rl.environments.protocol:Reply",
     "RewardModelConfig": "rl.config:RewardModelConfig",
     "Rewards": "rl.tasks.rewards:Rewards",
     "Role": "rl.session.config:Role",
@@ -103,11 +103,11 @@ _SOURCES = {
     "SFTConfig": "rl.config:SFTConfig",
     "SFTTrainer": "rl.trainers.sft:SFTTrainer",
     "Sampling": "rl.types:Sampling",
-    "Score": "rl.tasks.base:Score",
+    "Score": "rl.environments.task:Score",
     "Sequence": "rl.types:Sequence",
     "Session": "rl.session.session:Session",
     "SessionConfig": "rl.session.config:SessionConfig",
-    "Task": "rl.tasks.base:Task",
+    "Task": "rl.environments.task:Task",
     "TrainerConfig": "rl.training.config:TrainerConfig",
     "WeightPushConfig": "rl.weights.transport:WeightPushConfig",
     "advantages": "rl.algorithms.advantages",

@@ -17,7 +17,7 @@ from rl.program import as_program
 
 if TYPE_CHECKING:
     from rl.config import RunConfig
-    from rl.tasks.environment import EnvironmentTask
+    from rl.environments.protocol import EnvironmentTask
     from rl.types import Completion, EpisodeEnd, EpisodeTurn
 
 PROGRAM = "python -m rl.play"
@@ -108,7 +108,7 @@ def _play_run(folder: Path, step: int | None, prompt_id: int, overrides: list[st
 
 async def play(task: "EnvironmentTask", prompt_id: int, answer: Policy) -> "EpisodeEnd":
     """Play the episode of prompt ``prompt_id`` and print each turn; return its end."""
-    from rl.rollout.environments import Environments
+    from rl.rollout.episodes import Environments
     from rl.rollout.prompts import training_prompt
 
     environments = Environments(task)
@@ -142,7 +142,7 @@ def strip(task: "EnvironmentTask", kind: str, tokens: Sequence[int]) -> str:
 
 def _task_of(config: "RunConfig") -> "EnvironmentTask":
     from rl.config import RLConfig
-    from rl.tasks.environment import EnvironmentTask
+    from rl.environments.protocol import EnvironmentTask
     from rl.trainers.start import build_task
 
     has_environment = isinstance(config, RLConfig) and isinstance(

@@ -10,12 +10,12 @@ from typing import TypeVar
 
 from rl.cli import parse_config, read_config
 from rl.config import RLConfig, RunConfig
+from rl.environments.task import Task
 from rl.errors import Interrupted, end_program, require
 from rl.program import Signals
 from rl.session.config import SessionConfig
 from rl.session.session import Session
 from rl.step_folders import StepFolders
-from rl.tasks.base import Task
 from rl.validation import validate
 from rl.validation.folders import validate_start
 

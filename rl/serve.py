@@ -17,7 +17,7 @@ from rl.program import as_program
 
 if TYPE_CHECKING:
     from rl.config import RunConfig
-    from rl.dialects.base import Dialect
+    from rl.dialects.dialect import Dialect
     from rl.gateway.gateway import Gateway
     from rl.session.config import SessionConfig
     from rl.session.session import Session

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from torchtitan.config import Configurable
 
 import rl.algorithms
+import rl.environments
 import rl.tasks
 import rl.trainers.algorithm
 from rl.cli import common_fields, shipped_configs
@@ -87,7 +88,7 @@ def page() -> str:
 
 def sections() -> dict[type, Section]:
     """Return the sections of the page, by dataclass."""
-    for package in (rl.algorithms, rl.tasks):
+    for package in (rl.algorithms, rl.environments, rl.tasks):
         for module in pkgutil.iter_modules(package.__path__):
             importlib.import_module(f"{package.__name__}.{module.name}")
     found: dict[type, Section] = {}

@@ -12,8 +12,8 @@ import pytest
 from configs.quickstart import quickstart
 from rl.algorithms.advantages import Advantages, GroupAdvantage
 from rl.config import PolicyGradientConfig, RLConfig
+from rl.environments.task import Task
 from rl.observe.owner import FolderOwner
-from rl.tasks.base import Task
 from rl.tasks.copy_digits import CopyDigits
 from rl.train import main
 from tests.needs import cannot_run

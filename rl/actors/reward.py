@@ -17,13 +17,13 @@ from rl.actors.fork_server import GUARDED
 from rl.actors.group import ActorGroup
 from rl.actors.hosts import Hosts
 from rl.actors.mesh import Deadlines
+from rl.environments.protocol import EnvironmentTask
+from rl.environments.task import Task
 from rl.errors import ActorFailure, GroupLost, RankLost, RunError, WorkerLost
 from rl.model.shape import ModelConfig
 from rl.observe.events import Events
-from rl.rollout.environments import Environments
+from rl.rollout.episodes import Environments
 from rl.rollout.scoring import LocalReward, Scored, is_async, rollouts_of, score_awaited
-from rl.tasks.base import Task
-from rl.tasks.environment import EnvironmentTask
 from rl.threads import DaemonThread
 from rl.types import Completion, EpisodeTurn, Place, Prompt, Rollout
 

@@ -7,6 +7,7 @@ from torchtitan.config import ParallelismConfig
 
 from rl.config.clusters import KubernetesConfig, SlurmConfig
 from rl.config.rollout import EvaluationConfig, RecordConfig, RolloutConfig
+from rl.environments.task import Task
 from rl.generation.config import GeneratorConfig
 from rl.model.shape import ModelConfig
 from rl.observe.sinks import Sink
@@ -14,7 +15,6 @@ from rl.observe.trackers import TensorBoard, Trackio, WeightsAndBiases
 from rl.rules import COSMETIC, NUMERICS, PERFORMANCE, SECONDS, at_least, between
 from rl.session.config import Colocate, DeadlineConfig, Role, SessionConfig
 from rl.session.hardware import HardwareConfig
-from rl.tasks.base import Task
 from rl.training.config import TrainerConfig
 from rl.weights.transport import WeightPushConfig
 

@@ -19,7 +19,7 @@ from rl.data.examples import (
     weight_of,
 )
 from rl.data.jsonl import Row, Source
-from rl.dialects.base import Dialect
+from rl.dialects.dialect import Dialect
 from rl.errors import require
 
 LossOn = Literal["assistant", "completion", "all"]
@@ -84,16 +84,14 @@ def read_conversations(
     )
     encoder = Encoder(dialect, config, section, every_token=config.loss_on == "all")
 
-    def make(row: Row) -> Iterator[tuple[Example, bool] | None]:
+    def make(row: Row) -> Iterator[Example | None]:
         several = apart and _kind(row.value) == "messages"
         weight = _weight_of(row)
         for tokens, factors in (
             _by_turn(row, encoder) if several else [_masked(row, encoder, config)]
         ):
-            if not weight:
-                continue
-            example = encoder.example(row, (tokens, factors * np.float32(weight)))
-            yield None if example is None else (example, example.truncated)
+            if weight:
+                yield encoder.example(row, (tokens, factors * np.float32(weight)))
 
     return read_examples(source, encoder, FORM, make)
 

@@ -5,17 +5,16 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
+from typing import Annotated, Any, Generic, Literal, Protocol, TypeVar, get_args
 
 import numpy as np
 
 from rl.data.jsonl import Row, Source, read_rows
-from rl.dialects.base import ConversationError, Dialect, usual_messages
+from rl.dialects.dialect import ConversationError, Dialect, usual_messages
 from rl.dialects.plain_text import ControlTokens
 from rl.errors import ConfigError, require, shown
 from rl.rules import at_least
 
-Item = TypeVar("Item")
 Truncate = Literal["error", "drop", "right"]
 WrittenControl = Literal["refuse", "text", "parse"]
 
@@ -46,6 +45,18 @@ class Example:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+
+class HasExamples(Protocol):
+    """Item of a data set: an example, or several that are trained together."""
+
+    @property
+    def examples(self) -> tuple[Example, ...]:
+        """The examples of the item."""
+        ...
+
+
+Item = TypeVar("Item", bound=HasExamples)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -339,28 +350,25 @@ def read_examples(
     source: Source,
     encoder: Encoder,
     form: str,
-    make: Callable[[Row], Iterable[tuple[Item, bool] | None]],
+    make: Callable[[Row], Iterable[Item | None]],
 ) -> Examples[Item]:
     """Return what ``make`` makes of the rows of ``source``.
 
-    ``make`` yields items, each with whether it is truncated, and None for each that is dropped.
-    ``form`` is an example of a row. Raises ConfigError if no item is left.
+    ``make`` yields items, and None for each that is dropped. ``form`` is an example of a row.
+    Raises ConfigError if no item is left.
     """
-    items = []
-    dropped = 0
-    truncated = 0
-    for row in read_rows(source, field=f"{encoder.section}.path", form=form):
-        for made in make(encoder.renamed(row)):
-            if made is None:
-                dropped += 1
-                continue
-            item, cut = made
-            items.append(item)
-            truncated += cut
+    made = [
+        item
+        for row in read_rows(source, field=f"{encoder.section}.path", form=form)
+        for item in make(encoder.renamed(row))
+    ]
+    items = [item for item in made if item is not None]
+    dropped = len(made) - len(items)
     if not items:
         require(dropped > 0, f"{encoder.section}.path: each row has the weight 0; none is left")
         raise ConfigError(
             f"{encoder.section}.max_tokens: each of the {dropped} examples has more than "
             f"{encoder.config.max_tokens} tokens; raise it"
         )
+    truncated = sum(any(each.truncated for each in item.examples) for item in items)
     return Examples(items, dropped, truncated)

@@ -1,18 +1,21 @@
 """Rows of JSONL files, of ``datasets.Dataset`` and of lists, with errors that name the row."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any
 
-from rl.data.progress import tell_progress
 from rl.dialects.plain_text import is_unicode
 from rl.errors import ConfigError, shown
 
 BOM = b"\xef\xbb\xbf"
 OTHER_BOMS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 EVERY = 10_000  # rows between two lines of progress
+
+_listener: ContextVar[Callable[[str], None] | None] = ContextVar("listener", default=None)
 
 Source = str | PathLike[str] | Iterable[Mapping[str, Any]]
 """Path of a JSONL file; or a ``datasets.Dataset``, a list or any iterable of rows."""
@@ -132,3 +135,19 @@ def without_nulls(value: Any) -> Any:
 
 def _given(value: Any) -> str:
     return "" if value is None else f": {shown(value)}"
+
+
+def tell_progress(text: str) -> None:
+    """Show ``text``, such as "read 2,000 of 9,000 lines", while data is read. Cheap to call."""
+    if (listener := _listener.get()) is not None:
+        listener(text)
+
+
+@contextmanager
+def showing_progress(listener: Callable[[str], None]) -> Iterator[None]:
+    """Pass the texts of :func:`tell_progress` within the block to ``listener``."""
+    token = _listener.set(listener)
+    try:
+        yield
+    finally:
+        _listener.reset(token)

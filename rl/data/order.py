@@ -1,10 +1,16 @@
-"""The order of examples: a function of seed and epoch, so a resumed run needs no saved state."""
+"""The order of examples, a function of seed and epoch, so that a resumed run needs no saved state;
+and the choice of those that are held out.
+"""
 
+import math
 import random
 import threading
 from array import array
 from collections.abc import Sequence
 from functools import lru_cache
+from hashlib import blake2b
+
+from rl.errors import require
 
 PREPARED = 100_000
 """Size from which the order of an epoch is computed during the epoch before."""
@@ -43,3 +49,25 @@ def step_indices(seed: int, step: int, batch_size: int, size: int) -> list[int]:
 def stream_indices(seed: int, first: int, count: int, size: int) -> list[int]:
     """Return ``count`` indices of the stream of :func:`epoch_index`, from number ``first`` on."""
     return [epoch_index(seed, first + place, size) for place in range(count)]
+
+
+def choose_held_out(texts: Sequence[str], fraction: float, field: str, source: str) -> list[bool]:
+    """Return which of ``texts``, such as questions, are for evaluation: those with the lowest
+    hashes, so that copies of a text stay together. None if ``fraction`` is 0. ``field`` names
+    ``source``, for errors.
+    """
+    rule = "at least 0 and below 1"
+    require(0 <= fraction < 1, f"task.held_out_fraction: {fraction}; it must be {rule}")
+    if fraction == 0:
+        return [False] * len(texts)
+    hashes = [blake2b(text.encode(), digest_size=8).digest() for text in texts]
+    different = sorted(set(hashes))
+    require(
+        len(different) >= 2,
+        f"{source} has {len(different)} different question",
+        field=field,
+        fix="it must have 2 or more, one to train on and one held out",
+    )
+    count = min(math.ceil(len(different) * fraction), len(different) - 1)
+    held_out = set(different[:count])
+    return [digest in held_out for digest in hashes]

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from rl.data.examples import (
     weight_of,
 )
 from rl.data.jsonl import Row, Source
-from rl.dialects.base import Dialect
+from rl.dialects.dialect import Dialect
 from rl.errors import shown
 
 PAIRS = '{"prompt": …, "chosen": …, "rejected": …} or {"chosen": […], "rejected": […]}'
@@ -71,7 +72,7 @@ def read_preferences(
     """
     encoder = Encoder(dialect, config, section)
 
-    def make(row: Row) -> Iterator[tuple[Pair, bool] | None]:
+    def make(row: Row) -> Iterator[Pair | None]:
         _refuse_weight(row, weight_of(row, row.value))
         masked = [_up_to_its_end(row, each) for each in _both(row, encoder)]
         prompt = _common_prompt(row, *masked)
@@ -79,8 +80,8 @@ def read_preferences(
         if chosen is None or rejected is None:
             yield None
         else:
-            pair = Pair(chosen=chosen, rejected=rejected, prompt_tokens=prompt, margin=_margin(row))
-            yield pair, chosen.truncated or rejected.truncated
+            margin = _margin(row)
+            yield Pair(chosen=chosen, rejected=rejected, prompt_tokens=prompt, margin=margin)
 
     return read_examples(source, encoder, PAIRS, make)
 
@@ -95,7 +96,7 @@ def read_labelled(
     """
     encoder = Encoder(dialect, config, section)
 
-    def make(row: Row) -> Iterator[tuple[Labelled, bool] | None]:
+    def make(row: Row) -> Iterator[Labelled | None]:
         prompt, completion = _fields(row, LABELLED, "prompt", "completion")
         _refuse_weight(row, weight_of(row, row.value))
         label = row.value.get("label")
@@ -104,10 +105,7 @@ def read_labelled(
         masked = encoder.completion(row, prompt, completion, "completion")
         _refuse_weight(row, *masked[1][masked[1] > 0])
         example = encoder.example(row, masked)
-        if example is None:
-            yield None
-        else:
-            yield Labelled(example=example, label=label), example.truncated
+        yield None if example is None else Labelled(example=example, label=label)
 
     return read_examples(source, encoder, LABELLED, make)
 
@@ -119,21 +117,17 @@ def _both(row: Row, encoder: Encoder) -> tuple[Masked, Masked]:
         raise row.error("fields 'chosen' and 'rejected' are equal; remove the row")
     prompt = row.value.get("prompt")
     repeated = isinstance(prompt, str) and repeats(prompt, chosen) and repeats(prompt, rejected)
-    if prompt is not None and not repeated:
-        return (
-            encoder.completion(row, prompt, chosen, "chosen"),
-            encoder.completion(row, prompt, rejected, "rejected"),
-        )
-    for name, value in (("chosen", chosen), ("rejected", rejected)):
-        if not isinstance(value, list | tuple):
-            raise row.error(f"field {name!r} is {shown(value)}, without a 'prompt'; write {PAIRS}")
-    common = next(
-        (place for place, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b),
-        min(len(chosen), len(rejected)),
-    )
+    if prompt is None or repeated:
+        for name, value in (("chosen", chosen), ("rejected", rejected)):
+            if not isinstance(value, list | tuple):
+                what = f"field {name!r} is {shown(value)}, without a 'prompt'"
+                raise row.error(f"{what}; write {PAIRS}")
+        both = zip(chosen, rejected, strict=False)
+        common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))
+        prompt, chosen, rejected = chosen[:common], chosen[common:], rejected[common:]
     return (
-        encoder.completion(row, chosen[:common], chosen[common:], "chosen"),
-        encoder.completion(row, rejected[:common], rejected[common:], "rejected"),
+        encoder.completion(row, prompt, chosen, "chosen"),
+        encoder.completion(row, prompt, rejected, "rejected"),
     )
 
 

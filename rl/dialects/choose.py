@@ -3,11 +3,10 @@
 from itertools import product
 from typing import TYPE_CHECKING
 
-from rl.dialects.base import ConversationError, Dialect
-from rl.dialects.probes import PROBES
+from rl.dialects.dialect import ConversationError, Dialect
+from rl.dialects.plain_text import TextDialect
 from rl.dialects.qwen3 import Qwen3Dialect
-from rl.dialects.template import difference, template_text
-from rl.dialects.text_only import TextDialect
+from rl.dialects.template import PROBES, difference, template_text
 from rl.errors import ConfigError
 from rl.model.tokenizer import load_tokenizer, require_chat_template
 

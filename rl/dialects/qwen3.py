@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rl.dialects.base import (
+from rl.dialects.dialect import (
     AssistantTurn,
     ConversationError,
     Rendered,

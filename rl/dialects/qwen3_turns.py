@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Self
 
-from rl.dialects.base import AssistantTurn, ToolCall
+from rl.dialects.dialect import AssistantTurn, ToolCall
 from rl.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import numpy as np
 from renderers import config_from_name, create_renderer
 from renderers.base import MODEL_RENDERER_MAP, ToolCallParseStatus
 
-from rl.dialects.base import (
+from rl.dialects.dialect import (
     AssistantTurn,
     ConversationError,
     Dialect,
@@ -18,8 +18,14 @@ from rl.dialects.base import (
     checked_tools,
 )
 from rl.dialects.plain_text import ControlTokens
-from rl.dialects.probes import PLAIN, PROBES, SEVERAL, Probe
-from rl.dialects.template import difference, template_text
+from rl.dialects.template import (
+    PLAIN,
+    PROBES,
+    SEVERAL,
+    Probe,
+    difference,
+    template_text,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -1,11 +1,11 @@
-"""Comparison of rendered tokens with a tokenizer's own chat template."""
+"""Comparison of rendered tokens with a tokenizer's own chat template, on sample conversations."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rl.dialects.base import ConversationError
+from rl.dialects.dialect import ConversationError
 from rl.errors import said_by, shown
 
 if TYPE_CHECKING:
@@ -43,3 +43,54 @@ def difference(tokenizer: "PreTrainedTokenizerFast", tokens: np.ndarray, text: s
     start = max(0, place - SHOWN // 2)
     theirs = shown(text[start : place + SHOWN // 2])
     return f"it has {theirs} instead of {shown(ours[start : place + SHOWN // 2])}"
+
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "Looks up a <word>: 'né'",
+        "parameters": {"type": "object", "properties": {"word": {"type": "string"}}},
+    },
+}
+
+
+def said(role: str, content: str, **more: Any) -> dict[str, Any]:
+    """Return a message."""
+    return {"role": role, "content": content, **more}
+
+
+def call(**arguments: Any) -> dict[str, Any]:
+    """Return a tool call."""
+    function = {"name": "look_up", "arguments": arguments}
+    return {"id": "call0", "type": "function", "function": function}
+
+
+QUESTION = [said("user", "What is  né?")]
+SYSTEM = [said("system", "Be brief.\n"), *QUESTION]
+ANSWERED = [*SYSTEM, said("assistant", "It is:\n\n1.")]
+THOUGHT = [*SYSTEM, said("assistant", "Born.", reasoning_content="Let me\nthink.")]
+SEVERAL = [*THOUGHT, said("user", "Sure?"), said("assistant", "Yes.", reasoning_content="Hm.")]
+CALLED = [*QUESTION, said("assistant", "", tool_calls=[call(word="né")]), said("tool", '{"a": 1}')]
+CALLS = [
+    *SYSTEM,
+    said("assistant", "I look.", tool_calls=[call(word="né"), call(word="b")]),
+    said("tool", "one"),
+    said("tool", "two"),
+    said("assistant", "Both."),
+]
+
+Probe = tuple[list[dict[str, Any]], list[dict[str, Any]] | None]
+PLAIN = 3  # probes at the start of the list that any family can render
+PROBES: list[Probe] = [
+    (QUESTION, None),
+    (SYSTEM, None),
+    (ANSWERED, None),
+    (THOUGHT, None),
+    (SEVERAL, None),
+    (QUESTION, [TOOL]),
+    (SYSTEM, [TOOL, TOOL]),
+    (CALLED, [TOOL]),
+    (CALLS, [TOOL]),
+    (CALLS, None),
+]

@@ -5,14 +5,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rl.config import RLConfig, RunConfig
-from rl.dialects.base import ConversationError
 from rl.dialects.choose import dialect_of
+from rl.dialects.dialect import ConversationError
 from rl.dialects.template import template_text
 from rl.doctor.findings import Finding, error, refused, warning
+from rl.environments.task import Task
 from rl.errors import ConfigError, RunError, shown
 from rl.model.tokenizer import load_tokenizer
 from rl.rollout.prompts import training_prompt
-from rl.tasks.base import Task
 from rl.trainers.evaluation import held_out_prompts
 from rl.trainers.start import build_algorithm, build_task
 from rl.trainers.trainer import trainer_of

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 from rl.config import RLConfig
 from rl.doctor.findings import Finding, error, warning
+from rl.environments.protocol import EnvironmentTask
+from rl.environments.task import Task
 from rl.errors import ConfigError, GroupLost, shown
 from rl.frames import users_code
-from rl.rollout.environments import played
+from rl.rollout.episodes import played
 from rl.rollout.prompts import training_prompt
 from rl.rollout.scoring import score_group
-from rl.tasks.base import Task
-from rl.tasks.environment import EnvironmentTask
 from rl.types import Completion, Prompt
 
 PROMPTS = 4

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rl.dialects.base import Dialect
+from rl.dialects.dialect import Dialect
 from rl.types import Completion
 
 DONE = "data: [DONE]\n\n"

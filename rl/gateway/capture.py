@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rl.dialects.base import AssistantTurn, ConversationError, Dialect, joined_text
+from rl.dialects.dialect import AssistantTurn, ConversationError, Dialect, joined_text
 from rl.sequences import OpenSequence, SequenceLog
 from rl.types import Completion
 

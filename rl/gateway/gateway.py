@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rl.dialects.base import ConversationError, Dialect
+from rl.dialects.dialect import ConversationError, Dialect
 from rl.gateway.answers import Choice, Form, until
 from rl.gateway.capture import Capture, Opened, before
 from rl.gateway.protocol import (

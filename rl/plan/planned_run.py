@@ -6,12 +6,12 @@ from typing import Any
 from torchtitan.config import CompileConfig
 
 from rl.config import RunConfig, SamplingRunConfig
+from rl.environments.protocol import EnvironmentTask
 from rl.model.shape import ModelShape, shape_of
 from rl.model.shards import Layout
 from rl.model.tp_plan import generator_layout
 from rl.session.config import Role
 from rl.session.placement import Placement
-from rl.tasks.environment import EnvironmentTask
 from rl.training.layout import trainer_layout
 from rl.training.model import is_adapter
 from rl.types import Place

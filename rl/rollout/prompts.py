@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
+from rl.environments.protocol import EnvironmentTask
+from rl.environments.task import Task
 from rl.errors import RunError, naming, shown
-from rl.tasks.base import Task
-from rl.tasks.environment import EnvironmentTask
 from rl.types import Prompt
 
 

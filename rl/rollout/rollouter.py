@@ -5,10 +5,10 @@ import hashlib
 import itertools
 import sys
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Protocol
 
 from rl.errors import GroupLost, RunError, WorkerLost
 from rl.observe.spans import Stopwatch
@@ -31,6 +31,26 @@ Generate = Callable[[list[GenerationRequest]], Awaitable[list[Completion]]]
 Score = Callable[[Prompt, Sequence[Completion]], Awaitable[list[Rollout]]]
 """Function that scores the completions of one prompt. Raises GroupLost on failure."""
 
+
+class OpenEpisodes(Protocol):
+    """Holder of the environments of open episodes, each under a key: in this process
+    :class:`rl.rollout.episodes.Environments`, in workers :class:`rl.actors.reward.RewardWorkers`.
+    ``open`` and ``step`` raise GroupLost.
+    """
+
+    async def open(self, key: int, prompt: Prompt, sample: int) -> EpisodeTurn:
+        """Begin an episode; return the tokens before its first answer."""
+        ...
+
+    async def step(self, key: int, answer: Completion) -> EpisodeTurn:
+        """Return the tokens after ``answer``, or the end of the episode, which is closed then."""
+        ...
+
+    async def close(self, keys: Iterable[int]) -> None:
+        """Close the episodes of ``keys`` that are open. Raises nothing."""
+        ...
+
+
 _keys = itertools.count()
 
 
@@ -48,6 +68,7 @@ class Episode:
 
     key: int
     """Number that no other episode of this process has."""
+    host: OpenEpisodes
     prompt: Prompt
     sample: int
     tokens: list[int] = field(default_factory=list)
@@ -64,6 +85,14 @@ class Episode:
     """Whether it has a place among the open episodes."""
     deaths: int = 0
     """Number of workers that were lost during a call of this episode."""
+
+    async def open(self) -> EpisodeTurn:
+        """Begin the episode; return the tokens before its first answer."""
+        return await self.host.open(self.key, self.prompt, self.sample)
+
+    async def step(self) -> EpisodeTurn:
+        """Return what follows the last answer."""
+        return await self.host.step(self.key, self.answers[-1])
 
     @property
     def end(self) -> EpisodeEnd | None:
@@ -116,8 +145,7 @@ class Rollouter:
     """Sampler of groups of rollouts; the samples depend on prompt_ids alone.
 
     A completion is an episode of one turn, which ``score`` ends for a whole group at once. Episodes
-    of several turns are sampled in rounds; ``environments`` have the methods ``open``, ``step`` and
-    ``close`` of :class:`rl.rollout.environments.Environments`. ::
+    of several turns, of ``environments``, are sampled in rounds. ::
 
         while some have not ended:
             open as many of them as may be open
@@ -145,7 +173,7 @@ class Rollouter:
         self,
         score: Score | None = None,
         *,
-        environments: Any = None,
+        environments: OpenEpisodes | None = None,
         longest: int = 0,
         max_open: int = 0,
         seed: int,
@@ -154,7 +182,7 @@ class Rollouter:
     ):
         self.seed = seed
         self.watch = watch
-        self._score: Any = score
+        self._score = score
         self._environments = environments
         self._longest = longest
         self._warn = warn
@@ -183,15 +211,19 @@ class Rollouter:
         ``generate`` is called once a round; completions have one round. A group of episodes that
         loses some of them goes on with at least ``fewest``; 0 for all.
         """
-        if self._environments is None:
+        host = self._environments
+        if host is None:
             return await self._complete(prompts, sampling, samples, generate, stream)
         needed = fewest or samples
-        groups = [[Episode(next(_keys), prompt, n) for n in range(samples)] for prompt in prompts]
+        groups = [
+            [Episode(next(_keys), host, prompt, sample) for sample in range(samples)]
+            for prompt in prompts
+        ]
         everything = [episode for group in groups for episode in group]
         lost: dict[int, GroupLost] = {}
         try:
             while alive := self._alive(groups, needed, lost):
-                await self._each(await self._admitted(alive), self._open)
+                await self._each(await self._admitted(alive), Episode.open)
                 alive = [each for each in self._alive(groups, needed, lost) if each.is_open]
                 if alive:
                     requests = [self._request(episode, sampling, stream) for episode in alive]
@@ -199,10 +231,10 @@ class Rollouter:
                     for episode, completion in zip(alive, completions, strict=True):
                         episode.answer(completion)
                     with self.watch.span("score"), self.watch.span("step", "environments"):
-                        await self._each(alive, self._step)
-                await self._close(everything, self._alive(groups, needed, lost))
+                        await self._each(alive, Episode.step)
+                await self._close(host, everything, self._alive(groups, needed, lost))
         finally:
-            await self._close(everything, [])
+            await self._close(host, everything, [])
         for number, group in enumerate(groups):
             for episode in group if number not in lost else ():
                 if episode.lost is not None:
@@ -239,6 +271,7 @@ class Rollouter:
     async def _scored(
         self, prompt: Prompt, completions: list[Completion]
     ) -> list[Rollout] | GroupLost:
+        assert self._score is not None, "a session without a task asks for no rollouts"
         try:
             with self.watch.span("score", "reward"):
                 return await self._score(prompt, completions)
@@ -269,11 +302,13 @@ class Rollouter:
             admitted.append(episode)
         return admitted
 
-    async def _close(self, episodes: list[Episode], alive: list[Episode]) -> None:
+    async def _close(
+        self, host: OpenEpisodes, episodes: list[Episode], alive: list[Episode]
+    ) -> None:
         """Close the open ``episodes`` except for those that are ``alive``."""
         kept = {each.key for each in alive}
         over = [each for each in episodes if each.is_open and each.key not in kept]
-        await self._environments.close([each.key for each in over if each.end is None])
+        await host.close([each.key for each in over if each.end is None])
         for each in over:
             each.is_open = False
             self._places.release()
@@ -297,28 +332,25 @@ class Rollouter:
     async def _each(
         self, episodes: list[Episode], act: Callable[[Episode], Awaitable[EpisodeTurn]]
     ) -> None:
-        """Advance all ``episodes`` at once, and note the failures of those that fail."""
-
-        async def advance(episode: Episode) -> None:
-            try:
-                episode.feed(await self._advance(episode, act))
-            except GroupLost as error:
-                episode.lost = error
-
-        await asyncio.gather(*map(advance, episodes))
+        """Advance all ``episodes`` at once."""
+        await asyncio.gather(*(self._advance(episode, act) for episode in episodes))
 
     async def _advance(
         self, episode: Episode, act: Callable[[Episode], Awaitable[EpisodeTurn]]
-    ) -> EpisodeTurn:
-        """Return the next turn of ``episode``, in another worker if its own is lost."""
+    ) -> None:
+        """Feed ``episode`` its next turn, in another worker if its own is lost, or note why it is
+        lost.
+        """
         while True:
             is_suspect = episode.deaths == MAX_DEATHS
             try:
                 async with self._alone if is_suspect else nullcontext():
-                    return await act(episode)
-            except WorkerLost as lost:
-                if is_suspect and lost.in_call:
-                    raise
+                    episode.feed(await act(episode))
+                    return
+            except GroupLost as lost:
+                if not isinstance(lost, WorkerLost) or (is_suspect and lost.in_call):
+                    episode.lost = lost
+                    return
                 episode.deaths += lost.in_call
                 act = self._recover
 
@@ -326,7 +358,7 @@ class Rollouter:
         """Open ``episode`` once more; return the turn that was asked for when its worker was lost,
         or the first one if its environment cannot be replayed.
         """
-        turn = await self._open(episode)
+        turn = await episode.open()
         if episode.answers and not turn.is_replayable:
             episode.begin_again()
             self._count_recovered("begun again")
@@ -336,16 +368,10 @@ class Rollouter:
                 where = f"prompt {episode.prompt.prompt_id}, sample {episode.sample}"
                 message = f"an environment that was replayed added other tokens; {where}"
                 raise GroupLost(reason, message)
-            turn = await self._environments.step(episode.key, answer)
+            turn = await episode.host.step(episode.key, answer)
         if episode.answers:
             self._count_recovered("replayed")
         return turn
-
-    async def _open(self, episode: Episode) -> EpisodeTurn:
-        return await self._environments.open(episode.key, episode.prompt, episode.sample)
-
-    async def _step(self, episode: Episode) -> EpisodeTurn:
-        return await self._environments.step(episode.key, episode.answers[-1])
 
     def _request(self, episode: Episode, sampling: Sampling, stream: str) -> GenerationRequest:
         room = self._longest - len(episode.tokens)

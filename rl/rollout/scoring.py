@@ -5,6 +5,7 @@ import inspect
 import math
 from collections import abc
 from concurrent.futures import Executor
+from dataclasses import dataclass
 from functools import partial
 from numbers import Real
 from typing import cast, get_args
@@ -12,9 +13,9 @@ from typing import cast, get_args
 import numpy as np
 import torch
 
+from rl.environments.task import RESERVED_METRICS, Score, Task
 from rl.errors import GroupLost, said_by, shown, trace_of
 from rl.metrics import Entry, Reduction, Value
-from rl.tasks.base import RESERVED_METRICS, Score, Task
 from rl.types import Completion, Prompt, Rollout
 
 Scored = list[tuple[str, Score]]
@@ -70,24 +71,23 @@ async def score_awaited(
             each.cancel()
 
 
+@dataclass(frozen=True, slots=True)
 class LocalReward:
-    """Reward of a task in this process."""
+    """Reward of a task in this process. A coroutine function ``score`` runs on the event loop, in
+    at most ``limit`` seconds for a group. Any other function runs in ``thread``.
+    """
 
-    def __init__(self, task: Task, limit: float, thread: Executor):
-        """A coroutine function ``score`` runs on the event loop, in at most ``limit`` seconds for a
-        group. Any other function runs in ``thread``.
-        """
-        self._task = task
-        self._limit = limit
-        self._thread = thread
+    task: Task
+    limit: float
+    thread: Executor
 
     async def score(self, prompt: Prompt, completions: abc.Sequence[Completion]) -> list[Rollout]:
         """Return the group's rollouts. Raises GroupLost as :func:`score_group` does."""
-        if is_async(self._task):
-            scored = await score_awaited(self._task, prompt, completions, limit=self._limit)
+        if is_async(self.task):
+            scored = await score_awaited(self.task, prompt, completions, limit=self.limit)
         else:
-            work = partial(score_group, self._task, prompt, completions)
-            scored = await asyncio.get_running_loop().run_in_executor(self._thread, work)
+            work = partial(score_group, self.task, prompt, completions)
+            scored = await asyncio.get_running_loop().run_in_executor(self.thread, work)
         return rollouts_of(prompt, completions, scored)
 
 

@@ -30,7 +30,8 @@ FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}
 
 def main() -> None:
     """Read the orders, give up all rights that the program must not have, and run it."""
-    orders = marshal.loads(_read_all(0))
+    with open(0, "rb", closefd=False) as stdin:
+        orders = marshal.load(stdin)
     limit_resources(orders)
     if orders["user"] is not None:
         become(orders["user"], orders["search"])
@@ -145,13 +146,6 @@ def _show_error(
 def _write(name: str, text: str) -> None:
     with open(name, "w", encoding="utf-8", errors="surrogatepass", newline="") as file:
         file.write(text)
-
-
-def _read_all(file: int) -> bytes:
-    pieces = []
-    while piece := os.read(file, 1 << 20):
-        pieces.append(piece)
-    return b"".join(pieces)
 
 
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from rl.errors import ConfigError
-from rl.sandbox.limits import Limits, Result
-from rl.sandbox.program import Program, SandboxError
+from rl.sandbox.sandboxed_program import Limits, Program, Result, SandboxError
 from rl.sandbox.seccomp import ARCHITECTURES, seccomp_filter
 
 LAUNCHER = Path(__file__).with_name("launcher.py")

@@ -7,10 +7,10 @@ from rl.actors.hosts import Hosts
 from rl.actors.reward import RewardWorkers
 from rl.actors.trainer import TrainerMesh
 from rl.actors.worker import EngineArguments, WorkerGroup
+from rl.environments.task import Task
 from rl.observe.events import Events
 from rl.session.config import SessionConfig
 from rl.session.placement import Placement
-from rl.tasks.base import Task
 
 
 class Meshes:

@@ -199,8 +199,8 @@ class WeightPush:
             await generator.connect(self._transfer, self._addresses)
 
     async def _publish_each(self) -> None:
-        """Publish each version that was begun. With ``pushes`` in order, the version before must have
-        arrived.
+        """Publish each version that was begun. With ``pushes`` in order, the version before must
+        have arrived.
         """
 
         def may_publish() -> bool:

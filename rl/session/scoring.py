@@ -12,13 +12,13 @@ from typing import Any
 from rl.actors.hosts import Hosts
 from rl.actors.processes import ensure_runtime
 from rl.actors.reward import RewardWorkers, local_rewards
+from rl.environments.protocol import EnvironmentTask
+from rl.environments.task import Task
 from rl.errors import GroupLost
 from rl.model.shape import ModelConfig
 from rl.observe.events import Events, print_warnings
 from rl.rollout.rollouter import Generate, Rollouter
 from rl.session.config import DeadlineConfig
-from rl.tasks.base import Task
-from rl.tasks.environment import EnvironmentTask
 from rl.threads import DaemonThread
 from rl.types import Completion, Prompt, Rollout, Sampling
 

@@ -12,6 +12,7 @@ from rl.actors.hosts import Hosts, gather_hosts
 from rl.actors.processes import ensure_runtime
 from rl.actors.worker import WorkerGroup
 from rl.disk import TemporaryFolder
+from rl.environments.task import Task
 from rl.errors import ActorFailure, RunError, counted, require, shown
 from rl.metrics import Metrics
 from rl.model.activations import Activations
@@ -27,7 +28,6 @@ from rl.session.push import WeightPush
 from rl.session.recovery import Recovery
 from rl.session.router import Router
 from rl.session.scoring import TaskRollouters, rollouter_of
-from rl.tasks.base import Task
 from rl.types import Completion, GenerationRequest, GivenSequence, Prompt, Rollout, Sampling
 
 

@@ -8,10 +8,10 @@ from hashlib import blake2b
 from itertools import islice
 from typing import Annotated, Any
 
+from rl.environments.protocol import EnvironmentTask, MessageEnvironment, Reply, ToolEnvironment
+from rl.environments.tools import Tools
 from rl.errors import RunError
 from rl.rules import at_least
-from rl.tasks.environment import EnvironmentTask, MessageEnvironment, Reply, ToolEnvironment
-from rl.tasks.tools import Tools
 from rl.types import Prompt
 
 HELD_OUT = 8

@@ -1,19 +1,19 @@
 """Tasks of questions that are asked through the chat template of a model."""
 
-import math
 from abc import abstractmethod
 from array import array
 from dataclasses import dataclass
-from hashlib import blake2b
 from itertools import compress
 from operator import not_
 from typing import Annotated, ClassVar, cast
 
-from rl.errors import ConfigError, require
+from rl.data.jsonl import tell_progress
+from rl.data.order import choose_held_out, epoch_index
+from rl.environments.task import Task
+from rl.errors import ConfigError
 from rl.model.shape import ModelConfig
 from rl.model.tokenizer import load_tokenizer, read_stop_token_ids, require_chat_template
 from rl.rules import SHARE
-from rl.tasks.base import Task, epoch_index, tell_progress
 from rl.types import Prompt
 
 CHUNK = 2000  # prompts between two reports of progress
@@ -85,8 +85,9 @@ class ChatTask(Task):
         self.set_tokenizer(tokenizer, read_stop_token_ids(folder, tokenizer))
         if only_scores:
             return
+        texts = [each.question for each in problems]
         named = f"task.{self.field}"
-        held_out = choose_held_out(problems, config.held_out_fraction, named, self.source)
+        held_out = choose_held_out(texts, config.held_out_fraction, named, self.source)
         questions = self._make_questions(problems)
         self.held_out = list(compress(questions, held_out))
         self.train = list(compress(questions, map(not_, held_out)))
@@ -150,24 +151,14 @@ class ChatTask(Task):
             raise ConfigError(problem, field=f"task.{self.field}", fix=fix)
 
 
-def choose_held_out(
-    problems: list[Problem], fraction: float, field: str, source: str
-) -> list[bool]:
-    """Return which problems are for evaluation: those whose questions have the lowest hashes, so
-    that copies of a question stay together. None if ``fraction`` is 0.
-    """
-    rule = "at least 0 and below 1"
-    require(0 <= fraction < 1, f"task.held_out_fraction: {fraction}; it must be {rule}")
-    if fraction == 0:
-        return [False] * len(problems)
-    hashes = [blake2b(each.question.encode(), digest_size=8).digest() for each in problems]
-    different = sorted(set(hashes))
-    require(
-        len(different) >= 2,
-        f"{source} has {len(different)} different question",
-        field=field,
-        fix="it must have 2 or more, one to train on and one held out",
-    )
-    count = min(math.ceil(len(different) * fraction), len(different) - 1)
-    held_out = set(different[:count])
-    return [digest in held_out for digest in hashes]
+class ChatJsonl(ChatTask):
+    """Task of a JSONL file with one question a line. A subclass reads the file and scores."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ChatTask.Config):
+        path: str = ""
+        """JSONL file, one question a line."""
+
+    config: Config
+    field: ClassVar[str] = "path"
+    unit: ClassVar[str] = "line"

@@ -6,10 +6,10 @@ from hashlib import blake2b
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated
 
+from rl.environments.task import Score, Task
 from rl.errors import require
 from rl.model.shape import ModelConfig
 from rl.rules import at_least
-from rl.tasks.base import Score, Task
 from rl.types import Completion, Prompt
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from hashlib import blake2b
 from itertools import islice
 from typing import Annotated, Any
 
+from rl.environments.protocol import EnvironmentTask, MessageEnvironment, Opening, Reply
 from rl.rules import at_least
-from rl.tasks.environment import EnvironmentTask, MessageEnvironment, Opening, Reply
 from rl.types import Prompt
 
 HELD_OUT = 5

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Annotated, Any
 
+from rl.environments.protocol import EnvironmentTask, MessageEnvironment, Reply, ToolEnvironment
+from rl.environments.tools import Tools
 from rl.rules import at_least
-from rl.tasks.environment import EnvironmentTask, MessageEnvironment, Reply, ToolEnvironment
-from rl.tasks.tools import Tools
 from rl.types import Prompt
 
 LARGEST = 99

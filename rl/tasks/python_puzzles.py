@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from rl.data.jsonl import Row, read_rows
+from rl.environments.task import Score
 from rl.errors import shown
 from rl.rules import above, at_least
-from rl.sandbox.limits import Limits
 from rl.sandbox.sandbox import Sandbox, open_sandbox
-from rl.tasks.base import Score
-from rl.tasks.chat import Problem
-from rl.tasks.chat_jsonl import ChatJsonl
+from rl.sandbox.sandboxed_program import Limits
+from rl.tasks.chat import ChatJsonl, Problem
 from rl.types import Completion, Prompt
 
 PROGRAMS = Path(__file__).parent / "puzzles"

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, Any, ClassVar
 
-from rl.data.progress import tell_progress
+from rl.data.jsonl import tell_progress
+from rl.environments.task import Score
 from rl.errors import ConfigError, nearest, require, shown
 from rl.rules import at_least
-from rl.tasks.base import Score
 from rl.tasks.chat import ChatTask, Problem
 from rl.types import Completion, Prompt
 

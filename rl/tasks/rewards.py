@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rl.environments.task import RESERVED_METRICS, Score
 from rl.errors import nearest, require, require_value
-from rl.tasks.base import RESERVED_METRICS, Score
 from rl.types import Completion, Prompt
 
 

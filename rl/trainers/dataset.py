@@ -13,8 +13,8 @@ from rl.config import DatasetConfig, DatasetRunConfig
 from rl.data.examples import Example, Examples
 from rl.data.jsonl import Source
 from rl.data.order import stream_indices
-from rl.dialects.base import Dialect
 from rl.dialects.choose import dialect_or_text
+from rl.dialects.dialect import Dialect
 from rl.errors import RunError, require
 from rl.model.reward_model import describe_stops
 from rl.model.shape import shape_of

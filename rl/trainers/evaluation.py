@@ -6,13 +6,13 @@ import math
 from collections.abc import Callable, Mapping
 
 from rl.config import EvaluationConfig, RLConfig, SamplingRunConfig
+from rl.environments.task import Task
 from rl.errors import ConfigError, GroupLost
 from rl.metrics import Metrics
 from rl.observe.rollouts import Chunk
 from rl.rollout.prompts import eval_prompts
 from rl.session.concurrency import background
 from rl.session.session import Session
-from rl.tasks.base import Task
 from rl.trainers.ledger import Group
 from rl.trainers.run import Run
 from rl.types import Completion, GenerationRequest, Prompt, Sampling

@@ -22,7 +22,7 @@ from rl.data.examples import Examples
 from rl.data.jsonl import Source
 from rl.data.order import epoch_order, step_indices
 from rl.data.preferences import Labelled, Pair, read_labelled, read_preferences
-from rl.dialects.base import Dialect
+from rl.dialects.dialect import Dialect
 from rl.errors import RunError
 from rl.metrics import Metrics
 from rl.trainers.dataset import DatasetTrainer

@@ -10,11 +10,11 @@ from typing import Any, Literal
 import numpy as np
 
 from rl.config import RLConfig
+from rl.environments.task import Task
 from rl.errors import RunError
 from rl.observe.rollouts import Chunk, read_groups
-from rl.rollout.metrics import rollout_metrics
+from rl.rollout.rollout_metrics import rollout_metrics
 from rl.step_folders import ROLLOUTS
-from rl.tasks.base import Task
 from rl.trainers.algorithm import Step
 from rl.trainers.auxiliary_models import AuxiliaryModels
 from rl.trainers.evaluation import Evaluation, EvaluationSchedule, held_out_prompts
@@ -34,9 +34,9 @@ class RLTrainer(Trainer[RLConfig]):
                                           ^                                                  |
                                           +------------------- push <------------------------+
 
-    ``dataset_train`` is a :class:`rl.tasks.base.Task`, by default the one that ``arguments.task``
-    builds; ``dataset_eval`` is a list of prompts, by default the held-out prompts of the task. If
-    a model is lost, the run goes back to the newest checkpoint. Rollouts within the bound stay.
+    ``dataset_train`` is a :class:`Task`, by default the one that ``arguments.task`` builds;
+    ``dataset_eval`` is a list of prompts, by default the held-out prompts of the task. If a model
+    is lost, the run goes back to the newest checkpoint. Rollouts within the bound stay.
     """
 
     dataset_train: Task

@@ -7,13 +7,13 @@ from functools import partial
 from typing import Any
 
 from rl.config import RLConfig
+from rl.environments.task import Task
 from rl.errors import GroupLost, RunError
-from rl.rollout.metrics import Seen, all_equal
 from rl.rollout.prompts import training_prompt
+from rl.rollout.rollout_metrics import Seen, all_equal
 from rl.rollout.rollouter import Generate
 from rl.session.concurrency import Signal, background
 from rl.session.session import Session
-from rl.tasks.base import Task
 from rl.trainers.ledger import Group, Ledger
 
 WINDOW = 100  # groups over which lost ones are counted, or a step's if these are more

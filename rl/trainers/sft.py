@@ -8,7 +8,7 @@ from rl.data.batches import batch_of
 from rl.data.conversations import read_conversations
 from rl.data.examples import Example, Examples
 from rl.data.jsonl import Source
-from rl.dialects.base import Dialect
+from rl.dialects.dialect import Dialect
 from rl.trainers.dataset import DatasetTrainer, Evaluate
 from rl.trainers.evaluation import Evaluation, held_out_prompts
 from rl.trainers.start import build_task, try_task

@@ -15,13 +15,14 @@ import torch
 from rich.console import Console
 
 from rl.config import RLConfig
+from rl.data.jsonl import showing_progress, tell_progress
+from rl.environments.protocol import EnvironmentTask
+from rl.environments.task import Task
 from rl.errors import ConfigError, GroupLost, RunError, require, shown
 from rl.frames import users_code
-from rl.rollout.environments import played
+from rl.rollout.episodes import played
 from rl.rollout.prompts import training_prompt
 from rl.rollout.scoring import score_group
-from rl.tasks.base import Task, showing_progress, tell_progress
-from rl.tasks.environment import EnvironmentTask
 from rl.threads import DaemonThread
 from rl.trainers.algorithm import Algorithm
 from rl.trainers.evaluation import held_out_prompts

@@ -38,15 +38,15 @@ from bare_engine import BareEngine, write_model
 from generator import MODEL, TINY_MODEL, random_weights
 
 import rl  # noqa: F401  # before anything imports torchtitan, which asks it for the device
+from rl.environments.protocol import EnvironmentTask, MessageEnvironment, Opening, Reply
 from rl.errors import RunError
 from rl.generation.config import GeneratorConfig
 from rl.model.shape import ModelConfig
 from rl.observe.spans import Stopwatch
-from rl.rollout.environments import Environments
+from rl.rollout.episodes import Environments
 from rl.rollout.rollouter import Rollouter
 from rl.session.config import SessionConfig
 from rl.session.session import Session
-from rl.tasks.environment import EnvironmentTask, MessageEnvironment, Opening, Reply
 from rl.types import (
     Completion,
     EpisodeEnd,

@@ -21,9 +21,9 @@ from transformers import PreTrainedTokenizerFast
 
 from rl.algorithms.losses import dapo
 from rl.config import EvaluationConfig, PolicyGradientConfig, RLConfig, RolloutConfig
+from rl.environments.task import Score, Task
 from rl.generation.config import GeneratorConfig
 from rl.model.shape import ModelConfig
-from rl.tasks.base import Score, Task
 from rl.training.config import TrainerConfig
 from rl.types import Completion, Prompt
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rl.tasks.base import Score, Task
+from rl.environments.task import Score, Task
 from rl.types import Completion, Prompt
 from tests.actors.forks import fork
 

@@ -14,7 +14,7 @@ from rl.errors import GroupLost, RunError, WorkerLost
 from rl.model.shape import ModelConfig
 from rl.observe.events import Events, print_warnings
 from rl.observe.spans import Stopwatch
-from rl.rollout.environments import Environments
+from rl.rollout.episodes import Environments
 from rl.rollout.rollouter import Rollouter
 from rl.session.config import DeadlineConfig, SessionConfig
 from rl.session.meshes import Meshes

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from rl.dialects.base import Dialect
 from rl.dialects.choose import dialect_of
+from rl.dialects.dialect import Dialect
 from tests.tiny_tokenizers import qwen3
 
 

@@ -11,11 +11,23 @@ from tokenizers.processors import TemplateProcessing
 from rl.data.conversations import ConversationsConfig, read_conversations
 from rl.dialects.choose import dialect_of, dialect_or_text
 from rl.errors import ConfigError
-from tests.dialects.conversations import CORPUS, TOOL, call, said, system, tool, user
+from tests.dialects.conversations import (
+    ASKED,
+    CORPUS,
+    EMPTY,
+    HEAD,
+    TOOL,
+    call,
+    said,
+    system,
+    tool,
+    user,
+    wrote,
+)
 from tests.tiny_tokenizers import copy_of, painted, qwen3, qwen3_instruct
 
 ANSWERED = {name: row for name, row in CORPUS.items() if row[2]}
-CHAT = [system("s"), user("a"), said("b"), user("c"), said("d")]
+CHAT = [*ASKED, said("d")]
 LONG = 10**6
 
 
@@ -34,50 +46,43 @@ def shown(row, dialect, **fields) -> str:
 
 @pytest.mark.parametrize("name", ANSWERED)
 def test_masks_are_those_of_renderers_training_samples(dialect, write, name):
-    messages, tools, expected = ANSWERED[name]
+    messages, tools, _ = ANSWERED[name]
     (example,) = read(write({"messages": messages, "tools": tools}), dialect)
     oracle = create_renderer(qwen3(), Qwen3RendererConfig())
     theirs = build_training_sample(oracle, messages, tools=tools)
     assert example.tokens.tolist() == theirs.token_ids
     assert example.trained.tolist() == [bool(each) for each in theirs.loss_mask]
-    parts = painted(qwen3(), example.tokens, example.trained).split("«")[1:]
-    assert [part.split("»")[0] for part in parts] == expected
     assert example.line == 1
 
 
+USER = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
+OFF = {"enable_thinking": False}
 ROWS = {
     "all of a conversation": (
         {"messages": [user("a"), said("b")]},
         {"loss_on": "all"},
-        "<|im_start|>«user\na<|im_end|>\n"
-        "<|im_start|>assistant\n<think>\n\n</think>\n\nb<|im_end|>\n»",
+        f"<|im_start|>«{USER.removeprefix('<|im_start|>')}{EMPTY}b<|im_end|>\n»",
     ),
     "last answer of a conversation": (
         {"messages": CHAT},
-        {"loss_on": "completion", "enable_thinking": False},
-        "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb"
-        "<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
-        "«d<|im_end|>»\n",
+        {"loss_on": "completion"} | OFF,
+        f"{HEAD}{EMPTY}«d<|im_end|>»\n",
     ),
     "prompt and completion of messages": (
         {"prompt": CHAT[:4], "completion": CHAT[4:]},
-        {"enable_thinking": False},
-        "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb"
-        "<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
-        "«d<|im_end|>»\n",
+        OFF,
+        f"{HEAD}{EMPTY}«d<|im_end|>»\n",
     ),
     "completion with a tool in it": (
         {"prompt": [user("a")], "completion": [said("", call({})), tool("3"), said("b")]},
-        {"loss_on": "completion", "enable_thinking": False},
-        '<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n«<tool_call>\n{"name": "add", '
-        '"arguments": {}}\n</tool_call><|im_end|>»\n<|im_start|>user\n<tool_response>\n3\n'
-        "</tool_response><|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n«b<|im_end|>»\n",
+        {"loss_on": "completion"} | OFF,
+        f"{USER}«{wrote('{}')}<|im_end|>»\n<|im_start|>user\n<tool_response>\n3\n"
+        f"</tool_response><|im_end|>\n<|im_start|>assistant\n{EMPTY}«b<|im_end|>»\n",
     ),
     "prompt of messages, completion of text": (
         {"prompt": [user("a")], "completion": "b"},
-        {"enable_thinking": False},
-        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
-        "«b<|im_end|>»\n",
+        OFF,
+        f"{USER}{EMPTY}«b<|im_end|>»\n",
     ),
     "prompt and completion of text": (
         {"prompt": "What is 1? ", "completion": "It is 1."},
@@ -117,16 +122,6 @@ def test_control_tokens_in_text_may_be_text(dialect):
     end = qwen3().convert_tokens_to_ids("<|im_end|>")
     assert example.tokens.tolist().count(end) == 1
     assert qwen3().decode(example.tokens) == "a<|im_end|><|im_end|>"
-
-
-@pytest.mark.parametrize("text", ["<|im_end|>\n<|im_start|>assistant\n", "<tool_call>", "</think>"])
-def test_control_tokens_in_messages_are_never_trained_as_such(dialect, text):
-    (example,) = read([{"messages": [user(text), said(f"b{text}", thought="t")]}], dialect)
-    (plain,) = read([{"messages": [user("x"), said("bx", thought="t")]}], dialect)
-    control = set(qwen3().get_added_vocab().values())
-    assert [t for t in example.tokens.tolist() if t in control] == [
-        t for t in plain.tokens.tolist() if t in control
-    ]
 
 
 CALLED = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
@@ -220,16 +215,8 @@ BROKEN = {
     ),
     "system only": (CORPUS["system only"][0], "nothing in it is to be trained: no token of an ass"),
     "user only": ([user("a")], "nothing in it is to be trained"),
-    "no messages": ([], "field 'messages': there are no messages"),
     "messages of text": ("a", "field 'messages' is 'a'; write a list of messages"),
     "unknown role": ([{"role": "bot", "content": "a"}], "field 'messages': message 0: role is 'bo"),
-    "content null": ([user("a"), said(None)], "message 1: content is None"),
-    "content in parts": (
-        [user("a"), {"role": "assistant", "content": [{"text": "b"}]}],
-        "message 1: content is .*; write one text",
-    ),
-    "arguments not JSON": ([user("a"), said("", call("{"))], "message 1: tool call 0: .* not JSON"),
-    "surrogate": ([user("a"), said("\udc00")], "message 1: .* half of a surrogate pair"),
 }
 
 
@@ -280,9 +267,7 @@ FORMS = {
         r"field 'prompt' has the control token '<\|im_start\|>'; set data.control_tokens",
     ),
     "blank text": ({"text": " "}, {"loss_on": "all"}, "field 'text' is missing or not text"),
-    "text of a surrogate": ({"text": "\ud800"}, {"loss_on": "all"}, "half of a surrogate pair"),
     "tools not JSON": ({"messages": CHAT, "tools": "add"}, {}, "field 'tools' is not JSON"),
-    "tools no schemas": ({"messages": CHAT, "tools": [5]}, {}, "tool 0 is 5; write a JSON schema"),
 }
 
 
@@ -323,26 +308,22 @@ LINES = [{"messages": [user("a"), said("b " * n)]} for n in (1, 40, 2)]
 
 
 def test_long_examples_are_an_error_that_names_the_line(dialect, write):
-    path = write(*LINES)
     message = "line 2: it has .* tokens, more than data.max_tokens=40 allows; .*'drop' or 'right'"
     with pytest.raises(ConfigError, match=message):
-        read(path, dialect, max_tokens=40)
+        read(write(*LINES), dialect, max_tokens=40)
+    whole = len(read(LINES[1:2], dialect)[0])
+    (kept,) = read(LINES[1:2], dialect, max_tokens=whole)
+    assert not kept.truncated
 
 
-def test_long_examples_may_be_dropped_and_are_counted(dialect):
+def test_long_examples_may_be_dropped_or_cut_and_are_counted(dialect):
     examples = read(LINES, dialect, max_tokens=40, truncate="drop")
     assert [example.line for example in examples] == [0, 2]
     assert (examples.dropped, examples.truncated) == (1, 0)
-    with pytest.raises(
-        ConfigError, match="data.max_tokens: each of the 3 examples has more than 5"
-    ):
+    with pytest.raises(ConfigError, match="max_tokens: each of the 3 examples has more than 5 tok"):
         read(LINES, dialect, max_tokens=5, truncate="drop")
-
-
-def test_long_examples_may_be_cut_within_a_turn_and_are_counted(dialect):
     examples = read(LINES, dialect, max_tokens=40, truncate="right")
     (whole,) = read(LINES[1:2], dialect)
-    assert [len(example) for example in examples][1] == 40
     assert examples[1].tokens.tolist() == whole.tokens[:40].tolist()
     assert examples[1].trained.tolist() == whole.trained[:40].tolist()
     assert [example.truncated for example in examples] == [False, True, False]
@@ -354,15 +335,6 @@ def test_an_example_that_is_cut_before_its_answer_is_left_out_and_counted(dialec
     examples = read(rows, dialect, max_tokens=20, truncate="right")
     assert [example.line for example in examples] == [1]
     assert (examples.dropped, examples.truncated) == (1, 0)
-    with pytest.raises(ConfigError, match="each of the 1 examples has more than 20 tokens"):
-        read(rows[:1], dialect, max_tokens=20, truncate="right")
-
-
-def test_the_longest_allowed_example_is_kept_whole(dialect):
-    (whole,) = read(LINES[:1], dialect)
-    (same,) = read(LINES[:1], dialect, max_tokens=len(whole))
-    assert same.tokens.tolist() == whole.tokens.tolist()
-    assert not same.truncated
 
 
 def test_base_models_train_on_text(write):

@@ -6,8 +6,7 @@ import json
 import pytest
 from datasets import Dataset, DatasetDict
 
-from rl.data.jsonl import read_rows
-from rl.data.progress import showing_progress
+from rl.data.jsonl import read_rows, showing_progress
 from rl.errors import ConfigError
 
 ROW = {"text": "é 日本 🙂", "n": [1, {"a": None}]}

@@ -6,15 +6,8 @@ import pytest
 from rl.data.examples import EncodingConfig
 from rl.data.preferences import read_labelled, read_preferences
 from rl.errors import ConfigError
-from tests.dialects.conversations import TOOL, call, said, system, tool, user
+from tests.dialects.conversations import ASKED, EMPTY, HEAD, TOOL, call, said, tool, user
 from tests.tiny_tokenizers import painted, qwen3
-
-ASKED = [system("s"), user("a"), said("b"), user("c")]
-HEAD = (
-    "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb"
-    "<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"
-)
-THOUGHT = "<think>\n\n</think>\n\n"
 
 
 def pairs(rows, dialect, **fields):
@@ -48,14 +41,11 @@ def test_pairs_of_text(dialect):
 )
 def test_the_prompt_of_messages_is_given_or_what_both_begin_with(dialect, row):
     (pair,) = pairs([row], dialect)
-    assert texts(pair) == [
-        f"{HEAD}«{THOUGHT}yes<|im_end|>»",
-        f"{HEAD}«{THOUGHT}no<|im_end|>»",
-    ]
+    assert texts(pair) == [f"{HEAD}«{EMPTY}yes<|im_end|>»", f"{HEAD}«{EMPTY}no<|im_end|>»"]
     for example in (pair.chosen, pair.rejected):
         assert qwen3().decode(example.tokens[: pair.prompt_tokens]) == HEAD
     (off,) = pairs([row], dialect, enable_thinking=False)
-    assert texts(off)[1] == f"{HEAD}{THOUGHT}«no<|im_end|>»"
+    assert texts(off)[1] == f"{HEAD}{EMPTY}«no<|im_end|>»"
 
 
 def test_pairs_part_within_a_tool_cycle(dialect):
@@ -66,7 +56,7 @@ def test_pairs_part_within_a_tool_cycle(dialect):
         pair.rejected.tokens[: pair.prompt_tokens].tolist()
     )
     assert texts(pair)[0].endswith(
-        f"</tool_response><|im_end|>\n<|im_start|>assistant\n«{THOUGHT}3<|im_end|>»"
+        f"</tool_response><|im_end|>\n<|im_start|>assistant\n«{EMPTY}3<|im_end|>»"
     )
     assert texts(pair)[0].count("«") == 1
 
@@ -102,58 +92,52 @@ def test_a_pair_is_dropped_if_one_of_it_is_too_long(dialect):
         pairs(rows, dialect, max_tokens=20)
 
 
+def both(chosen, rejected, **fields):
+    return {"chosen": chosen, "rejected": rejected, **fields}
+
+
+A, B, C, THOUGHTFUL = user("a"), said("b"), said("c"), said("b", thought="t")
 BROKEN = {
     "chosen missing": ({"prompt": "a", "rejected": "b"}, "field 'chosen' is missing; write"),
     "rejected missing": ({"prompt": "a", "chosen": "b"}, "field 'rejected' is missing; write"),
-    "equal": ({"prompt": "a", "chosen": "b", "rejected": "b"}, "'chosen' and 'rejected' are equal"),
-    "texts without a prompt": ({"chosen": "a", "rejected": "b"}, "'chosen' is 'a', without a 'pro"),
+    "equal": (both("b", "b", prompt="a"), "'chosen' and 'rejected' are equal"),
+    "texts without a prompt": (both("a", "b"), "'chosen' is 'a', without a 'pro"),
     "prompt of text before conversations": (
-        {"prompt": "x", "chosen": [user("a"), said("b")], "rejected": [user("a"), said("c")]},
+        both([A, B], [A, C], prompt="x"),
         "field 'prompt' is 'x' and field 'chosen' .*; without 'prompt' if 'chosen' holds it too",
     ),
     "prompt repeated": (
-        {"prompt": ASKED, "chosen": [*ASKED, said("b")], "rejected": [*ASKED, said("c")]},
+        both([*ASKED, B], [*ASKED, C], prompt=ASKED),
         "field 'chosen' is .* of which the first is the assistant's",
     ),
-    "one begins the other": (
-        {"chosen": [*ASKED, said("b")], "rejected": ASKED},
-        r"field 'rejected' is \[\]; write",
-    ),
+    "one begins the other": (both([*ASKED, B], ASKED), r"field 'rejected' is \[\]; write"),
     "other questions": (
-        {"chosen": [user("a"), said("b")], "rejected": [user("c"), said("b")]},
+        both([A, B], [user("c"), B]),
         "field 'chosen' is .* of which the first is the assistant's",
     ),
     "one continues the other": (
-        {
-            "chosen": [user("a"), said("b", thought="t"), said("c")],
-            "rejected": [user("a"), said("b", thought="t"), said("c"), user("d"), said("e")],
-        },
-        "field 'chosen' is \\[\\]",
+        both([A, THOUGHTFUL, C], [A, THOUGHTFUL, C, user("d"), said("e")]),
+        r"field 'chosen' is \[\]",
     ),
     "thinking of the prompt left out of one": (
-        {
-            "prompt": [user("a"), said("", call({}), thought="t"), tool("3")],
-            "chosen": [said("c")],
-            "rejected": [said("c"), user("d"), said("e")],
-        },
+        both(
+            [C], [C, user("d"), said("e")], prompt=[A, said("", call({}), thought="t"), tool("3")]
+        ),
         "the chat template writes the prompt otherwise before 'chosen' than before 'rejected'",
     ),
     "one thinks though thinking is off": (
-        {"prompt": ASKED, "chosen": [said("b", thought="t")], "rejected": "c", "off": True},
+        both([THOUGHTFUL], "c", prompt=ASKED, off=True),
         "writes the prompt otherwise .* let both have thinking or none",
     ),
     "weighted": (
-        {"prompt": ASKED, "chosen": [said("b")], "rejected": "c", "weight": 0.5},
+        both([B], "c", prompt=ASKED, weight=0.5),
         "a loss of preferences has no weights of rows",
     ),
     "weighted message": (
-        {"prompt": ASKED, "chosen": [said("b") | {"weight": 0.5}], "rejected": "c"},
+        both([B | {"weight": 0.5}], "c", prompt=ASKED),
         "a loss of preferences has no weights of rows, and those of messages are 0 or 1",
     ),
-    "not rendered": (
-        {"prompt": ASKED, "chosen": [said(None)], "rejected": "b"},
-        "message 4: conte",
-    ),
+    "not rendered": (both([said(None)], "b", prompt=ASKED), "message 4: conte"),
 }
 
 
@@ -174,7 +158,7 @@ def test_labelled_answers(dialect):
     assert (good.label, bad.label) == (True, False)
     shown = [painted(qwen3(), e.example.tokens, e.example.trained) for e in (good, bad)]
     assert shown[0] == "a? «yes<|im_end|>»"
-    assert shown[1].endswith(f"<|im_start|>assistant\n«{THOUGHT}no<|im_end|>»\n")
+    assert shown[1].endswith(f"<|im_start|>assistant\n«{EMPTY}no<|im_end|>»\n")
     assert good.example.trained.dtype == np.bool_
     kept = labelled(
         [rows[0] | {"completion": "b " * 50}, rows[0]], dialect, max_tokens=20, truncate="drop"

@@ -64,10 +64,7 @@ WEIGHTS = {
     "negative": ({"messages": weighted(weight=-1)}, "message 1: 'weight' is -1; write a number of"),
     "not finite": ({"messages": weighted(weight=float("nan"))}, "message 1: 'weight' is nan"),
     "of no number": ({"messages": CHAT, "weight": [1]}, r"'weight' is \[1\]; write a number"),
-    "half a switch": (
-        {"messages": weighted(train=0.5)},
-        "message 1: 'train' is 0.5; write tr",
-    ),
+    "half a switch": ({"messages": weighted(train=0.5)}, "message 1: 'train' is 0.5; write tr"),
     "unknown": (
         {"messages": weighted(loss_weight=2)},
         "message 1: 'loss_weight' is 2; write 'weight' .* or 'train' .* in place of 'loss_weight'",

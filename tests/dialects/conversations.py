@@ -44,86 +44,71 @@ def call(arguments: Any, name: str = "add") -> dict[str, Any]:
 NESTED = {"a": 1, "b": {"c": [1, {"d": 'é\n"x"'}], "e": None, "f": True, "g": 1e-7}}
 
 EMPTY = "<think>\n\n</think>\n\n"
-CORPUS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]] | None, list[str]]] = {
-    "one turn": (
-        [user("1 + 2?"), said("3")],
-        None,
-        [f"{EMPTY}3<|im_end|>"],
+
+
+def thought(text: str) -> str:
+    return f"<think>\n{text}\n</think>\n\n"
+
+
+def wrote(arguments: str) -> str:
+    return f'<tool_call>\n{{"name": "add", "arguments": {arguments}}}\n</tool_call>'
+
+
+ASKED = [system("s"), user("a"), said("b"), user("c")]
+HEAD = (
+    "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb"
+    "<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"
+)
+"""Text of ``ASKED`` with the generation prompt."""
+
+Row = tuple[list[dict[str, Any]], list[dict[str, Any]] | None, list[str]]
+
+
+def row(messages: list[dict[str, Any]], *sampled: str, tools: Any = None) -> Row:
+    """Return messages, tools, and the texts that the assistant samples, each with its end."""
+    return messages, tools, [f"{text}<|im_end|>" for text in sampled]
+
+
+CORPUS: dict[str, Row] = {
+    "one turn": row([user("1 + 2?"), said("3")], EMPTY + "3"),
+    "system": row([system("You add."), user("1 + 2?"), said("3.")], EMPTY + "3."),
+    "several turns": row(
+        [user("a"), said("b"), user("c"), said("d"), user("e"), said("f")], "b", "d", EMPTY + "f"
     ),
-    "system": (
-        [system("You add."), user("1 + 2?"), said("3.")],
-        None,
-        [f"{EMPTY}3.<|im_end|>"],
+    "ends with the user": row([user("a"), said("b"), user("c")], "b"),
+    "thinking": row(
+        [user("a"), said("b", thought="Let me\n\nthink.")], thought("Let me\n\nthink.") + "b"
     ),
-    "several turns": (
-        [user("a"), said("b"), user("c"), said("d"), user("e"), said("f")],
-        None,
-        ["b<|im_end|>", "d<|im_end|>", f"{EMPTY}f<|im_end|>"],
-    ),
-    "ends with the user": (
-        [user("a"), said("b"), user("c")],
-        None,
-        ["b<|im_end|>"],
-    ),
-    "thinking": (
-        [user("a"), said("b", thought="Let me\n\nthink.")],
-        None,
-        ["<think>\nLet me\n\nthink.\n</think>\n\nb<|im_end|>"],
-    ),
-    "thinking of earlier turns is left out": (
+    "thinking of earlier turns is left out": row(
         [user("a"), said("b", thought="Old."), user("c"), said("d", thought="New.")],
-        None,
-        ["b<|im_end|>", "<think>\nNew.\n</think>\n\nd<|im_end|>"],
+        "b",
+        thought("New.") + "d",
     ),
-    "thinking within the content": (
-        [user("a"), said("<think>\nHm.\n</think>\n\nb")],
-        None,
-        ["<think>\nHm.\n</think>\n\nb<|im_end|>"],
+    "thinking within the content": row(
+        [user("a"), said("<think>\nHm.\n</think>\n\nb")], thought("Hm.") + "b"
     ),
-    "thinking within the content of an earlier turn": (
-        [user("a"), said("<think>Hm.</think>b"), user("c"), said("d")],
-        None,
-        ["b<|im_end|>", f"{EMPTY}d<|im_end|>"],
+    "thinking within the content of an earlier turn": row(
+        [user("a"), said("<think>Hm.</think>b"), user("c"), said("d")], "b", EMPTY + "d"
     ),
-    "thinking with line ends around": (
-        [user("a"), said("\n\nb", thought="\n\nHm.\n\n")],
-        None,
-        ["<think>\nHm.\n</think>\n\nb<|im_end|>"],
+    "thinking with line ends around": row(
+        [user("a"), said("\n\nb", thought="\n\nHm.\n\n")], thought("Hm.") + "b"
     ),
-    "empty thinking": (
-        [user("a"), said("b", thought="")],
-        None,
-        [f"{EMPTY}b<|im_end|>"],
+    "empty thinking": row([user("a"), said("b", thought="")], EMPTY + "b"),
+    "thinking without content": row([user("a"), said("", thought="Hm.")], thought("Hm.")),
+    "tools without a system message": row([user("a"), said("b")], EMPTY + "b", tools=[TOOL]),
+    "tools with a system message": row(
+        [system("You add."), user("a"), said("b")], EMPTY + "b", tools=[TOOL, TOOL]
     ),
-    "thinking without content": (
-        [user("a"), said("", thought="Hm.")],
-        None,
-        ["<think>\nHm.\n</think>\n\n<|im_end|>"],
-    ),
-    "tools without a system message": (
-        [user("a"), said("b")],
-        [TOOL],
-        [f"{EMPTY}b<|im_end|>"],
-    ),
-    "tools with a system message": (
-        [system("You add."), user("a"), said("b")],
-        [TOOL, TOOL],
-        [f"{EMPTY}b<|im_end|>"],
-    ),
-    "tool call": (
+    "tool call": row(
         [user("a"), said("", call({"a": 1})), tool("3"), said("It is 3.")],
-        [TOOL],
-        [
-            '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>',
-            f"{EMPTY}It is 3.<|im_end|>",
-        ],
+        wrote('{"a": 1}'),
+        EMPTY + "It is 3.",
+        tools=[TOOL],
     ),
-    "content null with tool calls": (
-        [user("a"), said(None, call({"a": 1}))],
-        [TOOL],
-        [f'{EMPTY}<tool_call>\n{{"name": "add", "arguments": {{"a": 1}}}}\n</tool_call><|im_end|>'],
+    "content null with tool calls": row(
+        [user("a"), said(None, call({"a": 1}))], EMPTY + wrote('{"a": 1}'), tools=[TOOL]
     ),
-    "several calls after content": (
+    "several calls after content": row(
         [
             user("a"),
             said("I add.", call({"a": 1}), call({"a": 2})),
@@ -131,14 +116,11 @@ CORPUS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]] | None, list[
             tool("2"),
             said("3"),
         ],
-        [TOOL],
-        [
-            'I add.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>\n'
-            '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call><|im_end|>',
-            f"{EMPTY}3<|im_end|>",
-        ],
+        "I add.\n" + wrote('{"a": 1}') + "\n" + wrote('{"a": 2}'),
+        EMPTY + "3",
+        tools=[TOOL],
     ),
-    "thinking between tool calls": (
+    "thinking between tool calls": row(
         [
             user("a"),
             said("", call({"a": 1}), thought="First."),
@@ -147,80 +129,50 @@ CORPUS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]] | None, list[
             tool("2"),
             said("3", thought="Done."),
         ],
-        [TOOL],
-        [
-            '<think>\nFirst.\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n'
-            "</tool_call><|im_end|>",
-            '<think>\nSecond.\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n'
-            "</tool_call><|im_end|>",
-            "<think>\nDone.\n</think>\n\n3<|im_end|>",
-        ],
+        thought("First.") + wrote('{"a": 1}'),
+        thought("Second.") + wrote('{"a": 2}'),
+        thought("Done.") + "3",
+        tools=[TOOL],
     ),
-    "nested arguments": (
+    "nested arguments": row(
         [user("a"), said("", call(NESTED))],
-        [TOOL],
-        [
-            f'{EMPTY}<tool_call>\n{{"name": "add", "arguments": {{"a": 1, "b": {{"c": [1, '
-            '{"d": "é\\n\\"x\\""}], "e": null, "f": true, "g": 1e-07}}}\n</tool_call><|im_end|>'
-        ],
+        EMPTY
+        + wrote(
+            '{"a": 1, "b": {"c": [1, {"d": "é\\n\\"x\\""}], "e": null, "f": true, "g": 1e-07}}'
+        ),
+        tools=[TOOL],
     ),
-    "arguments as text": (
+    "arguments as text": row(
         [user("a"), said("", call('{"a":1 ,"b":{}}'))],
-        [TOOL],
-        [
-            f'{EMPTY}<tool_call>\n{{"name": "add", "arguments": {{"a":1 ,"b":{{}}}}}}\n'
-            "</tool_call><|im_end|>"
-        ],
+        EMPTY + wrote('{"a":1 ,"b":{}}'),
+        tools=[TOOL],
     ),
-    "arguments with an empty object": (
-        [user("a"), said("", call({}))],
-        [TOOL],
-        [f'{EMPTY}<tool_call>\n{{"name": "add", "arguments": {{}}}}\n</tool_call><|im_end|>'],
+    "arguments with an empty object": row(
+        [user("a"), said("", call({}))], EMPTY + wrote("{}"), tools=[TOOL]
     ),
-    "assistant first": (
-        [said("Hello."), user("a"), said("b")],
-        None,
-        ["Hello.<|im_end|>", f"{EMPTY}b<|im_end|>"],
-    ),
-    "consecutive assistants": (
+    "assistant first": row([said("Hello."), user("a"), said("b")], "Hello.", EMPTY + "b"),
+    "consecutive assistants": row(
         [user("a"), said("b"), said("c", thought="Hm."), said("d")],
-        None,
-        ["b<|im_end|>", "<think>\nHm.\n</think>\n\nc<|im_end|>", f"{EMPTY}d<|im_end|>"],
+        "b",
+        thought("Hm.") + "c",
+        EMPTY + "d",
     ),
-    "assistant only": ([said("b")], None, ["b<|im_end|>"]),
-    "system only": ([system("You add.")], None, []),
-    "system in the middle": (
-        [user("a"), system("Be brief."), said("b")],
-        None,
-        [f"{EMPTY}b<|im_end|>"],
+    "assistant only": row([said("b")], "b"),
+    "system only": row([system("You add.")]),
+    "system in the middle": row([user("a"), system("Be brief."), said("b")], EMPTY + "b"),
+    "user in a row": row([user("a"), user("b"), said("c")], EMPTY + "c"),
+    "tool output first": row([tool("3"), said("b")], "b"),
+    "empty content": row([user(""), said("")], EMPTY),
+    "empty system": row([system(""), user("a"), said("b")], EMPTY + "b"),
+    "unicode": row(
+        [user("日本 🙂 ä é"), said("Ünï 🙂🙂", thought="思う")], thought("思う") + "Ünï 🙂🙂"
     ),
-    "user in a row": (
-        [user("a"), user("b"), said("c")],
-        None,
-        [f"{EMPTY}c<|im_end|>"],
-    ),
-    "tool output first": ([tool("3"), said("b")], None, ["b<|im_end|>"]),
-    "empty content": ([user(""), said("")], None, [f"{EMPTY}<|im_end|>"]),
-    "empty system": ([system(""), user("a"), said("b")], None, [f"{EMPTY}b<|im_end|>"]),
-    "unicode": (
-        [user("日本 🙂 ä é"), said("Ünï 🙂🙂", thought="思う")],
-        None,
-        ["<think>\n思う\n</think>\n\nÜnï 🙂🙂<|im_end|>"],
-    ),
-    "white space at the end": (
-        [user("a  \n\n"), said("b \n ")],
-        None,
-        [f"{EMPTY}b \n <|im_end|>"],
-    ),
-    "very long": (
-        [user("word " * 5000), said("answer " * 5000)],
-        None,
-        [EMPTY + "answer " * 5000 + "<|im_end|>"],
-    ),
-    "many turns": (
+    "white space at the end": row([user("a  \n\n"), said("b \n ")], EMPTY + "b \n "),
+    "very long": row([user("word " * 5000), said("answer " * 5000)], EMPTY + "answer " * 5000 + ""),
+    "many turns": row(
         [each for n in range(100) for each in (user(f"{n}?"), said(f"{n}!"))],
-        None,
-        [*(f"{n}!<|im_end|>" for n in range(99)), f"{EMPTY}99!<|im_end|>"],
+        *(f"{n}!" for n in range(99)),
+        f"{EMPTY}99!",
     ),
 }
 """Messages, tools, and the texts that Qwen3's assistant samples, by the name of the trap."""

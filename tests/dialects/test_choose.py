@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken
 
-from rl.dialects.base import ConversationError
 from rl.dialects.choose import dialect_of, dialect_or_text
+from rl.dialects.dialect import ConversationError
 from rl.dialects.qwen3 import Qwen3Dialect
 from rl.dialects.renderers_adapter import FamilyDialect
 from rl.errors import ConfigError

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from renderers import Qwen3RendererConfig, create_renderer
 
-from rl.dialects.base import ConversationError
+from rl.dialects.dialect import ConversationError
 from rl.dialects.qwen3 import Qwen3Dialect
 from rl.errors import ConfigError
 from tests.dialects.conversations import CORPUS, NESTED, TOOL, call, said, system, tool, user
@@ -38,23 +38,13 @@ def sampled_texts(rendered) -> list[str]:
 
 
 @pytest.mark.parametrize("name", CORPUS)
-def test_tokens_are_those_of_the_chat_template(dialect, name):
-    messages, tools, _ = CORPUS[name]
+def test_tokens_and_masks_are_those_of_the_chat_template_and_of_renderers(dialect, oracle, name):
+    messages, tools, expected = CORPUS[name]
     for prompt, thinking in product((False, True), (False, True)):
         options = {"add_generation_prompt": prompt, "enable_thinking": thinking}
         ours = dialect.render(messages, tools, **options)
         assert ours.tokens.tolist() == from_template(messages, tools, **options)
-
-
-@pytest.mark.parametrize("name", CORPUS)
-def test_sampled_text_is_that_of_the_assistant(dialect, name):
-    messages, tools, expected = CORPUS[name]
     assert sampled_texts(dialect.render(messages, tools)) == expected
-
-
-@pytest.mark.parametrize("name", CORPUS)
-def test_masks_and_messages_are_those_of_renderers(dialect, oracle, name):
-    messages, tools, _ = CORPUS[name]
     assert_same(dialect, oracle, messages, tools)
 
 

@@ -6,8 +6,8 @@ import pytest
 from renderers import Qwen3RendererConfig, create_renderer
 from renderers.base import ToolCallParseStatus
 
-from rl.dialects.base import ConversationError
 from rl.dialects.choose import dialect_of, dialect_or_text
+from rl.dialects.dialect import ConversationError
 from rl.dialects.qwen3 import Qwen3Dialect
 from tests.dialects.adversary import HABITS, Adversary, reply
 from tests.dialects.conversations import TOOL, system, user

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 from rl.cli import find_config
 from rl.config import RLConfig
-from rl.tasks.base import Score
+from rl.environments.protocol import EnvironmentTask, MessageEnvironment, Opening, Reply
+from rl.environments.task import Score
 from rl.tasks.copy_digits import TOKEN, CopyDigits
-from rl.tasks.environment import EnvironmentTask, MessageEnvironment, Opening, Reply
 
 
 class Broken(CopyDigits):

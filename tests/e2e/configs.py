@@ -119,7 +119,7 @@ def agents() -> RLConfig:
 
 def countdown() -> RLConfig:
     """Return a config of two steps of a text environment of gymnasium."""
-    from tests.tasks.countdown import CountdownTask
+    from tests.environments.countdown import CountdownTask
 
     config = guessing()
     config.steps = 2
@@ -129,7 +129,7 @@ def countdown() -> RLConfig:
 
 def skyrl_sums() -> RLConfig:
     """Return a config of two steps of an environment of skyrl-gym."""
-    from tests.tasks.sums import SumsTask
+    from tests.environments.sums import SumsTask
 
     config = countdown()
     config.task = SumsTask.Config(max_turns=3, max_episode_tokens=12 * BLOCK)
@@ -140,7 +140,7 @@ def verifiers_sums() -> RLConfig:
     """Return a config of ten steps of a taskset of verifiers; ``task.path`` and ``task.address``
     have to be given.
     """
-    from rl.tasks.verifiers import VerifiersTask
+    from rl.environments.verifiers import VerifiersTask
 
     config = agents()
     config.steps = 10

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.e2e.runs import TINY
-from tests.tasks.verifiers_server import served
+from tests.environments.verifiers_server import served
 from tests.tiny_tokenizers import make_model
 
 

@@ -21,7 +21,7 @@ USERS = """
     from configs.quickstart import quickstart
     from rl.algorithms.losses import ClippedLoss
     from rl.config import RLConfig
-    from rl.tasks.base import Score
+    from rl.environments.task import Score
     from rl.tasks.copy_digits import CopyDigits
 
     class Careful(ClippedLoss):

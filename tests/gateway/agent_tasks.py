@@ -10,8 +10,8 @@ from pathlib import Path
 
 from openai import AsyncOpenAI, OpenAI, OpenAIError
 
-from rl.tasks.agent import AgentTask
-from rl.tasks.environment import Reply
+from rl.environments.agent import AgentTask
+from rl.environments.protocol import Reply
 from tests.gateway.agents import act
 
 PROGRAM = Path(__file__).with_name("agent_program.py")

@@ -6,13 +6,13 @@ import itertools
 import numpy as np
 import pytest
 
+from rl.environments.agent import MAX_OUTPUT
 from rl.errors import GroupLost
 from rl.model.shape import ModelConfig
 from rl.observe.spans import Stopwatch
-from rl.rollout import environments
-from rl.rollout.environments import Environments
+from rl.rollout import episodes
+from rl.rollout.episodes import Environments
 from rl.rollout.rollouter import Rollouter
-from rl.tasks.agent import MAX_OUTPUT
 from rl.types import Sampling
 from tests.gateway import agent_tasks as agents
 from tests.rollout.test_episodes import Engine
@@ -223,7 +223,7 @@ def test_what_a_command_prints_beyond_a_limit_is_dropped(model, exit_code, tmp_p
 def test_time_of_sampling_does_not_end_an_episode_and_an_agent_without_time_is_lost(
     model, engine_s, agent_s, monkeypatch
 ):
-    monkeypatch.setattr(environments, "time", agents.Clock)
+    monkeypatch.setattr(episodes, "time", agents.Clock)
     (group,), _ = collect(
         model, [0], task=agents.Slow, agent_s=agent_s, episode_s=600.0, engine_s=engine_s
     )

@@ -7,7 +7,7 @@ import signal
 import time
 from dataclasses import dataclass
 
-from rl.tasks.environment import EnvironmentTask, MessageEnvironment, Opening, Reply
+from rl.environments.protocol import EnvironmentTask, MessageEnvironment, Opening, Reply
 from tests.dialects.adversary import reply
 from tests.dialects.conversations import TOOL, system, user
 

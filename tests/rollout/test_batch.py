@@ -8,7 +8,7 @@ import torch
 
 from rl.algorithms.batch import make_batch
 from rl.metrics import Value
-from rl.rollout.metrics import rollout_metrics
+from rl.rollout.rollout_metrics import rollout_metrics
 from rl.sampling_mask import SamplingMask
 from rl.types import Batch, Rollout
 
@@ -32,26 +32,13 @@ def test_columns_are_aligned_with_tokens(groups):
     assert batch.lengths.tolist() == [5, 3, 3, 5]
     assert batch.tokens.tolist() == [1, 2, 7, 8, 9, 1, 2, 6, 4, 5, 5, 4, 3, 2, 1, 9]
     assert batch.loss_weights.tolist() == [0, 0, 1, 1, 1, 0, 0, 1, 0, 1, 1, 0, 1, 1, 1, 1]
-    columns = {name: values.tolist() for name, values in batch.columns.items()}
-    assert columns["behaviour_logprobs"] == [
-        0,
-        0,
-        -7,
-        -8,
-        -9,
-        0,
-        0,
-        -6,
-        0,
-        -5,
-        -5,
-        0,
-        -3,
-        -2,
-        -1,
-        -9,
-    ]
-    assert columns["versions"] == [-1, -1, 3, 4, 5, -1, -1, 3, -1, 3, 4, -1, 3, 4, 5, 6]
+    logprobs = batch.columns["behaviour_logprobs"].tolist()
+    assert logprobs == [0, 0, -7, -8, -9, 0, 0, -6, 0, -5, -5, 0, -3, -2, -1, -9]
+    versions = batch.columns["versions"].tolist()
+    assert versions == [-1, -1, 3, 4, 5, -1, -1, 3, -1, 3, 4, -1, 3, 4, 5, 6]
+    assert (batch.tokens.dtype, batch.lengths.dtype) == (torch.int64, torch.int64)
+    floats = [batch.loss_weights, *batch.columns.values()]
+    assert {values.dtype for values in floats} == {torch.float32}
 
 
 def test_a_rollout_of_two_sequences_weighs_as_much_as_one(rollout):
@@ -94,26 +81,15 @@ def test_advantages_become_a_column_of_sampled_tokens(groups, per_token):
     assert column == [0, 0, 1, 1, 1, 0, 0, -1, 0, 2, 2, 0, 3, 3, 3, 3]
 
 
-def test_dtypes_are_those_of_the_trainer(groups):
-    batch = batch_of(groups, "sequence_mean")
-    assert (batch.tokens.dtype, batch.lengths.dtype) == (torch.int64, torch.int64)
-    assert {values.dtype for values in [batch.loss_weights, *batch.columns.values()]} == {
-        torch.float32
-    }
-
-
-def test_sequence_mean_gives_every_completion_weight_1(groups):
-    batch = batch_of(groups, "sequence_mean")
-    sums = [weights.sum().item() for weights in batch.loss_weights.split(batch.lengths.tolist())]
-    assert sums == pytest.approx([1.0, 1.0, 1.0, 1.0])
-
-
 def test_a_column_is_spread_over_the_tokens_that_count(groups):
     column = batch_of(groups).scatter(torch.arange(1.0, 11.0))
     assert column.tolist() == [0, 0, 1, 2, 3, 0, 0, 4, 0, 5, 6, 0, 7, 8, 9, 10]
 
 
-def test_fixed_length_divides_every_weight_by_the_length(groups):
+def test_weights_are_those_of_the_reduction(groups):
+    batch = batch_of(groups, "sequence_mean")
+    sums = [weights.sum().item() for weights in batch.loss_weights.split(batch.lengths.tolist())]
+    assert sums == pytest.approx([1.0, 1.0, 1.0, 1.0])
     weights = batch_of(groups, "fixed_length").loss_weights
     assert weights.tolist() == [0, 0, *[1 / 8] * 3, 0, 0, 1 / 8, 0, *[1 / 8] * 2, 0, *[1 / 8] * 4]
 
@@ -163,22 +139,11 @@ def test_metrics_of_a_mixture_cover_all_tasks_and_each_task(rollout):
         for pair in ((1.0, 1.0), (0.0, 1.0))
     ]
     metrics = rollout_metrics([sort, *copy])
+    whole = {"mean": 4 / 6, "zero_std_groups": 1 / 3, "correct": 0.5, "words": 4.0}
+    sorting = {"mean": 0.5, "zero_std_groups": 0.0, "correct": 0.0, "words": 4.0}
+    copying = {"mean": 0.75, "zero_std_groups": 0.5, "correct": 0.75}
     assert {name: value for name, value in metrics.items() if name.startswith("reward/")} == {
-        **{
-            "reward/mean": 4 / 6,
-            "reward/zero_std_groups": 1 / 3,
-            "reward/correct": 0.5,
-            "reward/words": 4.0,
-        },
-        **{
-            "reward/sort/mean": 0.5,
-            "reward/sort/zero_std_groups": 0.0,
-            "reward/sort/correct": 0.0,
-            "reward/sort/words": 4.0,
-        },
-        **{
-            "reward/copy/mean": 0.75,
-            "reward/copy/zero_std_groups": 0.5,
-            "reward/copy/correct": 0.75,
-        },
+        **{f"reward/{name}": value for name, value in whole.items()},
+        **{f"reward/sort/{name}": value for name, value in sorting.items()},
+        **{f"reward/copy/{name}": value for name, value in copying.items()},
     }

@@ -3,18 +3,18 @@
 import asyncio
 import itertools
 import random
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from rl.environments.protocol import TokenEnvironment, TokenReply
 from rl.errors import GroupLost
 from rl.model.shape import ModelConfig
 from rl.observe.spans import Stopwatch
-from rl.rollout.environments import Environments
-from rl.rollout.metrics import rollout_metrics
+from rl.rollout.episodes import Environments
+from rl.rollout.rollout_metrics import rollout_metrics
 from rl.rollout.rollouter import Rollouter, derive_seed
-from rl.tasks.environment import TokenEnvironment, TokenReply
 from rl.types import Completion, Sampling
 from tests.dialects.adversary import HABITS, Adversary
 from tests.rollout import moody_environment as moody
@@ -70,13 +70,16 @@ def collect(
     samples=2,
     sampling=SAMPLING,
     task=moody.Moody,
+    host=Environments,
     fewest=0,
     **fields,
 ):
-    """Return the outcome of each prompt, the rollouter and the environments."""
+    """Return the outcome of each prompt, and the rollouter with its warnings. ``host(task)`` holds
+    the environments.
+    """
     fields = {"max_episode_tokens": LONGEST, "step_s": 5.0} | fields
-    task = task.Config(**fields).build(seed=0, model=model)
-    environments = Environments(task)
+    task = task(task.Config(**fields), seed=0, model=model)
+    environments = host(task)
     warnings = []
     rollouter = Rollouter(
         environments=environments,
@@ -89,7 +92,7 @@ def collect(
     work = rollouter.collect(
         prompts, sampling, samples=samples, generate=engine or Engine(), fewest=fewest
     )
-    outcomes = asyncio.run(work)
+    outcomes = asyncio.run(asyncio.wait_for(work, 300))
     assert len(environments) == 0
     rollouter.warnings = warnings
     return outcomes, rollouter
@@ -130,9 +133,10 @@ def test_an_episode_is_the_tokens_that_the_engine_was_fed_and_drew(model):
     assert {"done", "length"} <= reasons
 
 
-def test_rewards_of_the_steps_are_added_and_the_last_step_says_whether_it_is_solved(model):
+@pytest.mark.parametrize("mood", [4, moody.CLOSE_RAISES])
+def test_rewards_of_the_steps_are_added_and_the_last_step_says_whether_it_is_solved(model, mood):
     plain = Engine(habits=["plain"])
-    ((rollout, _),), _ = collect(model, [4], engine=plain)
+    ((rollout, _),), _ = collect(model, [mood], engine=plain)
     assert rollout.stop_reason == "done"
     assert rollout.reward == 1.0
     assert rollout.turn_rewards == (0.25,) * moody.TURNS
@@ -203,11 +207,7 @@ def test_answers_that_the_maximum_length_cut_are_counted(model, max_tokens, shar
         (moody.NO_MESSAGES, "environment was invalid", "there are no messages"),
         (moody.NO_OPENING, "environment was invalid", "reset returned 'hello'"),
         (moody.ASSISTANT, "environment was invalid", "message 0: an assistant's message"),
-        (
-            moody.LONG,
-            "opening too long",
-            "task.max_episode_tokens=900 with room for",
-        ),
+        (moody.LONG, "opening too long", "task.max_episode_tokens=900 with room for"),
     ],
 )
 def test_an_environment_that_fails_costs_its_group_alone(model, mood, reason, words):
@@ -288,15 +288,12 @@ def test_no_more_episodes_are_open_than_the_limit_allows(model, most, largest):
 
 
 def test_all_episodes_of_a_group_may_be_lost(model):
-    (group,), rollouter = collect(model, [moody.RAISES], engine=Engine(habits=["plain"]), fewest=1)
-    assert isinstance(group, GroupLost)
+    (group,), rollouter = collect(
+        model, [4], engine=Engine(["plain"]), fewest=1, max_prompt_tokens=100
+    )
+    assert group.reason == "opening too long"
+    assert "task.max_prompt_tokens=100 allows 100" in str(group)
     assert not rollouter.lost_episodes
-
-
-def test_an_opening_is_as_long_as_the_config_allows(model):
-    (lost,), _ = collect(model, [4], engine=Engine(), max_prompt_tokens=100)
-    assert lost.reason == "opening too long"
-    assert "task.max_prompt_tokens=100 allows 100" in str(lost)
 
 
 @pytest.mark.parametrize("enable_thinking", [True, False])
@@ -306,12 +303,6 @@ def test_an_answer_without_thinking_follows_an_empty_thought(model, enable_think
     prompts = [qwen3().decode(request.prompt_tokens) for ((request, _),) in engine.rounds]
     ends = [prompt.endswith("<think>\n\n</think>\n\n") for prompt in prompts]
     assert ends == [not enable_thinking] * moody.TURNS
-
-
-def test_an_exception_at_the_end_costs_nothing(model):
-    (group,), rollouter = collect(model, [moody.CLOSE_RAISES], engine=Engine(habits=["plain"]))
-    assert [rollout.reward for rollout in group] == [1.0, 1.0]
-    assert rollouter.lost.total() == 0
 
 
 def test_episodes_are_closed_when_sampling_is_cancelled(model):
@@ -375,10 +366,6 @@ class Rewriter(TokenEnvironment):
 
 class Rewritten(moody.Moody):
     """Task whose environment writes prompts in tokens; prompts 100 and above misbehave."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(moody.Moody.Config):
-        pass
 
     def environment(self, prompt, sample):
         return Rewriter(WRONG.get(prompt.prompt_id, ({},))[0])

@@ -51,33 +51,24 @@ def task(answer):
     return digits
 
 
+LIMIT = "task.max_prompt_tokens=6"
+LIST = "expected a list of token ids, at least one"
+KNOWN = "expected token ids of the model's vocabulary, from 0 to 15"
 WRONG = [
     (None, "is None; expected a Prompt"),
     ([4, 5], "is [4, 5]; expected a Prompt"),
-    ({"tokens": None}, "has tokens=None; expected a list of token ids"),
-    ({"tokens": []}, "has tokens=[]; expected a list of token ids, at least one"),
-    ({"tokens": (4, 5)}, "has tokens=(4, 5); expected a list of token ids"),
-    ({"tokens": np.array([4, 5])}, "has tokens=array([4, 5]); expected a list"),
-    ({"tokens": [4, np.int64(5)]}, "has tokens=[4, np.int64(5)]; expected a list"),
-    ({"tokens": [4, True]}, "has tokens=[4, True]; expected a list"),
-    ({"tokens": [4, "5"]}, "has tokens=[4, '5']; expected a list"),
-    (
-        {"tokens": [4, 16]},
-        "has tokens=[4, 16]; expected token ids of the model's vocabulary, from 0 to 15",
-    ),
-    (
-        {"tokens": [-1, 4]},
-        "has tokens=[-1, 4]; expected token ids of the model's vocabulary, from 0 to 15",
-    ),
-    (
-        {"tokens": [4] * 7},
-        (
-            "has tokens=[4, 4, 4, 4, 4, 4, 4]; expected at most 6 tokens, not 7, by "
-            "task.max_prompt_tokens=6"
-        ),
-    ),
-    ({"prompt_id": 5}, "has prompt_id=5; expected 3"),
-    ({"prompt_id": None}, "has prompt_id=None; expected 3"),
+    ({"tokens": None}, f"has tokens=None; {LIST}"),
+    ({"tokens": []}, f"has tokens=[]; {LIST}"),
+    ({"tokens": (4, 5)}, f"has tokens=(4, 5); {LIST}"),
+    ({"tokens": np.array([4, 5])}, f"has tokens=array([4, 5]); {LIST}"),
+    ({"tokens": [4, np.int64(5)]}, f"has tokens=[4, np.int64(5)]; {LIST}"),
+    ({"tokens": [4, True]}, f"has tokens=[4, True]; {LIST}"),
+    ({"tokens": [4, "5"]}, f"has tokens=[4, '5']; {LIST}"),
+    ({"tokens": [4, 16]}, f"has tokens=[4, 16]; {KNOWN}"),
+    ({"tokens": [-1, 4]}, f"has tokens=[-1, 4]; {KNOWN}"),
+    ({"tokens": [4] * 7}, f"has tokens={[4] * 7}; expected at most 6 tokens, not 7, by {LIMIT}"),
+    ({"prompt_id": 5}, "has prompt_id=5; expected NUMBER"),
+    ({"prompt_id": None}, "has prompt_id=None; expected NUMBER"),
     ({"text": None}, "has text=None; expected text"),
     ({"answer": 42}, "has answer=42; expected text"),
     ({"task": None}, "has task=None; expected text"),
@@ -95,19 +86,16 @@ def changed(answer):
 
 
 @pytest.mark.parametrize(("answer", "message"), WRONG, ids=[message for _, message in WRONG])
-def test_a_training_prompt_that_cannot_be_used_is_named(answer, message):
-    with pytest.raises(RunError) as error:
-        training_prompt(task(changed(answer)), 3)
-    assert str(error.value).startswith(f"task: Digits.prompt(3) {message}")
-
-
-@pytest.mark.parametrize(("answer", "message"), WRONG, ids=[message for _, message in WRONG])
-def test_an_evaluation_prompt_that_cannot_be_used_is_named(answer, message):
-    with pytest.raises(RunError) as error:
-        eval_prompts(task(changed(answer)), 4)
+def test_a_prompt_that_cannot_be_used_is_named(answer, message):
     place = "" if isinstance(answer, BaseException) else "[0]"
-    expected = message.replace("expected 3", "expected 0")
-    assert str(error.value).startswith(f"task: Digits.eval_prompts(4){place} {expected}")
+    for ask, number, call in (
+        (training_prompt, 3, "Digits.prompt(3)"),
+        (eval_prompts, 4, f"Digits.eval_prompts(4){place}"),
+    ):
+        with pytest.raises(RunError) as error:
+            ask(task(changed(answer)), number)
+        expected = message.replace("NUMBER", "3" if ask is training_prompt else "0")
+        assert str(error.value).startswith(f"task: {call} {expected}")
 
 
 @pytest.mark.parametrize("answer", [None, (), {}, "abc", [None] * 5])

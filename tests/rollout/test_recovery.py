@@ -5,15 +5,15 @@ import itertools
 
 import pytest
 
+from rl.environments.protocol import Opening
 from rl.errors import GroupLost, WorkerLost
 from rl.model.shape import ModelConfig
-from rl.observe.spans import Stopwatch
-from rl.rollout.environments import Environments
-from rl.rollout.rollouter import MAX_DEATHS, Rollouter
-from rl.tasks.environment import Opening
+from rl.rollout.episodes import Environments
+from rl.rollout.rollouter import MAX_DEATHS
 from rl.types import Sampling
 from tests.dialects.conversations import user
 from tests.rollout import moody_environment as moody
+from tests.rollout import test_episodes
 from tests.rollout.test_episodes import Engine
 from tests.tiny_tokenizers import make_model, qwen3
 
@@ -88,6 +88,9 @@ class Worker:
     async def close(self, keys):
         await self.here.close(keys)
 
+    def __len__(self):
+        return len(self.here)
+
     async def _in(self, key, call):
         turn = await call
         await asyncio.sleep(0.02)
@@ -98,21 +101,19 @@ class Worker:
 
 def collect(model, kind, prompt_ids, *, deaths=(), samples=2):
     """Return the outcome of each prompt, the rollouter, the worker and the engine."""
-    task = Tasks(moody.Moody.Config(max_episode_tokens=LONGEST), seed=0, model=model)
-    task.kind = kind
-    worker = Worker(task, deaths)
-    warnings = []
-    rollouter = Rollouter(
-        environments=worker, longest=LONGEST, seed=3, watch=Stopwatch(), warn=warnings.append
-    )
-    rollouter.warnings = warnings
-    prompts = [task.prompt(prompt_id) for prompt_id in prompt_ids]
+    Tasks.kind = kind
+    workers = []
     engine = Engine(habits=["plain", "cut in text", "invalid JSON"])
-    sampling = Sampling(max_tokens=60)
-    work = rollouter.collect(prompts, sampling, samples=samples, generate=engine)
-    outcomes = asyncio.run(asyncio.wait_for(work, 60))
-    assert len(worker.here) == 0
-    return outcomes, rollouter, worker, engine
+
+    def host(task):
+        workers.append(Worker(task, deaths))
+        return workers[0]
+
+    fields = {"max_episode_tokens": LONGEST, "step_s": 60.0, "sampling": Sampling(max_tokens=60)}
+    outcomes, rollouter = test_episodes.collect(
+        model, prompt_ids, task=Tasks, host=host, engine=engine, samples=samples, **fields
+    )
+    return outcomes, rollouter, workers[0], engine
 
 
 def asked(engine):

@@ -7,11 +7,11 @@ from itertools import product
 
 import pytest
 
+from rl.environments.task import Score
 from rl.errors import GroupLost, RunError
 from rl.observe.spans import Stopwatch
 from rl.rollout.rollouter import Rollouter, derive_seed
 from rl.rollout.scoring import rollouts_of, score_group
-from rl.tasks.base import Score
 from rl.types import Completion, Prompt, Sampling
 
 SAMPLING = Sampling(max_tokens=4, temperature=0.7, stop_token_ids=(2,))
@@ -22,21 +22,25 @@ PROMPTS = [
 
 
 class Echo:
-    """Task with the first token as its reward."""
+    """Task with the first token as its reward, unless it has an error to raise."""
+
+    def __init__(self, error=None):
+        self.error = error
 
     def decode(self, tokens):
         return " ".join(map(str, tokens))
 
     def score(self, prompt, text, completion):
-        return Score(
-            reward=float(text.split()[0]), correct=prompt.prompt_id == 6, metrics={"tokens": 1.0}
-        )
+        if self.error is not None:
+            raise self.error
+        correct = prompt.prompt_id == 6
+        return Score(reward=float(text.split()[0]), correct=correct, metrics={"tokens": 1.0})
 
 
 async def score(prompt, completions):
     if prompt.prompt_id == 9:
         raise GroupLost("reward raised", "nine has no reward")
-    await asyncio.sleep(0.001 * (7 - prompt.prompt_id))  # the first prompt's group is scored last
+    await asyncio.sleep(0.001 * (8 - prompt.prompt_id))  # the first prompt's group is scored last
     return rollouts_of(prompt, completions, score_group(Echo(), prompt, completions))
 
 
@@ -52,23 +56,46 @@ class Recorder:
         self.requests += requests
         await asyncio.sleep(0)
         places = [tuple(map(int, request.request_id.split("/")[-2:])) for request in requests]
-        return [
-            Completion(
-                tokens=[10 * prompt_id + sample], logprobs=[0.0], versions=[0], finish_reason="stop"
-            )
-            for prompt_id, sample in places
-        ]
+        return [Completion.written([10 * prompt_id + sample]) for prompt_id, sample in places]
+
+
+def collect(generate, prompts=PROMPTS, *, seed=0, samples=2, score=score, warn=print, **options):
+    """Return the groups and the rollouter."""
+    rollouter = Rollouter(score, seed=seed, watch=Stopwatch(), warn=warn)
+    work = rollouter.collect(prompts, SAMPLING, samples=samples, generate=generate, **options)
+    return asyncio.run(work), rollouter
+
+
+def test_groups_and_samples_keep_the_order_of_the_prompts_and_are_timed():
+    lost = replace(PROMPTS[0], prompt_id=9)
+    again = replace(PROMPTS[0], prompt_id=8)
+    groups, rollouter = collect(Recorder(), [*PROMPTS, lost, again])
+    error = groups.pop(3)
+    assert (error.reason, str(error)) == ("reward raised", "nine has no reward")
+    assert [[r.reward for r in group] for group in groups] == [
+        [10 * prompt_id, 10 * prompt_id + 1] for prompt_id in (5, 6, 7, 8)
+    ]
+    assert [(r.prompt.prompt_id, r.sample) for r in groups[1]] == [(6, 0), (6, 1)]
+    assert [group[0].text for group in groups] == ["50", "60", "70", "80"]
+    assert groups[1][0].metrics == {"correct": 1.0, "tokens": 1.0}
+    assert groups[0][0].metrics["correct"] == 0.0
+    assert rollouter.watch.lap().keys() > {"timing/generate", "timing/score"}
 
 
 def test_the_first_lost_group_of_each_kind_is_reported_and_all_are_counted():
     async def fail(prompt, completions):
         error = ZeroDivisionError("none today") if prompt.prompt_id % 2 else KeyError("seven")
-        return score_group(Moody(error if prompt.prompt_id < 20 else None), prompt, completions)
+        if prompt.prompt_id >= 20:
+            return score_group(Mute(), prompt, completions)
+        return score_group(Echo(error), prompt, completions)
+
+    class Mute(Echo):
+        def score(self, prompt, text, completion):
+            return None
 
     shown = []
-    rollouter = Rollouter(fail, seed=0, watch=Stopwatch(), warn=shown.append)
     prompts = [replace(PROMPTS[0], prompt_id=prompt_id) for prompt_id in range(24)]
-    groups = asyncio.run(rollouter.collect(prompts, SAMPLING, samples=1, generate=Recorder()))
+    groups, rollouter = collect(Recorder(), prompts, samples=1, score=fail, warn=shown.append)
     assert all(isinstance(group, GroupLost) for group in groups)
     assert rollouter.lost == {
         "reward raised (KeyError)": 10,
@@ -76,47 +103,16 @@ def test_the_first_lost_group_of_each_kind_is_reported_and_all_are_counted():
         "reward was invalid": 4,
     }
     first, second, third = shown
-    assert first.startswith(
-        "the reward of Moody raised KeyError: 'seven'; prompt 0, sample 0, completion "
-        "'0'\nTraceback"
-    )
+    cause = "the reward of Echo raised KeyError: 'seven'; prompt 0, sample 0, completion '0'"
+    assert first.startswith(f"{cause}\nTraceback")
     assert "test_rollouter.py" in first
     assert first.endswith("the group is lost; more groups of this kind are only counted")
-    assert second.startswith("the reward of Moody raised ZeroDivisionError: none today; prompt 1, ")
-    assert third.startswith("the reward of Moody returned None, which is not a Score; prompt 20, ")
-
-
-class Moody(Echo):
-    def __init__(self, error):
-        self.error = error
-
-    def score(self, prompt, text, completion):
-        if self.error:
-            raise self.error
-
-
-def collect(generate, prompts=PROMPTS, *, seed=0, samples=2, **options):
-    rollouter = Rollouter(score, seed=seed, watch=Stopwatch())
-    return asyncio.run(
-        rollouter.collect(prompts, SAMPLING, samples=samples, generate=generate, **options)
-    )
-
-
-def test_groups_and_samples_keep_the_order_of_the_prompts():
-    groups = collect(Recorder())
-    assert [[r.reward for r in group] for group in groups] == [[50, 51], [60, 61], [70, 71]]
-    assert [[(r.prompt.prompt_id, r.sample) for r in group] for group in groups][1] == [
-        (6, 0),
-        (6, 1),
-    ]
-    assert [group[0].text for group in groups] == ["50", "60", "70"]
-    assert groups[1][0].metrics == {"correct": 1.0, "tokens": 1.0}
-    assert groups[0][0].metrics["correct"] == 0.0
+    assert second.startswith("the reward of Echo raised ZeroDivisionError: none today; prompt 1, ")
+    assert third.startswith("the reward of Mute returned None, which is not a Score; prompt 20, ")
 
 
 def test_a_request_is_a_function_of_prompt_id_and_sample_alone():
-    whole = Recorder()
-    parts = Recorder()
+    whole, parts = Recorder(), Recorder()
     collect(whole)
     for prompt in random.Random(0).sample(PROMPTS, 3):
         collect(parts, [prompt])
@@ -124,22 +120,10 @@ def test_a_request_is_a_function_of_prompt_id_and_sample_alone():
     first = whole.requests[0]
     assert first.seed == derive_seed(0, 5, 0)
     assert (first.prompt_tokens, first.sampling) == ([1, 5], SAMPLING)
-
-
-def test_ids_are_unique_and_seeds_differ_by_stream_and_run():
-    recorder = Recorder()
-    collect(recorder)
-    collect(recorder, stream="eval/sampled")
-    assert len({request.request_id for request in recorder.requests}) == 12
-    collect(recorder, seed=1)
-    assert len({request.seed for request in recorder.requests}) == 18
-
-
-def test_sampling_and_scoring_are_timed():
-    watch = Stopwatch()
-    rollouter = Rollouter(score, seed=0, watch=watch)
-    asyncio.run(rollouter.collect(PROMPTS, SAMPLING, samples=2, generate=Recorder()))
-    assert watch.lap().keys() > {"timing/generate", "timing/score"}
+    collect(whole, stream="eval/sampled")
+    assert len({request.request_id for request in whole.requests}) == 12
+    collect(whole, seed=1)
+    assert len({request.seed for request in whole.requests}) == 18
 
 
 def test_a_lost_completion_is_an_error():
@@ -150,24 +134,8 @@ def test_a_lost_completion_is_an_error():
         collect(forgetful)
 
 
-def test_prompts_may_repeat_with_other_prompt_ids():
-    again = [replace(PROMPTS[0], prompt_id=8), PROMPTS[0]]
-    assert [[r.reward for r in group] for group in collect(Recorder(), again, samples=1)] == [
-        [80],
-        [50],
-    ]
-
-
-def test_a_lost_group_is_replaced_by_its_reason():
-    before, lost, after = collect(
-        Recorder(), [PROMPTS[0], replace(PROMPTS[0], prompt_id=9), PROMPTS[1]]
-    )
-    assert isinstance(lost, GroupLost)
-    assert (lost.reason, str(lost)) == ("reward raised", "nine has no reward")
-    assert [rollout.reward for rollout in [*before, *after]] == [50, 51, 60, 61]
-
-
-def test_every_turn_of_every_sample_has_a_unique_seed():
+def test_every_turn_of_every_sample_has_a_unique_seed_that_never_changes():
+    """Runs are a function of their seeds: with new values no old run would be repeatable."""
     streams = ["train", "eval/greedy", "eval/sampled"]
     places = list(product(streams, range(3), range(12), range(12), range(3)))
     seeds = {
@@ -176,9 +144,5 @@ def test_every_turn_of_every_sample_has_a_unique_seed():
     }
     assert len(seeds) == len(places)
     assert all(0 <= seed < 2**63 for seed in seeds)
-
-
-def test_seeds_never_change():
-    """Runs are a function of their seeds: with new values no old run would be repeatable."""
     assert derive_seed(0, 0, 0) == 809641258927754436
     assert derive_seed(1, 23, 4, 5, stream="eval/greedy") == 5802365615274067443

@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 
+from rl.environments.protocol import MessageEnvironment, Opening
+from rl.environments.tools import Tools
 from rl.errors import GroupLost
 from rl.model.shape import ModelConfig
-from rl.rollout.environments import Environments
-from rl.tasks.environment import MessageEnvironment, Opening
-from rl.tasks.tools import Tools
+from rl.rollout.episodes import Environments
 from rl.types import Completion
 from tests.dialects.conversations import user
 from tests.rollout import wild_tools as wild

@@ -15,9 +15,8 @@ import pytest
 
 from rl.errors import ConfigError
 from rl.sandbox import sandbox as module
-from rl.sandbox.limits import Limits
-from rl.sandbox.program import SandboxError, _wait_readable_async
 from rl.sandbox.sandbox import Bubblewrap, Landlock, Unsafe, open_sandbox
+from rl.sandbox.sandboxed_program import Limits, SandboxError, _wait_readable_async
 from rl.sandbox.seccomp import CONDITIONAL, allowed_calls, seccomp_filter
 from tests.needs import cannot_run
 from tests.sandbox.conftest import ROOT
@@ -166,7 +165,7 @@ def cancel_after(turns: int) -> None:
 def test_program_ends_with_its_caller(sandbox, tmp_path):
     name = type(sandbox).__name__
     code = f"""
-from rl.sandbox.limits import Limits
+from rl.sandbox.sandboxed_program import Limits
 from rl.sandbox.sandbox import {name}
 from tests.sandbox.worker import own_launcher
 from pathlib import Path

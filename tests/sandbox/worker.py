@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 
 from rl.sandbox import sandbox
-from rl.sandbox.limits import Limits
 from rl.sandbox.sandbox import LAUNCHER, Bubblewrap, Landlock, Sandbox, Unsafe
+from rl.sandbox.sandboxed_program import Limits
 from tests.sandbox.attacks import ATTACKS, LIMITS, MESSES
 
 AT_ONCE = 4

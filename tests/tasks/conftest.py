@@ -4,6 +4,8 @@ from types import ModuleType
 
 import pytest
 
+from rl.model.shape import ModelConfig
+
 SCRIPT = Path(__file__).parents[2] / "scripts" / "make_tiny_model.py"
 
 
@@ -23,3 +25,8 @@ def tiny(make_tiny_model, tmp_path_factory) -> tuple[Path, Path]:
     data = folder / "problems.jsonl"
     make_tiny_model.main(["--model-dir", str(model), "--data", str(data), "--lines", "60"])
     return model, data
+
+
+@pytest.fixture(scope="session")
+def model(tiny) -> ModelConfig:
+    return ModelConfig(hf_path=str(tiny[0]))

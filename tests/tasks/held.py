@@ -7,9 +7,9 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
+from rl.environments.tools import Tools
 from rl.tasks.calculator import TOOLS, Calculator
 from rl.tasks.guessing_game import GuessingGame
-from rl.tasks.tools import Tools
 
 LONGEST_S = 50.0
 

@@ -1,4 +1,5 @@
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from rl.errors import ConfigError
 from rl.model.shape import ModelConfig
@@ -10,16 +11,6 @@ EOS = TOKEN["<eos>"]
 
 def build(seed=0, model=None, **config):
     return CopyDigits.Config(**config).build(seed=seed, model=model or ModelConfig())
-
-
-def score(task, prompt, tokens):
-    completion = Completion(
-        tokens=tokens,
-        logprobs=[0.0] * len(tokens),
-        versions=[0] * len(tokens),
-        finish_reason="stop",
-    )
-    return task.score(prompt, task.decode(tokens), completion)
 
 
 def test_prompts_are_a_function_of_seed_and_ordinal():
@@ -46,16 +37,17 @@ def test_eval_prompts_differ_and_do_not_depend_on_the_seed(digits):
     assert len({prompt.answer for prompt in prompts}) == len(prompts) > 0
 
 
-def test_tokens_and_text_say_the_same():
+def test_tokens_and_text_say_the_same_also_with_a_tokenizer_that_was_saved(tmp_path):
     task = build()
     prompt = task.prompt(0)
     assert task.tokenizer(prompt.text)["input_ids"] == prompt.tokens
     assert task.decode(prompt.tokens) == prompt.text
     assert task.decode([TOKEN["3"], EOS]) == "3"
-
-
-def test_tensor_parallel_cuts_the_vocabulary_evenly():
-    assert len(WORDS) == len(build().tokenizer) == 16
+    assert len(WORDS) == len(task.tokenizer) == 16
+    task.tokenizer.save_pretrained(tmp_path)
+    loaded = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    assert loaded(prompt.text)["input_ids"] == prompt.tokens
+    assert (loaded.eos_token_id, loaded.pad_token_id) == (EOS, TOKEN["<pad>"])
 
 
 def test_reward_counts_right_places_and_exact_wants_all_of_them():
@@ -75,18 +67,8 @@ def test_reward_counts_right_places_and_exact_wants_all_of_them():
         ([], 0.0, False),
     ]
     for tokens, reward, correct in cases:
-        result = score(task, prompt, tokens)
+        result = task.score(prompt, task.decode(tokens), Completion.written(tokens))
         assert (result.reward, result.correct) == (pytest.approx(reward), correct), tokens
-
-
-def test_the_tokenizer_survives_being_saved(tmp_path):
-    from transformers import PreTrainedTokenizerFast
-
-    task = build()
-    task.tokenizer.save_pretrained(tmp_path)
-    loaded = PreTrainedTokenizerFast.from_pretrained(tmp_path)
-    assert loaded(task.prompt(0).text)["input_ids"] == task.prompt(0).tokens
-    assert (loaded.eos_token_id, loaded.pad_token_id) == (EOS, TOKEN["<pad>"])
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from rl.tasks.math_answer import final_answer, reference_number, same_value
+from rl.tasks.gsm8k_jsonl import final_answer, reference_number, same_value
 
 
 @pytest.mark.parametrize(
@@ -42,27 +42,20 @@ def test_powers_and_factorials_never_reach_the_algebra():
         assert answer is None or answer.isdigit()
 
 
-@pytest.mark.parametrize("answer", ["42", "42.0", "042", "84/2", r"\frac{84}{2}"])
-def test_equal_numbers_are_equal_however_written(answer):
-    assert same_value(answer, "42")
-
-
-@pytest.mark.parametrize("answer", ["43", "-42", "42.01", "1/42", "42/0", "0.42"])
-def test_other_numbers_are_not(answer):
-    assert not same_value(answer, "42")
+@pytest.mark.parametrize(
+    ("answers", "is_same"),
+    [
+        (["42", "42.0", "042", "84/2", r"\frac{84}{2}"], True),
+        (["43", "-42", "42.01", "1/42", "42/0", "0.42"], False),
+    ],
+)
+def test_numbers_are_compared_however_they_are_written(answers, is_same):
+    assert [same_value(answer, "42") for answer in answers] == [is_same] * len(answers)
 
 
 def test_answers_can_be_compared_outside_the_main_thread():
-    results = []
-    threads = [
-        threading.Thread(target=lambda: results.append(same_value("17.50", "35/2")))
-        for _ in range(3)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == [True] * 3
+    with ThreadPoolExecutor(3) as threads:
+        assert [*threads.map(same_value, ["17.50"] * 3, ["35/2"] * 3)] == [True] * 3
 
 
 @pytest.mark.parametrize(

@@ -11,19 +11,20 @@ from hypothesis import strategies as st
 
 from rl.cli import parse_config
 from rl.config import RLConfig
+from rl.data.order import epoch_index
+from rl.environments.task import Score, Task
 from rl.errors import ConfigError, RunError
 from rl.frozen import frozen
 from rl.model.shape import ModelConfig
 from rl.rollout.scoring import is_async, score_group
-from rl.tasks.base import Score, Task, epoch_index
 from rl.tasks.copy_digits import TOKEN, CopyDigits, word_tokenizer
 from rl.tasks.mixture import Mixture, Stage
 from rl.types import Completion, Prompt
 
 
 class Numbers(Task):
-    """Prompt after prompt says its own prompt_id, from ``first`` on; ``held_out`` ones are for
-    evaluation.
+    """Task whose prompts are the numbers from ``first`` on, the ``held_out`` first of them for
+    evaluation too.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -41,22 +42,16 @@ class Numbers(Task):
         self.set_tokenizer(tokenizer, (config.stop,))
 
     def prompt(self, prompt_id):
-        return Prompt(
-            prompt_id=prompt_id, tokens=[0], text="", answer=str(self.config.first + prompt_id)
-        )
+        answer = str(self.config.first + prompt_id)
+        return Prompt(prompt_id=prompt_id, tokens=[0], text="", answer=answer)
 
     def eval_prompts(self, count):
-        return [
-            replace(self.prompt(place), text="held out")
-            for place in range(min(count, self.config.held_out))
-        ]
+        places = range(min(count, self.config.held_out))
+        return [replace(self.prompt(place), text="held out") for place in places]
 
     def score(self, prompt, text, completion):
-        return Score(
-            reward=self.config.first + float(text),
-            correct=text == prompt.answer,
-            metrics={"seen": 1.0},
-        )
+        reward = self.config.first + float(text)
+        return Score(reward=reward, correct=text == prompt.answer)
 
 
 def build(seed=0, **config) -> Mixture:
@@ -65,6 +60,10 @@ def build(seed=0, **config) -> Mixture:
 
 def numbers(*names, **config) -> dict[str, Task.Config]:
     return {name: Numbers.Config(first=1000 * place, **config) for place, name in enumerate(names)}
+
+
+def stage(first_prompt_id, **weights) -> Stage:
+    return Stage(first_prompt_id=first_prompt_id, weights=weights)
 
 
 weights = st.dictionaries(st.sampled_from("abc"), st.floats(0, 10), min_size=1).filter(
@@ -76,21 +75,19 @@ weights = st.dictionaries(st.sampled_from("abc"), st.floats(0, 10), min_size=1).
 @given(
     st.lists(weights, min_size=1, max_size=4),
     st.lists(st.integers(1, 60), min_size=3, max_size=3),
-    st.lists(st.integers(0, 250), max_size=5),
+    st.lists(st.integers(0, 249), max_size=5),
 )
 def test_each_task_shows_its_prompts_in_order_across_stages(stages, lengths, jumps):
     starts = [sum(lengths[:place]) for place in range(1, len(stages))]
-    later = [
-        Stage(first_prompt_id=start, weights=w) for start, w in zip(starts, stages[1:], strict=True)
-    ]
+    later = [stage(start, **w) for start, w in zip(starts, stages[1:], strict=True)]
     config = {"tasks": numbers("a", "b", "c"), "weights": stages[0], "stages": later}
     task = build(**config)
     shown = Counter()
     stream = [task.prompt(prompt_id) for prompt_id in range(250)]
-    for prompt in stream:
+    for prompt_id, prompt in enumerate(stream):
+        assert prompt.prompt_id == prompt_id
         assert prompt.answer == str(1000 * "abc".index(prompt.task) + shown[prompt.task])
         shown[prompt.task] += 1
-    assert [prompt.prompt_id for prompt in stream] == list(range(250))
     for start, end, w in zip([0, *starts], [*starts, 250], stages, strict=True):
         counts = Counter(prompt.task for prompt in stream[start:end])
         shares = {name: weight / sum(w.values()) for name, weight in w.items()}
@@ -99,61 +96,39 @@ def test_each_task_shows_its_prompts_in_order_across_stages(stages, lengths, jum
             bound = 0.5 + share * (shown_at_all - 2) / 2 if share else 0.0
             assert abs(counts[name] - (end - start) * share) <= bound + 1e-9
     fresh = build(**config)  # as after a resume: without state
-    assert [fresh.prompt(prompt_id) for prompt_id in jumps if prompt_id < 250] == [
-        stream[o] for o in jumps if o < 250
-    ]
+    assert [fresh.prompt(prompt_id) for prompt_id in jumps] == [stream[each] for each in jumps]
 
 
 def test_a_far_prompt_is_computed_without_the_earlier_ones():
-    stages = [Stage(first_prompt_id=10**7, weights={"b": 1.0})]
+    stages = [stage(10**7, b=1.0)]
     task = build(tasks=numbers("a", "b"), weights={"a": 0.75, "b": 0.25}, stages=stages)
     assert task.prompt(10**7).answer == str(1000 + 2_500_000)
     assert task.prompt(10**9).answer == str(1000 + 2_500_000 + 990_000_000)
 
 
-def test_a_curriculum_of_digits_goes_from_one_to_three():
-    task = build(
-        tasks={
-            "one": CopyDigits.Config(digits=1),
-            "two": CopyDigits.Config(digits=2),
-            "three": CopyDigits.Config(),
-        },
-        weights={"one": 1.0},
-        stages=[
-            Stage(first_prompt_id=30, weights={"one": 1, "two": 3}),
-            Stage(first_prompt_id=70, weights={"three": 1}),
-        ],
-        max_prompt_tokens=16,
-    )
-    digits = [len(task.prompt(prompt_id).answer.split()) for prompt_id in range(100)]
-    assert digits[:30] == [1] * 30
-    assert Counter(digits[30:70]) == {1: 10, 2: 30}
-    assert digits[70:] == [3] * 30
-    assert task.prompt(80).tokens == task.tokenizer(task.prompt(80).text)["input_ids"]
-    assert task.prompt(80) != build(seed=1, tasks=task.config.tasks, weights={"three": 1}).prompt(
-        80
-    )
-
-
 def test_tasks_without_weights_are_shown_equally():
     task = build(tasks=numbers("a", "b", "c"))
-    assert Counter(task.prompt(prompt_id).task for prompt_id in range(30)) == {
-        "a": 10,
-        "b": 10,
-        "c": 10,
-    }
+    shown = Counter(task.prompt(prompt_id).task for prompt_id in range(30))
+    assert shown == {"a": 10, "b": 10, "c": 10}
+
+
+def test_prompts_of_a_task_are_those_of_its_own_seed():
+    tasks = {"one": CopyDigits.Config(digits=1), "three": CopyDigits.Config()}
+    task = build(tasks=tasks, weights={"one": 1}, stages=[stage(30, three=1)], max_prompt_tokens=16)
+    digits = [len(task.prompt(prompt_id).answer.split()) for prompt_id in range(60)]
+    assert digits == [1] * 30 + [3] * 30
+    assert task.prompt(40).tokens == task.tokenizer(task.prompt(40).text)["input_ids"]
+    other = build(seed=1, tasks=tasks, weights={"three": 1}, max_prompt_tokens=16)
+    assert task.prompt(40) != other.prompt(40)
 
 
 def test_every_task_scores_its_own_also_in_a_mixture_of_mixtures():
-    tasks = {
-        "outer": Mixture.Config(tasks=numbers("a", "b"), weights={"b": 1.0}),
-        "c": Numbers.Config(first=5000),
+    outer = Mixture.Config(tasks=numbers("a", "b"), weights={"b": 1.0})
+    task = build(tasks={"outer": outer, "c": Numbers.Config(first=5000)})
+    silent = Completion.written([])
+    scores = {
+        prompt.task: task.score(prompt, "1000", silent) for prompt in map(task.prompt, range(2))
     }
-    task = build(tasks=tasks)
-    prompts = {prompt.task: prompt for prompt in map(task.prompt, range(2))}
-    assert set(prompts) == {"outer/b", "c"}
-    silent = Completion(tokens=[], logprobs=[], versions=[], finish_reason="stop")
-    scores = {name: task.score(prompt, "1000", silent) for name, prompt in prompts.items()}
     assert {name: (score.reward, score.correct) for name, score in scores.items()} == {
         "outer/b": (2000.0, True),
         "c": (6000.0, False),
@@ -183,31 +158,21 @@ def test_tasks_whose_rewards_are_awaited_mix_with_others():
 
 
 def test_held_out_prompts_are_of_all_tasks_in_proportion_to_their_shares_of_the_stages():
-    config = {
-        "tasks": numbers("a", "b", "c", "never"),
-        "weights": {"a": 1.0},
-        "stages": [Stage(first_prompt_id=9, weights={"b": 3.0, "c": 1.0})],
-    }
+    tasks = numbers("a", "b", "c", "never")
+    config = {"tasks": tasks, "weights": {"a": 1.0}, "stages": [stage(9, b=3.0, c=1.0)]}
     prompts = build(**config).eval_prompts(80)
     assert Counter(prompt.task for prompt in prompts) == {"a": 40, "b": 30, "c": 10}
     assert [prompt.prompt_id for prompt in prompts] == list(range(80))
     assert {prompt.text for prompt in prompts} == {"held out"}
     assert build(seed=3, **config).eval_prompts(20) == prompts[:20]
-
-
-def test_other_tasks_fill_up_if_one_holds_out_too_few():
-    task = build(
-        tasks=numbers("a", held_out=3) | {"b": Numbers.Config(held_out=10)},
-        weights={"a": 9, "b": 1},
-    )
+    few = numbers("a", held_out=3) | {"b": Numbers.Config(held_out=10)}
+    task = build(tasks=few, weights={"a": 9, "b": 1})
     assert Counter(prompt.task for prompt in task.eval_prompts(8)) == {"a": 3, "b": 5}
     assert len(task.eval_prompts(100)) == 13
 
 
 class Listed(Numbers):
-    """Shows the numbers from ``first`` to ``last``, by epochs; every tenth of its own count is held
-    out.
-    """
+    """Shows the numbers from ``first`` to ``last``, by epochs; every tenth is held out."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Numbers.Config):
@@ -221,117 +186,87 @@ class Listed(Numbers):
 
     def prompt(self, prompt_id):
         number = self.train[epoch_index(self.seed, prompt_id, len(self.train))]
-        return Prompt(prompt_id=prompt_id, tokens=[number], text=str(number), answer="")
+        return self._of(prompt_id, number)
 
     def eval_prompts(self, count):
-        numbers = enumerate(self.held_out[:count])
-        return [
-            Prompt(prompt_id=place, tokens=[number], text=str(number), answer="")
-            for place, number in numbers
-        ]
+        return [self._of(place, number) for place, number in enumerate(self.held_out[:count])]
+
+    def _of(self, prompt_id, number):
+        return Prompt(prompt_id=prompt_id, tokens=[number], text=str(number), answer="")
 
 
-def test_no_task_trains_on_held_out_prompts_of_another():
-    tasks = {"a": Listed.Config(), "b": Listed.Config(first=5, last=104)}
-    for config in (
-        tasks,
-        {"a": tasks["a"], "inner": Mixture.Config(tasks={"b": tasks["b"]}, max_prompt_tokens=16)},
-    ):
-        task = build(tasks=config)
-        stream = [task.prompt(prompt_id) for prompt_id in range(1000)]
-        held_out = {prompt.text for prompt in task.eval_prompts(1000)}
-        assert len(held_out) == 20
-        assert not held_out & {prompt.text for prompt in stream}
-        assert Counter(prompt.task[0] for prompt in stream) == {"a": 500, stream[1].task[0]: 500}
-        assert [prompt.prompt_id for prompt in stream] == list(range(1000))
-        assert [task.prompt(prompt_id) for prompt_id in reversed(range(1000))] == stream[::-1]
-        assert len({prompt.text for prompt in stream}) == 85
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_no_task_trains_on_held_out_prompts_of_another(is_nested):
+    first, second = Listed.Config(), Listed.Config(first=5, last=104)
+    if is_nested:
+        second = Mixture.Config(tasks={"b": second}, max_prompt_tokens=16)
+    task = build(tasks={"a": first, "b": second})
+    stream = [task.prompt(prompt_id) for prompt_id in range(1000)]
+    held_out = {prompt.text for prompt in task.eval_prompts(1000)}
+    assert len(held_out) == 20
+    assert not held_out & {prompt.text for prompt in stream}
+    assert Counter(prompt.task[0] for prompt in stream) == {"a": 500, "b": 500}
+    assert [prompt.prompt_id for prompt in stream] == list(range(1000))
+    assert [task.prompt(prompt_id) for prompt_id in reversed(range(1000))] == stream[::-1]
+    assert len({prompt.text for prompt in stream}) == 85
 
 
 def test_a_task_that_another_holds_out_entirely_is_refused_by_name():
     task = build(tasks={"a": Listed.Config(), "b": Listed.Config(last=9)})
     task.tasks["b"].train = [0]
-    with pytest.raises(
-        RunError, match="task.tasks: a holds out for evaluation what b would train on: 100 prompts"
-    ):
+    said = "task.tasks: a holds out for evaluation what b would train on: 100 prompts"
+    with pytest.raises(RunError, match=said):
         task.prompt(1)
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"tasks": {}}, "task.tasks is empty; name at least one"),
-        (
-            {"tasks": numbers("a b")},
-            "task.tasks has the name 'a b'; it must be letters, digits and underscores",
-        ),
-        (
-            {"tasks": numbers("a"), "max_prompt_tokens": 8},
-            "task.tasks.a.max_prompt_tokens is 16; it must be at most task.max_prompt_tokens=8",
-        ),
-        (
-            {"tasks": {"a": CopyDigits.Config(digits=0)}},
-            "task.tasks.a: task.digits: 0 leaves nothing to copy",
-        ),
-        ({"weights": {"c": 1.0}}, "task.weights names 'c'; the tasks are a, b"),
-        ({"weights": {"a": -1.0}}, "task.weights.a is -1.0; it must be 0 or above, and finite"),
-        ({"weights": {"a": float("nan")}}, "task.weights.a is nan; it must be 0 or above"),
-        ({"weights": {"a": float("inf")}}, "task.weights.a is inf; it must be 0 or above"),
-        ({"weights": {"a": 0.0}}, "task.weights is {'a': 0.0}; at least one must be above 0"),
-        (
-            {"stages": [Stage(first_prompt_id=5, weights={})]},
-            "task.stages.0.weights is {}; at least one",
-        ),
-        (
-            {"stages": [Stage(first_prompt_id=0, weights={"a": 1})]},
-            "task.stages.0.first_prompt_id is 0; it must be above 0",
-        ),
-        (
-            {
-                "stages": [
-                    Stage(first_prompt_id=7, weights={"a": 1}),
-                    Stage(first_prompt_id=7, weights={"b": 1}),
-                ]
-            },
-            "task.stages.1.first_prompt_id is 7; it must be above 7",
-        ),
-        (
-            {"stages": [Stage(first_prompt_id=7, weights={"z": 1})]},
-            "task.stages.0.weights names 'z'; the tasks are a, b",
-        ),
-        (
-            {"tasks": {"a": CopyDigits.Config(), "b": Numbers.Config(words=("more",))}},
-            "task.tasks: a and b have different tokenizers",
-        ),
-        (
-            {"tasks": {"a": CopyDigits.Config(), "b": Numbers.Config(stop=3)}},
-            "a and b have different tokenizers",
-        ),
+DIGITS = CopyDigits.Config()
+REFUSED = [
+    ({"tasks": {}}, "task.tasks is empty; name at least one"),
+    ({"tasks": numbers("a b")}, "the name 'a b'; it must be letters, digits and underscores"),
+    (
+        {"tasks": numbers("a"), "max_prompt_tokens": 8},
+        "task.tasks.a.max_prompt_tokens is 16; it must be at most task.max_prompt_tokens=8",
+    ),
+    ({"tasks": {"a": CopyDigits.Config(digits=0)}}, "task.tasks.a: task.digits: 0 leaves nothing"),
+    ({"weights": {"c": 1.0}}, "task.weights names 'c'; the tasks are a, b"),
+    *[
+        ({"weights": {"a": value}}, f"task.weights.a is {value}; it must be 0 or above, and finite")
+        for value in (-1.0, float("nan"), float("inf"))
     ],
-)
+    ({"weights": {"a": 0.0}}, r"task.weights is \{'a': 0.0}; at least one must be above 0"),
+    ({"stages": [stage(5)]}, r"task.stages.0.weights is \{}; at least one"),
+    ({"stages": [stage(0, a=1)]}, "task.stages.0.first_prompt_id is 0; it must be above 0"),
+    ({"stages": [stage(7, a=1), stage(7, b=1)]}, "task.stages.1.first_.* is 7; it must be above 7"),
+    ({"stages": [stage(7, z=1)]}, "task.stages.0.weights names 'z'; the tasks are a, b"),
+    (
+        {"tasks": {"a": DIGITS, "b": Numbers.Config(words=("more",))}},
+        "task.tasks: a and b have different tokenizers",
+    ),
+    ({"tasks": {"a": DIGITS, "b": Numbers.Config(stop=3)}}, "a and b have different tokenizers"),
+]
+
+
+@pytest.mark.parametrize(("config", "message"), REFUSED)
 def test_a_mixture_that_cannot_work_is_refused(config, message):
-    with pytest.raises(ConfigError, match=message.replace("{", r"\{")):
+    with pytest.raises(ConfigError, match=message):
         build(**{"tasks": numbers("a", "b"), **config})
 
 
 def mixed() -> RLConfig:
     """A config with a mixture."""
     tasks = {"one": CopyDigits.Config(digits=1), "two": CopyDigits.Config(digits=2)}
-    stages = [Stage(first_prompt_id=5, weights={"two": 1.0})]
-    return RLConfig(
-        task=Mixture.Config(tasks=tasks, weights={"one": 1.0, "two": 2.0}, stages=stages)
-    )
+    weights = {"one": 1.0, "two": 2.0}
+    return RLConfig(task=Mixture.Config(tasks=tasks, weights=weights, stages=[stage(5, two=1.0)]))
+
+
+def parsed(**fields: str) -> RLConfig:
+    given = [word for name, value in fields.items() for word in (f"--task.{name}", value)]
+    return parse_config(["--config", f"{__name__}.mixed", *given], program="train")[1]
 
 
 def test_fields_of_inner_tasks_weights_and_stages_are_given_on_the_command_line():
-    written = {
-        "task.tasks.one.digits": "4",
-        "task.weights.two": "0.5",
-        "task.stages.0.first_prompt_id": "7",
-        "task.stages.0.weights.two": "3",
-    }
-    arguments = [word for name, value in written.items() for word in (f"--{name}", value)]
-    _, config = parse_config(["--config", f"{__name__}.mixed", *arguments], program="train")
+    first = {"tasks.one.digits": "4", "weights.two": "0.5"}
+    config = parsed(**first, **{"stages.0.first_prompt_id": "7", "stages.0.weights.two": "3"})
     data = frozen(config)["task"]
     assert data["tasks"]["one"] == {
         "type": "rl.tasks.copy_digits.CopyDigits.Config",
@@ -340,12 +275,6 @@ def test_fields_of_inner_tasks_weights_and_stages_are_given_on_the_command_line(
     }
     assert (data["tasks"]["two"]["digits"], data["weights"]) == (2, {"one": 1.0, "two": 0.5})
     assert data["stages"] == [{"first_prompt_id": 7, "weights": {"two": 3.0}}]
-
-
-def test_an_unknown_field_of_an_inner_task_is_answered_with_the_nearest():
-    with pytest.raises(
-        ConfigError, match=r"--task.tasks.one.digit: .*did you mean --task.tasks.one.digits"
-    ):
-        parse_config(
-            ["--config", f"{__name__}.mixed", "--task.tasks.one.digit", "4"], program="train"
-        )
+    said = r"--task.tasks.one.digit: .*did you mean --task.tasks.one.digits"
+    with pytest.raises(ConfigError, match=said):
+        parsed(**{"tasks.one.digit": "4"})

@@ -7,11 +7,12 @@ import pytest
 from rl.errors import ConfigError, GroupLost
 from rl.model.shape import ModelConfig
 from rl.rollout.scoring import score_group
-from rl.sandbox.limits import Limits
 from rl.sandbox.sandbox import Bubblewrap, Landlock, open_sandbox
+from rl.sandbox.sandboxed_program import Limits
 from rl.tasks import python_puzzles
 from rl.tasks.python_puzzles import PythonPuzzles, free_names, last_block, run_tests
 from rl.types import Completion
+from tests.tables import check_rows
 
 LIMITS = Limits(wall_s=30, cpu_s=20)
 ADD = "assert add(1, 2) == 3"
@@ -38,19 +39,12 @@ def build(tiny, tmp_path, *rows, only_scores=False, **config):
 
 
 def score(task, prompt, text):
-    completion = Completion(tokens=[1], logprobs=[0.0], versions=[0], finish_reason="stop")
-    return task.score(prompt, text, completion)
+    return task.score(prompt, text, Completion.written([1]))
 
 
 def test_solution_passes_the_right_tests():
     code = "def add(a, b):\n    return a + b"
-    tests = [
-        ADD,
-        "assert add('a', 'b') == 'ab'",
-        "assert add(1, 2) == 4",
-        "assert sub(1)",
-        "add(1)",
-    ]
+    tests = [ADD, "assert add('a', '') == 'a'", "assert add(1, 2) == 4", "assert sub(1)", "add(1)"]
     assert passed(code, *tests) == [True, True, False, False, False]
 
 
@@ -168,12 +162,11 @@ CHECKS = [
 ]
 
 
-@pytest.mark.parametrize("name", FORGERIES)
-def test_forged_solution_passes_nothing(name):
-    assert passed(FORGERIES[name], *CHECKS) == [False] * len(CHECKS)
+def test_a_forged_solution_passes_nothing_and_an_honest_one_everything():
+    def check(name):
+        assert passed(FORGERIES[name], *CHECKS) == [False] * len(CHECKS)
 
-
-def test_checks_hold_for_an_honest_solution():
+    check_rows(FORGERIES, check)
     assert passed("def add(a, b): return a + b", *CHECKS) == [True] * len(CHECKS)
 
 
@@ -214,8 +207,11 @@ def test_score_is_the_share_of_tests_that_pass(tiny, tmp_path):
     assert (right.reward, right.correct) == (1.0, True)
     assert (half.reward, half.correct, half.metrics["passed"]) == (0.5, False, 0.5)
     assert (none.reward, none.metrics) == (0.0, {"answered": 0.0, "passed": 0.0})
-    task = build(tiny, tmp_path, all_or_nothing=True, only_scores=True)
+    strict = {"all_or_nothing": True, "instruction": "Answer in Python."}
+    task = build(tiny, tmp_path, **strict, only_scores=True)
     assert score(task, prompt, f"```python\ndef {name}(n): return {name[5:]}\n```").reward == 0.0
+    prompt = build(tiny, tmp_path, **strict).prompt(0)
+    assert "(n).\nAnswer in Python." in task.tokenizer.decode(prompt.tokens)
 
 
 @pytest.mark.parametrize(
@@ -240,9 +236,8 @@ def test_failure_of_the_sandbox_drops_the_group(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(task, "decode", lambda tokens: "```python\nx = 1\n```")
     monkeypatch.setattr(task, "sandbox", Landlock())
     monkeypatch.setattr("rl.sandbox.sandbox.PYTHON", "/bin/false")
-    completion = Completion(tokens=[1], logprobs=[0.0], versions=[0], finish_reason="stop")
     with pytest.raises(GroupLost, match="Landlock could not start a program"):
-        score_group(task, prompt, [completion])
+        score_group(task, prompt, [Completion.written([1])])
 
 
 def test_a_solution_has_the_time_and_the_memory_of_the_config(tiny, tmp_path):
@@ -260,12 +255,6 @@ def test_a_solution_has_the_time_and_the_memory_of_the_config(tiny, tmp_path):
     assert reward(fills, memory_mib=200) == 0.0
 
 
-def test_the_instruction_follows_each_puzzle(tiny, tmp_path):
-    task = build(tiny, tmp_path, instruction="Answer in Python.")
-    prompt = task.prompt(0)
-    assert "(n).\nAnswer in Python." in task.tokenizer.decode(prompt.tokens)
-
-
 def test_unsafe_allows_a_host_without_a_sandbox(tiny, tmp_path, monkeypatch):
     for sandbox in (Bubblewrap, Landlock):
         monkeypatch.setattr(sandbox, "complaint", lambda self: "not here")
@@ -274,13 +263,3 @@ def test_unsafe_allows_a_host_without_a_sandbox(tiny, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="no sandbox works on this host"):
         build(tiny, tmp_path)
     assert build(tiny, tmp_path, unsafe=True).sandbox.name == "unsafe"
-
-
-def test_host_without_a_sandbox_is_refused(tiny, tmp_path, monkeypatch):
-    def refuse(*, unsafe):
-        assert not unsafe
-        raise ConfigError("no sandbox works on this host")
-
-    monkeypatch.setattr(python_puzzles, "open_sandbox", refuse)
-    with pytest.raises(ConfigError, match="no sandbox"):
-        build(tiny, tmp_path)

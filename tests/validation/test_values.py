@@ -104,7 +104,7 @@ def test_every_number_of_a_full_config_has_a_rule(config):
 
 
 def test_every_numeric_field_of_algorithms_and_tasks_has_a_rule():
-    rooms = ("rl.algorithms.", "rl.tasks.")
+    rooms = ("rl.algorithms.", "rl.environments.", "rl.tasks.")
     parts = [part for part in every_part(Configurable.Config) if part.__module__.startswith(rooms)]
     assert {ClippedLoss.Config, CISPOLoss.Config, MaskedIS.Config} <= {*parts}
     bare = [

@@ -12,11 +12,11 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
+from rl.environments.protocol import EnvironmentTask, Reply, TokenEnvironment, TokenReply
 from rl.errors import RunError, said_by, shown
 from rl.gateway.gateway import Ask, Gateway, Limits
 from rl.gateway.http import serving
 from rl.gateway.protocol import ApiError, context_exceeded
-from rl.tasks.environment import EnvironmentTask, Reply, TokenEnvironment, TokenReply
 from rl.threads import DaemonThread
 from rl.types import Completion, EpisodeStop, Prompt, Sampling
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import gymnasium
 
-from rl.tasks.gymnasium_text import GymnasiumTask
+from rl.environments.adapters import GymnasiumTask
 
 
 class Countdown(gymnasium.Env):

@@ -5,9 +5,11 @@ from typing import Literal
 
 import pytest
 
+from rl.environments import tools as module
+from rl.environments.tools import Tools, code_tool
 from rl.errors import ConfigError, InfrastructureError
-from rl.sandbox.program import SandboxError
-from rl.tasks.tools import Tools
+from rl.sandbox.sandbox import Bubblewrap, Landlock, open_sandbox
+from rl.sandbox.sandboxed_program import Limits, SandboxError
 
 
 def add(a: int, b: int = 2) -> int:
@@ -41,33 +43,22 @@ def flood() -> str:
     return "x" * 10**6
 
 
-def nothing_json() -> object:
-    """Return something that JSON does not have."""
-    return object
-
-
-TOOLS = Tools([add, wait, rank, fail, leave, flood, nothing_json])
+TOOLS = Tools([add, wait, rank, fail, leave, flood])
 
 
 def test_a_schema_has_name_docstring_and_annotations():
-    assert Tools([add]).schemas == [
-        {
-            "type": "function",
-            "function": {
-                "name": "add",
-                "description": "Return the sum of two numbers.",
-                "parameters": {
-                    "type": "object",
-                    "properties": {
-                        "a": {"type": "integer"},
-                        "b": {"type": "integer", "default": 2},
-                    },
-                    "required": ["a"],
-                    "additionalProperties": False,
-                },
-            },
-        }
-    ]
+    (schema,) = Tools([add]).schemas
+    assert schema["type"] == "function"
+    assert schema["function"] == {
+        "name": "add",
+        "description": "Return the sum of two numbers.",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "b": {"type": "integer", "default": 2}},
+            "required": ["a"],
+            "additionalProperties": False,
+        },
+    }
     properties = Tools([rank]).schemas[0]["function"]["parameters"]["properties"]
     assert properties["order"] == {"enum": ["up", "down"], "type": "string", "default": "up"}
     assert properties["title"] == {"type": "string", "default": ""}
@@ -83,7 +74,10 @@ def test_a_schema_has_name_docstring_and_annotations():
     ],
 )
 def test_a_right_call_is_answered_with_text(name, arguments, answer):
-    assert TOOLS.call(name, arguments) == answer
+    calls = [{"function": {"name": name, "arguments": arguments}}] * 2
+    message = {"role": "assistant", "content": "", "tool_calls": calls}
+    assert TOOLS.answer(message) == [{"role": "tool", "content": answer}] * 2
+    assert TOOLS.answer({"role": "assistant", "content": "42"}) == []
 
 
 @pytest.mark.parametrize(
@@ -129,17 +123,6 @@ def test_a_long_answer_is_cut_off():
     assert len(Tools([flood], max_chars=10).call("flood", {})) < 80
 
 
-def test_a_result_without_a_json_form_is_answered_as_text():
-    assert TOOLS.call("nothing_json", {}) == "\"<class 'object'>\""
-
-
-def test_each_call_of_a_message_has_its_answer():
-    calls = [{"function": {"name": "add", "arguments": {"a": n}}} for n in (1, 2)]
-    answers = TOOLS.answer({"role": "assistant", "content": "", "tool_calls": calls})
-    assert answers == [{"role": "tool", "content": "3"}, {"role": "tool", "content": "4"}]
-    assert TOOLS.answer({"role": "assistant", "content": "42"}) == []
-
-
 def untyped(a):
     """Take anything."""
 
@@ -170,3 +153,31 @@ def test_a_function_that_cannot_be_described_is_refused(functions, words):
     with pytest.raises(ConfigError) as error:
         Tools(functions)
     assert words in str(error.value)
+
+
+def run(code: str, **limits) -> str:
+    """Return what the code tool answers, in the sandbox of this host."""
+    most = Limits(**{"wall_s": 20, "cpu_s": 10, "memory_mib": 300} | limits)
+    return Tools([code_tool(limits=most)]).call("python", {"code": code})
+
+
+def test_a_program_of_the_policy_answers_with_its_output_its_error_and_its_limit():
+    assert run("print(sum(range(10)))\nprint('ü')") == "45\nü"
+    assert run("x = 1") == "(the program printed nothing)"
+    answer = run("print('so far')\n1 / 0")
+    assert answer.startswith("so far\nTraceback")
+    assert answer.endswith("ZeroDivisionError: division by zero\n(exit code 1)")
+    assert "SyntaxError" in run("print(")
+    assert "PermissionError" in run("open('/etc/passwd')")
+    assert "limit of memory" in run("x = bytearray(400 << 20)")
+    answer = run("import time\nprint('ok', flush=True)\ntime.sleep(60)", wall_s=1)
+    assert answer.startswith("ok\n(the program ran into its limit of wall: Limits(wall_s=1,")
+
+
+def test_a_host_without_a_sandbox_is_refused_unless_unsafe(monkeypatch):
+    for sandbox in (Bubblewrap, Landlock):
+        monkeypatch.setattr(sandbox, "complaint", lambda self: "not here")
+    monkeypatch.setattr(module, "open_sandbox", open_sandbox.__wrapped__)
+    with pytest.raises(ConfigError, match="no sandbox works on this host"):
+        code_tool()
+    assert Tools([code_tool(unsafe=True)]).call("python", {"code": "print(1)"}) == "1"

@@ -15,13 +15,12 @@ import zmq
 import zmq.asyncio
 
 from rl.data.jsonl import read_rows
-from rl.data.order import epoch_index
+from rl.data.order import choose_held_out, epoch_index
+from rl.environments.agent import AgentTask, Api
+from rl.environments.protocol import Reply
 from rl.errors import RunError, require_value, shown
 from rl.model.shape import ModelConfig
 from rl.rules import SHARE, SIGNED
-from rl.tasks.agent import AgentTask, Api
-from rl.tasks.chat import Problem, choose_held_out
-from rl.tasks.environment import Reply
 from rl.types import Prompt
 
 ANSWER_S = 30.0
@@ -33,7 +32,7 @@ class VerifiersTask(AgentTask):
     serves.
 
     The server runs where you start it, in a Python environment of its own. It samples by the API of
-    :class:`rl.tasks.agent.AgentTask`, so its host must reach the hosts of the environment workers.
+    :class:`AgentTask`, so its host must reach the hosts of the environment workers.
 
     - The file has the data of each task, as verifiers writes it.
     - The reward is the sum of score × weight over the taskset's rewards. Scores and metrics are
@@ -71,21 +70,22 @@ class VerifiersTask(AgentTask):
         if only_scores:
             return
         rows = [
-            Problem(number=row.line, question=_text_of(row.value), answer=json.dumps(row.value))
+            (_text_of(row.value), json.dumps(row.value))
             for row in read_rows(config.path, field="task.path", form='{"prompt": …, …}')
         ]
-        held_out = choose_held_out(rows, config.held_out_fraction, "task.path", config.path)
+        texts = [text for text, _ in rows]
+        held_out = choose_held_out(texts, config.held_out_fraction, "task.path", config.path)
         self._held_out = [*compress(rows, held_out)]
         self._train = [*compress(rows, map(not_, held_out))]
 
     def prompt(self, prompt_id: int) -> Prompt:
-        row = self._train[epoch_index(self.seed, prompt_id, len(self._train))]
-        return self.seed_prompt(prompt_id, text=row.question, answer=row.answer)
+        text, data = self._train[epoch_index(self.seed, prompt_id, len(self._train))]
+        return self.seed_prompt(prompt_id, text=text, answer=data)
 
     def eval_prompts(self, count: int) -> list[Prompt]:
-        rows = enumerate(self._held_out[:count])
         return [
-            self.seed_prompt(place, text=row.question, answer=row.answer) for place, row in rows
+            self.seed_prompt(place, text=text, answer=data)
+            for place, (text, data) in enumerate(self._held_out[:count])
         ]
 
     async def agent(self, prompt: Prompt, api: Api) -> Reply:

@@ -3,17 +3,18 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NoReturn
 
 from rl.dialects.choose import dialect_of
+from rl.environments.task import Task
+from rl.environments.tools import Tools
 from rl.errors import require
 from rl.metrics import Entry
 from rl.model.shape import ModelConfig
 from rl.model.tokenizer import write_stop_tokens
 from rl.rules import SECONDS, at_least
-from rl.tasks.base import Task
-from rl.tasks.tools import Tools
 from rl.types import Completion, EpisodeStop, Prompt
 
 Message = Mapping[str, Any]
@@ -49,7 +50,7 @@ class Reply:
     """Whether the episode is solved, as counted by evaluation; the last step decides."""
 
     metrics: Mapping[str, Entry] = field(default_factory=dict)
-    """Numbers that replace those of earlier steps, as :attr:`rl.tasks.base.Score.metrics`."""
+    """Numbers that replace those of earlier steps, as :attr:`Score.metrics`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,3 +232,22 @@ class EnvironmentTask(Task):
         raise TypeError(
             f"{type(self).__name__} scores no completions; its environment gives rewards"
         )
+
+
+class SeededTask(EnvironmentTask):
+    """Task whose environments draw their problem from a seed. A prompt holds the seed, in
+    ``answer``.
+
+    All rollouts of a prompt have the same seed. Seeds of training are even and below 2**31, those
+    of evaluation are 1, 3, 5, ….
+    """
+
+    def prompt(self, prompt_id: int) -> Prompt:
+        digest = blake2b(f"{self.seed}/{prompt_id}".encode(), digest_size=4).digest()
+        return self._prompt(prompt_id, int.from_bytes(digest) // 4 * 2)
+
+    def eval_prompts(self, count: int) -> list[Prompt]:
+        return [self._prompt(number, 2 * number + 1) for number in range(count)]
+
+    def _prompt(self, prompt_id: int, seed: int) -> Prompt:
+        return self.seed_prompt(prompt_id, text=f"seed {seed}", answer=str(seed))

@@ -4,26 +4,25 @@ import asyncio
 import inspect
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, get_args
 
 import numpy as np
 
-from rl.dialects.base import ConversationError, ToolCall
-from rl.errors import GroupLost, said_by, shown, trace_of
-from rl.rollout.scoring import InvalidScore, plain_score
-from rl.tasks.base import Score
-from rl.tasks.environment import (
+from rl.dialects.dialect import ConversationError, ToolCall
+from rl.environments.protocol import (
     Environment,
     EnvironmentTask,
-    Message,
     Opening,
     Reply,
     TokenEnvironment,
     TokenReply,
 )
+from rl.environments.task import Score
+from rl.errors import GroupLost, said_by, shown, trace_of
+from rl.rollout.scoring import InvalidScore, plain_score
 from rl.threads import DaemonThread
 from rl.types import (
     MAX_TOP_LOGPROBS,
@@ -87,7 +86,7 @@ class Environments:
     async def open(self, key: int, prompt: Prompt, sample: int) -> EpisodeTurn:
         """Begin an episode; return the tokens before its first answer."""
         episode = self._open[key] = _Episode(prompt, sample)
-        try:
+        async with self._closed_on_failure(key, "reset"):
             make = self._task.environment
             environment = episode.environment = await self._call(episode, make, prompt, sample)
             if not (hasattr(environment, "reset") and hasattr(environment, "step")):
@@ -101,24 +100,30 @@ class Environments:
             episode.tokens = [*first.tokens]
             self._check_opening(episode)
             replayable = getattr(environment, "replayable", False) is True
-            return EpisodeTurn(tokens=[*first.tokens], is_replayable=replayable, **_asked(first))
-        except BaseException:
-            await self.close([key])
-            raise
+        return EpisodeTurn(tokens=[*first.tokens], is_replayable=replayable, **_asked(first))
 
     async def step(self, key: int, answer: Completion) -> EpisodeTurn:
         """Give the environment an answer of the policy; return the tokens before the next answer,
         or the end of the episode, which is closed then.
         """
-        episode = self._open[key]
-        try:
-            turn = await self._answered(episode, answer)
-        except BaseException:
-            await self.close([key])
-            raise
+        async with self._closed_on_failure(key, "step"):
+            turn = await self._answered(self._open[key], answer)
         if turn.end is not None:
             await self.close([key])
         return turn
+
+    @asynccontextmanager
+    async def _closed_on_failure(self, key: int, method: str) -> AsyncIterator[None]:
+        """Close the episode if the block raises an error. ``method`` gave the messages."""
+        episode = self._open[key]
+        try:
+            yield
+        except ConversationError as error:
+            await self.close([key])
+            self._refuse(episode, f"{method} returned messages that cannot be rendered: {error}")
+        except BaseException:
+            await self.close([key])
+            raise
 
     async def close(self, keys: Iterable[int]) -> None:
         """Close the episodes of ``keys`` that are open. Raises nothing."""
@@ -156,7 +161,10 @@ class Environments:
         self._count(episode, step)
         before = [*episode.tokens, *answer]
         if not writes_tokens:
-            more = [] if step.done else self._continued(episode, answer, step.messages)
+            more = []
+            if not step.done:
+                continuation = self._task.dialect.continuation
+                more = continuation(episode.tokens, answer, step.messages, **self._options)
             step = TokenReply(tokens=before + more, done=step.done)
         if step.done:
             return self._end(episode, answer, step.stop_reason)
@@ -217,26 +225,13 @@ class Environments:
     def _rendered(self, episode: _Episode, opening: Any) -> list[int]:
         if not isinstance(opening, Opening):
             self._refuse(episode, f"reset returned {shown(opening)}, which is not an Opening")
-        dialect = self._task.dialect
         tools: Any = opening.tools
         if isinstance(tools, Iterable):
             tools = [*tools] or None
-        try:
-            rendered = dialect.render(
-                opening.messages, tools, add_generation_prompt=True, **self._options
-            )
-        except ConversationError as error:
-            self._refuse(episode, f"reset returned messages that cannot be rendered: {error}")
+        rendered = self._task.dialect.render(
+            opening.messages, tools, add_generation_prompt=True, **self._options
+        )
         return rendered.tokens.tolist()
-
-    def _continued(
-        self, episode: _Episode, answer: list[int], messages: Sequence[Message]
-    ) -> list[int]:
-        dialect = self._task.dialect
-        try:
-            return dialect.continuation(episode.tokens, answer, messages, **self._options)
-        except ConversationError as error:
-            self._refuse(episode, f"step returned messages that cannot be rendered: {error}")
 
     def _limit(self, episode: _Episode, length: int) -> EpisodeStop | None:
         """Return the limit that allows no answer after ``length`` tokens; None if all allow it."""

@@ -1,4 +1,4 @@
-"""Typed Python functions as tools that a policy calls."""
+"""Typed Python functions as tools that a policy calls, and a tool that runs its programs."""
 
 import asyncio
 import inspect
@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rl.errors import ConfigError, RunError, said_by, shown
+from rl.sandbox.sandbox import open_sandbox
+from rl.sandbox.sandboxed_program import Limits, Result
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -156,3 +158,33 @@ def _as_text(result: Any) -> str:
     if isinstance(result, str):
         return result
     return json.dumps(result, ensure_ascii=False, default=str)
+
+
+def code_tool(*, limits: Limits | None = None, unsafe: bool = False) -> Callable[[str], str]:
+    """Return the tool ``python(code)`` for :class:`Tools`.
+
+    Each call runs a program of its own in a sandbox, within ``limits``. Its answer has what the
+    program printed, the end of its error, and the limit that it ran into.
+
+    Raises ConfigError if no sandbox works on this host, unless ``unsafe`` is True: programs can
+    then read and change whatever the run can.
+    """
+    sandbox = open_sandbox(unsafe=unsafe)
+    most = limits or Limits()
+
+    def python(code: str) -> str:
+        """Run a Python program, and return what it prints. It has the standard library, and no
+        network.
+        """
+        return _printed(sandbox.run(code, limits=most), most)
+
+    return python
+
+
+def _printed(result: Result, limits: Limits) -> str:
+    parts = [result.stdout, result.stderr]
+    if result.limit is not None:
+        parts.append(f"(the program ran into its limit of {result.limit}: {limits})")
+    elif result.exit_code:
+        parts.append(f"(exit code {result.exit_code})")
+    return "\n".join(part.rstrip("\n") for part in parts if part) or "(the program printed nothing)"

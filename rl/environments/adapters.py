@@ -1,16 +1,22 @@
-"""Environments of an OpenEnv server."""
+"""Tasks of environments that other packages define: gymnasium, skyrl-gym and OpenEnv."""
 
 import json
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from rl.environments.protocol import (
+    EnvironmentTask,
+    Message,
+    MessageEnvironment,
+    Opening,
+    Reply,
+    SeededTask,
+)
 from rl.errors import ConfigError, RunError, require_value, said_by, shown
 from rl.model.shape import ModelConfig
-from rl.tasks.environment import Message, MessageEnvironment, Opening, Reply
-from rl.tasks.seeded import SeededTask
 from rl.types import Prompt
 
 MAX_BYTES = 2**24
@@ -20,6 +26,125 @@ FIXES = {
     "sessions of the server"
 }
 """Advice for errors of the server, by their code."""
+
+
+class GymnasiumTask(SeededTask):
+    """Task whose episodes are those of an environment with gymnasium's methods. ::
+
+        class Lake(GymnasiumTask):
+            @dataclass(kw_only=True, slots=True)
+            class Config(GymnasiumTask.Config):
+                pass
+
+            def make(self):
+                return gymnasium.make("TextLake-v0")
+
+    - ``reset(seed=…)`` gets the seed of the prompt; its observation is the first message.
+    - ``step`` gets what ``action`` returns for an answer. Its reward is added to that of the
+      episode, which ends if the environment terminates or truncates.
+    - ``info["is_success"]`` of the last step tells whether the episode is solved. Without it, an
+      episode that terminates with a positive reward is solved.
+
+    The package gymnasium is needed only if the environment needs it.
+    """
+
+    @abstractmethod
+    def make(self) -> Any:
+        """Return a new environment. Runs in an environment worker."""
+
+    def action(self, message: Message) -> Any:
+        """Return the action for an answer of the policy; its text if not overridden."""
+        return message["content"]
+
+    def show(self, observation: Any) -> str:
+        """Return an observation as text; ``str(observation)`` if not overridden."""
+        return str(observation)
+
+    def environment(self, prompt: Prompt, sample: int) -> MessageEnvironment:
+        return _GymnasiumEpisode(self, int(prompt.answer))
+
+
+class _GymnasiumEpisode(MessageEnvironment):
+    def __init__(self, task: GymnasiumTask, seed: int):
+        self._task = task
+        self._seed = seed
+        self._environment = task.make()
+
+    def reset(self) -> Opening:
+        observation, _ = self._environment.reset(seed=self._seed)
+        return Opening([self._message(observation)])
+
+    def step(self, message: Message) -> Reply:
+        action = self._task.action(message)
+        observation, reward, terminated, truncated, info = self._environment.step(action)
+        solved = info.get("is_success", terminated and reward > 0)
+        if terminated or truncated:
+            return Reply(reward=float(reward), correct=bool(solved), done=True)
+        return Reply(messages=[self._message(observation)], reward=float(reward))
+
+    def close(self) -> None:
+        self._environment.close()
+
+    def _message(self, observation: Any) -> dict[str, str]:
+        return {"role": "user", "content": self._task.show(observation)}
+
+
+class SkyRLTask(EnvironmentTask):
+    """Task whose episodes are those of a text environment of skyrl-gym. A subclass gives prompts as
+    well. ::
+
+        class Gsm8k(SkyRLTask):
+            ...
+            def make(self, prompt):
+                extras = {"reward_spec": {"ground_truth": prompt.answer}, "max_turns": 4}
+                return skyrl_gym.make("gsm8k_multi_turn", env_config=None, extras=extras)
+
+    - ``init`` gets ``messages(prompt)`` and returns the first messages.
+    - ``step`` gets the text of an answer. ``postprocessed_action`` has no effect, since tokens that
+      were sampled stay as they are.
+    - ``get_metrics()`` gives the metrics at the end; only numbers are kept.
+    - An episode is solved if the reward of its last step is at least ``solved_at``.
+    """
+
+    solved_at = 1.0
+    """Minimum reward of the last step of a solved episode."""
+
+    @abstractmethod
+    def make(self, prompt: Prompt) -> Any:
+        """Return a new environment. Runs in an environment worker."""
+
+    def messages(self, prompt: Prompt) -> Sequence[Message]:
+        """Return the messages that ``init`` gets; the text of the prompt if not overridden."""
+        return [{"role": "user", "content": prompt.text}]
+
+    def environment(self, prompt: Prompt, sample: int) -> MessageEnvironment:
+        return _SkyRLEpisode(self, prompt)
+
+
+class _SkyRLEpisode(MessageEnvironment):
+    def __init__(self, task: SkyRLTask, prompt: Prompt):
+        self._messages = [*task.messages(prompt)]
+        self._solved_at = task.solved_at
+        self._environment = task.make(prompt)
+
+    def reset(self) -> Opening:
+        messages, _ = self._environment.init(self._messages)
+        return Opening(messages)
+
+    def step(self, message: Message) -> Reply:
+        result = self._environment.step(message["content"])
+        reward = float(result["reward"])
+        if not result["done"]:
+            return Reply(messages=result["observations"], reward=reward)
+        metrics = _numbers(self._environment.get_metrics())
+        return Reply(reward=reward, correct=reward >= self._solved_at, metrics=metrics, done=True)
+
+    def close(self) -> None:
+        self._environment.close()
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    return {key: float(each) for key, each in metrics.items() if isinstance(each, int | float)}
 
 
 class OpenEnvTask(SeededTask):
@@ -73,10 +198,10 @@ class OpenEnvTask(SeededTask):
         return json.dumps(observation)
 
     def environment(self, prompt: Prompt, sample: int) -> MessageEnvironment:
-        return _Session(self, int(prompt.answer))
+        return _OpenEnvEpisode(self, int(prompt.answer))
 
 
-class _Session(MessageEnvironment):
+class _OpenEnvEpisode(MessageEnvironment):
     def __init__(self, task: OpenEnvTask, seed: int):
         self._task = task
         self._url = task.config.url

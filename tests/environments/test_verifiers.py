@@ -11,12 +11,11 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from rl.environments import verifiers
+from rl.environments.agent import Api
+from rl.environments.verifiers import VerifiersTask
 from rl.errors import ConfigError, RunError
 from rl.model.shape import ModelConfig
-from rl.tasks import verifiers
-from rl.tasks.agent import Api
-from rl.tasks.verifiers import VerifiersTask
-from tests.tiny_tokenizers import make_model
 
 WAIT_S = 60.0
 API = Api("http://127.0.0.1:1", "episode-1", "key-1")
@@ -58,11 +57,6 @@ class Server:
                 await self.socket.send_multipart([client, name, kind, msgspec.msgpack.encode(row)])
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return ModelConfig(hf_path=str(make_model(tmp_path_factory.mktemp("verifiers"))))
-
-
 @pytest.fixture
 def path(tmp_path):
     rows = [{"idx": n, "prompt": f"What is {n}?", "answer": n} for n in range(20)]
@@ -98,6 +92,7 @@ def test_an_episode_has_the_data_of_its_task_and_the_rewards_of_the_server(
     server = Server(SCORED)
     _, prompt, reply = played(model, path, server, enable_thinking=False, renderer="prime-qwen3")
     assert (reply.reward, reply.correct) == (1.25, True)
+    assert not played(model, path, Server(SCORED), solved_at=1.3)[2].correct
     assert reply.metrics == {"exact": 0.5, "brief": 1.0, "calls": 3.0}
     methods = [method for _, method, _ in server.seen]
     assert methods == ["health", "run"]
@@ -111,11 +106,6 @@ def test_an_episode_has_the_data_of_its_task_and_the_rewards_of_the_server(
         "extra_args": {"session": "episode-1"},
         "chat_template_kwargs": {"enable_thinking": False},
     }
-
-
-def test_an_episode_is_solved_from_a_reward_on(model, path):
-    _, _, reply = played(model, path, Server(SCORED), solved_at=1.3)
-    assert not reply.correct
 
 
 @pytest.mark.parametrize(

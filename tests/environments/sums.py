@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import skyrl_gym
 
-from rl.tasks.skyrl_text import SkyRLTask
+from rl.environments.adapters import SkyRLTask
 
 
 class SumsTask(SkyRLTask):

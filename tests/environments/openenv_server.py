@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from websockets.asyncio.server import serve
 
-from rl.tasks.openenv import OpenEnvTask
+from rl.environments.adapters import OpenEnvTask
 
 
 class Guess(OpenEnvTask):

@@ -1,26 +1,30 @@
-"""Process of a program in the sandbox, from its start to its end."""
+"""Process of a program in the sandbox, from its start to its end: limits, folder, result."""
 
 import asyncio
 import contextlib
 import marshal
 import os
+import secrets
 import select
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rl.errors import RunError
-from rl.sandbox.limits import Limit, Limits, Result
-from rl.sandbox.scratch import Scratch
 
 START_S = 60.0  # for the launcher, on a host that is busy
 END_S = 1.0  # for the kernel, to end killed processes
 LOOK_S = 0.05  # between two looks at limits that the kernel does not enforce
 
+MOST_ENTRIES = 2_000  # more files count as a full disk
 LAST_LINE = 200  # bytes of standard error in which its last line begins
+
+Limit = Literal["wall", "cpu", "memory", "threads", "disk", "output"]
 
 ENDINGS: dict[str, Limit] = {
     "MemoryError": "memory",
@@ -29,6 +33,53 @@ ENDINGS: dict[str, Limit] = {
     "RuntimeError: can't start new thread": "threads",
 }
 """Limits by the exception that ended the program."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Limits of one program. It is one process: it cannot start others."""
+
+    wall_s: float = 5.0
+    """Seconds from the start of the program to its end."""
+
+    cpu_s: int = 2
+    """CPU seconds of all its threads together."""
+
+    memory_mib: int = 512
+    """Address space. The interpreter itself takes about 40 MiB."""
+
+    threads: int = 16
+    """Number of threads, the main thread included."""
+
+    disk_mib: int = 8
+    """Size of one file, and of all files of the program together."""
+
+    output_bytes: int = 16_384
+    """Bytes of standard output, and of standard error, that are returned."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """End of a program."""
+
+    exit_code: int
+    """Exit status of the program; negative: the signal that ended it."""
+
+    stdout: str
+    """Standard output, cut to ``Limits.output_bytes``. Bytes that are not UTF-8 are replaced."""
+
+    stderr: str
+    """Standard error, cut in the same way."""
+
+    limit: Limit | None
+    """Limit that the program ran into. ``wall`` and ``cpu`` ended it; ``output``: it wrote more
+    than is returned. ``memory``, ``threads`` and ``disk`` are mostly derived from the exception
+    that ended the program, so that a program can hide or pretend them.
+    """
+
+    seconds: float
+    """Seconds from the start of the program to its end."""
+
 
 Steps = Generator[tuple[int, float] | Result, Any, None]
 
@@ -204,9 +255,7 @@ class Program:
 def _memory_file(stack: contextlib.ExitStack, content: bytes = b"") -> int:
     file = os.memfd_create("sandbox")
     stack.callback(os.close, file)
-    with open(file, "wb", closefd=False) as stream:
-        stream.write(content)
-    os.lseek(file, 0, os.SEEK_SET)
+    os.pwrite(file, content, 0)
     return file
 
 
@@ -232,3 +281,57 @@ async def _wait_readable_async(fd: int, seconds: float) -> bool:
     finally:
         loop.remove_reader(fd)
     return True
+
+
+class Scratch:
+    """Empty folder, which :meth:`remove` deletes with all its content."""
+
+    def __init__(self) -> None:
+        self.path = tempfile.mkdtemp(prefix="tiller-sandbox-")
+
+    def exceeds(self, most: int) -> bool:
+        """Whether the files take more than ``most`` bytes of disk, or are too many."""
+        size = 0
+        entries = 0
+        folders = [self.path]
+        while folders:
+            try:
+                found = list(os.scandir(folders.pop()))
+            except OSError:  # removed meanwhile, or closed
+                continue
+            entries += len(found)
+            for entry in found:
+                try:
+                    size += entry.stat(follow_symlinks=False).st_blocks * 512
+                except OSError:
+                    continue
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(entry.path)
+            if size > most or entries > MOST_ENTRIES:
+                return True
+        return False
+
+    def remove(self) -> None:
+        """Delete the folder. Its processes must have ended.
+
+        Neither depth, nor modes, nor links of the program's hinder that: what a folder holds is
+        moved to the top before the folder is deleted.
+        """
+        os.chmod(self.path, 0o700)
+        while entries := list(os.scandir(self.path)):
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    self._flatten(entry.path)
+                else:
+                    os.unlink(entry.path)
+        os.rmdir(self.path)
+
+    def _flatten(self, folder: str) -> None:
+        os.chmod(folder, 0o700)
+        for entry in list(os.scandir(folder)):
+            if entry.is_dir(follow_symlinks=False):
+                os.chmod(entry.path, 0o700)
+                os.rename(entry.path, f"{self.path}/{secrets.token_hex(8)}")
+            else:
+                os.unlink(entry.path)
+        os.rmdir(folder)

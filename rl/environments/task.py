@@ -10,9 +10,6 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, cast
 
 from torchtitan.config import Configurable
 
-from rl.data.order import epoch_index as epoch_index
-from rl.data.progress import showing_progress as showing_progress
-from rl.data.progress import tell_progress as tell_progress
 from rl.errors import require, shown
 from rl.metrics import Entry
 from rl.model.shape import ModelConfig, shape_of
@@ -62,7 +59,7 @@ class Task(Configurable, ABC):
                 ...
                 self.set_tokenizer(tokenizer, stop_token_ids=(tokenizer.eos_token_id,))
 
-    Long work calls :func:`tell_progress` regularly. See the methods :meth:`prompt`,
+    Long work calls :func:`rl.data.jsonl.tell_progress` regularly. See the methods :meth:`prompt`,
     :meth:`eval_prompts` and :meth:`score`.
     """
 

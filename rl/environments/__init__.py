@@ -1,0 +1,1 @@
+"""Protocols of tasks and environments, tools, agents, and adapters of other packages."""

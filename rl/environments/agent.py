@@ -154,7 +154,8 @@ class AgentEpisode(TokenEnvironment):
     def __init__(self, task: AgentTask, prompt: Prompt):
         self._task = task
         self._prompt = prompt
-        self._asks: asyncio.Queue[tuple[Ask, asyncio.Future[Completion]]] = asyncio.Queue()
+        self._asks: asyncio.Queue[tuple[Ask, asyncio.Future[Completion]] | None] = asyncio.Queue()
+        """Requests of the agent; None at its end."""
         self._answer: asyncio.Future[Completion] | None = None
         """The answer that the agent waits for."""
         self._turns = 0
@@ -173,6 +174,7 @@ class AgentEpisode(TokenEnvironment):
         self._server.open(self._session, self._sample)
         api = Api(self._server.url, self._session, self._server.key)
         self._agent = asyncio.ensure_future(self._act(api))
+        self._agent.add_done_callback(lambda _: self._asks.put_nowait(None))
         reply = await self._next()
         if reply.done:
             raise RunError("the agent ended without a request")
@@ -195,7 +197,8 @@ class AgentEpisode(TokenEnvironment):
             self._agent.cancel()
             await asyncio.wait([self._agent], timeout=CLOSE_S)
         while not self._asks.empty():
-            self._refuse(self._asks.get_nowait()[1])
+            if (asked := self._asks.get_nowait()) is not None:
+                self._refuse(asked[1])
         if self._answer is not None:
             self._refuse(self._answer)
         self._thread.shutdown()
@@ -221,20 +224,15 @@ class AgentEpisode(TokenEnvironment):
         """Return the next request that may be answered, or the end of the agent."""
         assert self._agent is not None, "reset starts it"
         while True:
-            waiting = asyncio.ensure_future(self._asks.get())
-            try:
-                await asyncio.wait([waiting, self._agent], return_when=asyncio.FIRST_COMPLETED)
-                if self._agent.done():
-                    return self._end(self._agent)
-                ask, self._answer = waiting.result()
-            finally:
-                waiting.cancel()
+            asked = await self._asks.get()
+            if asked is None or self._agent.done():
+                return self._end(self._agent)
+            ask, self._answer = asked
             if not self._refused(ask, self._answer):
-                asked = ask.sampling
                 return TokenReply(
                     tokens=ask.tokens,
-                    max_tokens=asked.max_tokens,
-                    top_logprobs=asked.top_logprobs,
+                    max_tokens=ask.sampling.max_tokens,
+                    top_logprobs=ask.sampling.top_logprobs,
                 )
 
     def _refused(self, ask: Ask, answer: asyncio.Future[Completion]) -> bool:

@@ -68,6 +68,8 @@ class Limits:
 
 @dataclass(eq=False)
 class _Session:
+    name: str
+    """Id; empty for a request without a session."""
     capture: Capture
     used: float = field(default_factory=lambda: time.monotonic())
     """Time of the latest request."""
@@ -137,7 +139,7 @@ class Gateway:
             message = f"{len(self._sessions)} sessions are open; delete those that have ended"
             raise ApiError(429, message, code="too_many_sessions")
         name = name or secrets.token_hex(12)
-        self._sessions[name] = _Session(Capture(self._dialect))
+        self._sessions[name] = _Session(name, Capture(self._dialect))
         return name
 
     def capture(self, name: str) -> Capture:
@@ -169,7 +171,6 @@ class Gateway:
 
         def prepare() -> Work:
             opened = self._opened(capture, request)
-            most = request.max_completion_tokens
 
             def has_call(tokens: list[int]) -> bool:
                 calls = capture.parse(opened, tokens).tool_calls
@@ -182,13 +183,12 @@ class Gateway:
                 message = capture.answer(opened, completion, request.stops)
                 return Choice(prompt=opened.tokens, completion=completion, message=message)
 
-            asks = self._asks(session, name, request, opened.tokens, most=most, top=top)
-            return [(ask, choose) for ask in asks]
+            most = request.max_completion_tokens
+            return self._work_of(session, request, opened.tokens, choose, most=most, top=top)
 
         events = form.chat_events if request.stream else None
-        return Reply(
-            self._answer(session, body, is_retry, prepare), form.chat, events, is_kept=bool(name)
-        )
+        choices = self._answer(session, body, is_retry, prepare)
+        return Reply(choices, form.chat, events, is_kept=bool(name))
 
     def completions(self, name: str, body: bytes, *, is_retry: bool = False) -> Reply:
         """Answer ``/v1/completions``. Raises ApiError."""
@@ -197,20 +197,16 @@ class Gateway:
         form = self._form(request, request.logprobs is not None)
 
         def prepare() -> Work:
-            work = []
+            work: Work = []
             for prompt in request.prompts():
                 tokens, choose = self._completed(session.capture, prompt, request)
-                asks = self._asks(session, name, request, tokens, top=request.logprobs or 0)
-                work += [(ask, choose) for ask in asks]
+                top = request.logprobs or 0
+                work += self._work_of(session, request, tokens, choose, top=top)
             return work
 
         events = form.completion_events if request.stream else None
-        return Reply(
-            self._answer(session, body, is_retry, prepare),
-            form.completions,
-            events,
-            is_kept=bool(name),
-        )
+        choices = self._answer(session, body, is_retry, prepare)
+        return Reply(choices, form.completions, events, is_kept=bool(name))
 
     def generate(self, name: str, body: bytes, *, is_retry: bool = False) -> Reply:
         """Answer ``/inference/v1/generate``. Raises ApiError."""
@@ -225,18 +221,16 @@ class Gateway:
 
         def prepare() -> Work:
             _, choose = self._completed(session.capture, tokens, params)
-            asks = self._asks(session, name, params, tokens)
-            return [(ask, choose) for ask in asks]
+            return self._work_of(session, params, tokens, choose)
 
-        return Reply(
-            self._answer(session, body, is_retry, prepare), form.generated, None, is_kept=bool(name)
-        )
+        choices = self._answer(session, body, is_retry, prepare)
+        return Reply(choices, form.generated, None, is_kept=bool(name))
 
     # Work.
 
     def _session(self, name: str) -> _Session:
         if not name:
-            return _Session(Capture(self._dialect, f"{secrets.token_hex(6)}_"))
+            return _Session(name, Capture(self._dialect, f"{secrets.token_hex(6)}_"))
         self._forget_idle()
         if name not in self._sessions:
             idle = f"deleted, or had no request for {self.limits.session_s:g} s"
@@ -271,16 +265,19 @@ class Gateway:
         except ConversationError as error:
             raise ApiError(400, str(error), code="invalid_value", param="messages") from None
 
-    def _form(self, request: Asked | GenerateRequest, logprobs: bool) -> Form:
-        model = request.model
-        if self.model is not None and model not in (None, self.model):
-            message = f"there is no model {model!r}; this server has {self.model!r}"
+    def require_model(self, name: str | None) -> None:
+        """Raise ApiError if ``name`` is another model than that of the gateway."""
+        if self.model is not None and name not in (None, self.model):
+            message = f"there is no model {name!r}; this server has {self.model!r}"
             raise ApiError(404, message, code="model_not_found", param="model")
+
+    def _form(self, request: Asked | GenerateRequest, logprobs: bool) -> Form:
+        self.require_model(request.model)
         asked = isinstance(request, Asked)
         options = request.stream_options if isinstance(request, Asked) else None
         return Form(
             name=f"{'cmpl' if asked else 'gen'}-{next(self._names)}",
-            model=model or self.model or "policy",
+            model=request.model or self.model or "policy",
             dialect=self._dialect,
             logprobs=logprobs,
             token_ids=asked and bool(getattr(request, "return_token_ids", False)),
@@ -318,16 +315,17 @@ class Gateway:
 
         return opened.tokens, choose
 
-    def _asks(
+    def _work_of(
         self,
         session: _Session,
-        name: str,
         request: Asked | SamplingParams,
         tokens: list[int],
+        choose: Choose,
         *,
         most: int | None = None,
         top: int = 0,
-    ) -> list[Ask]:
+    ) -> Work:
+        """Return the answers to sample after the prompt ``tokens``. Raises ApiError."""
         room = self.longest - len(tokens)
         if not tokens or not all(0 <= token < self._vocab_size for token in tokens):
             message = f"the prompt must have tokens, each below {self._vocab_size}"
@@ -354,8 +352,8 @@ class Gateway:
         )
         seed = secrets.randbits(62) if request.seed is None else request.seed
         return [
-            Ask(session=name, tokens=tokens, sampling=sampling, seed=(seed + number) % 2**63)
-            for number in range(request.n or 1)
+            (Ask(session=session.name, tokens=tokens, sampling=sampling, seed=each % 2**63), choose)
+            for each in range(seed, seed + (request.n or 1))
         ]
 
     def _answer(

@@ -6,6 +6,7 @@ import hmac
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -13,7 +14,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
+from starlette.routing import Mount, Route
 
 from rl.errors import RunError, said_by
 from rl.gateway.answers import DONE, Choice, event
@@ -34,33 +35,37 @@ LOCAL_ORIGIN = re.compile(r"https?://(localhost|127\.\d+\.\d+\.\d+|\[::1\])(:\d+
 RETRY = "x-stainless-retry-count"
 """Header of OpenAI's clients: number of times that a request was repeated."""
 
+COLUMNS = ("tokens", "sampled", "logprobs", "versions")
+"""Columns of a sequence that a client gets."""
+
 Handler = Callable[[Request], Awaitable[Response]]
 
 
 def make_app(gateway: Gateway, key: str | None) -> Starlette:
     """Return the routes of ``gateway``. With a ``key``, every request needs it."""
-    routes = _Routes(gateway, key)
-    sessions = "/sessions/{session}"
-    table: list[tuple[str, Handler, str]] = [
-        ("/sessions", routes.open_session, "POST"),
-        (sessions, routes.read_session, "GET"),
-        (sessions, routes.close_session, "DELETE"),
+    checks = _Endpoints(gateway, key)
+    api = [
+        checks.route("/v1/models", checks.models),
+        checks.route("/v1/models/{model:path}", checks.model),
+        checks.route("/v1/chat/completions", partial(checks.answer, gateway.chat), "POST"),
+        checks.route("/v1/completions", partial(checks.answer, gateway.completions), "POST"),
+        checks.route("/inference/v1/generate", partial(checks.answer, gateway.generate), "POST"),
     ]
-    health = Route("/health", _health, methods=["GET"])
-    for prefix in ("", sessions):
-        table += [
-            (f"{prefix}/v1/models", routes.models, "GET"),
-            (f"{prefix}/v1/models/{{model:path}}", routes.model, "GET"),
-            (f"{prefix}/v1/chat/completions", routes.chat, "POST"),
-            (f"{prefix}/v1/completions", routes.completions, "POST"),
-            (f"{prefix}/inference/v1/generate", routes.generate, "POST"),
-        ]
+    session = "/sessions/{session}"
     return Starlette(
         routes=[
-            health,
-            *(Route(path, routes.checked(do), methods=[verb]) for path, do, verb in table),
+            Route("/health", _health),
+            *api,
+            checks.route("/sessions", checks.open_session, "POST"),
+            checks.route(session, checks.read_session),
+            checks.route(session, checks.close_session, "DELETE"),
+            Mount(session, routes=api),
         ],
-        exception_handlers={HTTPException: _unknown_route, Exception: _unexpected},
+        exception_handlers={
+            ApiError: _refused,
+            HTTPException: _unknown_route,
+            Exception: _unexpected,
+        },
     )
 
 
@@ -96,22 +101,19 @@ class _Server(uvicorn.Server):
         yield
 
 
-class _Routes:
+class _Endpoints:
     def __init__(self, gateway: Gateway, key: str | None):
         self._gateway = gateway
         self._key = key
 
-    def checked(self, handler: Handler) -> Handler:
-        """Return ``handler`` with its checks and typed errors."""
+    def route(self, path: str, handler: Handler, verb: str = "GET") -> Route:
+        """Return the route of ``handler``, which answers clients that may ask."""
 
         async def handle(request: Request) -> Response:
-            try:
-                self._admit(request)
-                return await handler(request)
-            except ApiError as error:
-                return JSONResponse(error.body, error.status)
+            self._admit(request)
+            return await handler(request)
 
-        return handle
+        return Route(path, handle, methods=[verb])
 
     def _admit(self, request: Request) -> None:
         """Raise ApiError unless the client may ask."""
@@ -126,8 +128,6 @@ class _Routes:
             message = "pages of other sites may not use this server"
             raise ApiError(403, message, code="wrong_origin")
 
-    # Endpoints.
-
     async def open_session(self, request: Request) -> Response:
         name = self._gateway.open_session()
         url = f"{request.url.scheme}://{request.url.netloc}/sessions/{name}/v1"
@@ -137,13 +137,7 @@ class _Routes:
         name = request.path_params["session"]
         capture = self._gateway.capture(name)
         sequences = [
-            {
-                "tokens": sequence.tokens,
-                "sampled": sequence.sampled,
-                "logprobs": sequence.logprobs,
-                "versions": sequence.versions,
-                **_mask_of(sequence),
-            }
+            {**{name: getattr(sequence, name) for name in COLUMNS}, **_mask_of(sequence)}
             for sequence in capture.log.sequences
         ]
         counts = {"turns": capture.turns, "rewritten": capture.rewritten}
@@ -159,22 +153,11 @@ class _Routes:
         return JSONResponse({"object": "list", "data": [self._model()]})
 
     async def model(self, request: Request) -> Response:
-        name = request.path_params["model"]
-        if self._gateway.model not in (None, name):
-            message = f"there is no model {name!r}; this server has {self._gateway.model!r}"
-            raise ApiError(404, message, code="model_not_found", param="model")
+        self._gateway.require_model(request.path_params["model"])
         return JSONResponse(self._model())
 
-    async def chat(self, request: Request) -> Response:
-        return await self._answered(request, self._gateway.chat)
-
-    async def completions(self, request: Request) -> Response:
-        return await self._answered(request, self._gateway.completions)
-
-    async def generate(self, request: Request) -> Response:
-        return await self._answered(request, self._gateway.generate)
-
-    async def _answered(self, request: Request, endpoint: Callable[..., Reply]) -> Response:
+    async def answer(self, endpoint: Callable[..., Reply], request: Request) -> Response:
+        """Return the answer of ``endpoint`` to a request for samples."""
         body = await self._body(request)
         is_retry = request.headers.get(RETRY, "0") != "0"
         reply = endpoint(request.path_params.get("session", ""), body, is_retry=is_retry)
@@ -267,13 +250,17 @@ def _mask_of(sequence: OpenSequence) -> dict[str, Any]:
     return {"sampling_mask": [None if ids is None else ids.tolist() for ids in sets]}
 
 
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError), "the only kind of this handler"
+    return JSONResponse(error.body, error.status)
+
+
 async def _unknown_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException), "the only kind of this handler"
     message = f"{request.method} {request.url.path}: {error.detail}"
-    body = ApiError(error.status_code, message, code="unknown_url").body
-    return JSONResponse(body, error.status_code)
+    return await _refused(request, ApiError(error.status_code, message, code="unknown_url"))
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:
     message = f"{request.url.path} failed: {said_by(error)}"
-    return JSONResponse(ApiError(500, message, code="internal_error").body, 500)
+    return await _refused(request, ApiError(500, message, code="internal_error"))

@@ -229,45 +229,42 @@ def test_conversations_that_cannot_be_trained_are_named_by_line(dialect, write, 
     assert str(error.value).startswith(f"data.path: {path} line 2: ")
 
 
+def form(row, message, **fields):
+    return row, fields, message
+
+
 FORMS = {
-    "nothing": ({}, {}, r"it has nothing; write \{\"messages\""),
-    "sharegpt": ({"conversations": []}, {}, "it has 'conversations'; write"),
-    "unknown role in a completion": (
+    "nothing": form({}, r"it has nothing; write \{\"messages\""),
+    "sharegpt": form({"conversations": []}, "it has 'conversations'; write"),
+    "unknown role in a completion": form(
         {"prompt": [user("a")], "completion": [said("b"), {"role": "bot", "content": "c"}]},
-        {},
         "fields 'prompt' and 'completion': message 2: role is 'bot'",
     ),
-    "two forms": ({"messages": CHAT, "text": "a"}, {}, "it has 'messages', 'text'; write"),
-    "completion missing": ({"prompt": "a"}, {}, "it has 'prompt'; write"),
-    "text without an assistant": ({"text": "a"}, {}, "loss_on is 'assistant'; set it to 'all'"),
-    "prompt of text, completion of messages": (
+    "two forms": form({"messages": CHAT, "text": "a"}, "it has 'messages', 'text'; write"),
+    "completion missing": form({"prompt": "a"}, "it has 'prompt'; write"),
+    "text without an assistant": form({"text": "a"}, "loss_on is 'assistant'; set it to 'all'"),
+    "prompt of text, completion of messages": form(
         {"prompt": "a", "completion": [said("b")]},
-        {},
         "field 'prompt' is 'a' and field 'completion' .* both as text or both as messages",
     ),
-    "prompt that is a number": ({"prompt": 5, "completion": "a"}, {}, "field 'prompt' is 5"),
-    "completion that is a number": (
+    "prompt that is a number": form({"prompt": 5, "completion": "a"}, "field 'prompt' is 5"),
+    "completion that is a number": form(
         {"prompt": [user("a")], "completion": 5},
-        {},
         "field 'completion' is 5; write the assistant's text",
     ),
-    "completion that repeats the prompt": (
+    "completion that repeats the prompt": form(
         {"prompt": [user("a")], "completion": [user("a"), said("b")]},
-        {},
         "field 'completion' .* of which the first is the assistant's",
     ),
-    "no last answer": (
-        {"messages": CHAT[:4]},
-        {"loss_on": "completion"},
-        "its last message is not the assistant's",
+    "no last answer": form(
+        {"messages": CHAT[:4]}, "its last message is not the assistant's", loss_on="completion"
     ),
-    "control token in text": (
+    "control token in text": form(
         {"prompt": "<|im_start|>user", "completion": "a"},
-        {},
         r"field 'prompt' has the control token '<\|im_start\|>'; set data.control_tokens",
     ),
-    "blank text": ({"text": " "}, {"loss_on": "all"}, "field 'text' is missing or not text"),
-    "tools not JSON": ({"messages": CHAT, "tools": "add"}, {}, "field 'tools' is not JSON"),
+    "blank text": form({"text": " "}, "field 'text' is missing or not text", loss_on="all"),
+    "tools not JSON": form({"messages": CHAT, "tools": "add"}, "field 'tools' is not JSON"),
 }
 
 

@@ -31,10 +31,6 @@ TOOL = {
 class Agents(AgentTask):
     """Agents with habits by prompt_id; prompts 100 and above misbehave."""
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(AgentTask.Config):
-        pass
-
     def prompt(self, prompt_id):
         return self.seed_prompt(prompt_id)
 
@@ -68,10 +64,6 @@ class Agents(AgentTask):
 class Blocking(Agents):
     """Agent whose client blocks."""
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(Agents.Config):
-        pass
-
     def agent(self, prompt, api):
         with OpenAI(base_url=api.base_url, api_key=api.key) as client:
             messages = [{"role": "user", "content": "1 + 2?"}]
@@ -86,7 +78,7 @@ class Sure(Agents):
     """Agent whose reward is the log-prob of its answer."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(Agents.Config):
+    class Config(AgentTask.Config):
         top: int = 0
 
     config: Config
@@ -105,10 +97,6 @@ class Sure(Agents):
 class Program(Agents):
     """Agent that is a program of its own."""
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(Agents.Config):
-        pass
-
     async def agent(self, prompt, api):
         said = await api.run([sys.executable, str(PROGRAM)], stdin="1 + 2?", env={"TURNS": "2"})
         return Reply(reward=float(len(json.loads(said))), correct="PATH" in os.environ)
@@ -118,7 +106,7 @@ class Guesser(Agents):
     """Agent of OpenAI's SDK that lets the policy guess by a tool, and forgets all at half time."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(Agents.Config):
+    class Config(AgentTask.Config):
         pass
 
     def prompt(self, prompt_id):
@@ -156,7 +144,7 @@ class Overflows(Agents):
     """Agent whose second request has no room, and what follows by ``then``."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(Agents.Config):
+    class Config(AgentTask.Config):
         then: str = ""
 
     config: Config
@@ -201,7 +189,7 @@ class Slow(Agents):
     """Agent that sets the clock forward by ``agent_s`` before each of its requests."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(Agents.Config):
+    class Config(AgentTask.Config):
         agent_s: float = 0.0
 
     config: Config
@@ -221,7 +209,7 @@ class Prints(Agents):
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(Agents.Config):
+    class Config(AgentTask.Config):
         folder: str = ""
         exit_code: int = 0
 

@@ -1,6 +1,8 @@
 """Agents with the habits of real ones, and a policy that answers them."""
 
+import asyncio
 import contextlib
+import functools
 import itertools
 import json
 import random
@@ -74,6 +76,29 @@ async def server(policy, *, key=None, **options):
         AsyncOpenAI(base_url=f"{url}/v1", api_key=key or "none", max_retries=0) as client,
     ):
         yield gateway, url, client
+
+
+@contextlib.asynccontextmanager
+async def session(policy, **options):
+    """Yield a client of a session, and the capture of the session."""
+    async with server(policy, **options) as (gateway, url, client):
+        name = gateway.open_session()
+        yield client.with_options(base_url=f"{url}/sessions/{name}/v1"), gateway.capture(name)
+
+
+def awaited(test):
+    """Return a test that runs the coroutine of ``test`` to its end."""
+
+    @functools.wraps(test)
+    def run(*args, **kwargs):
+        asyncio.run(test(*args, **kwargs))
+
+    return run
+
+
+async def collected(answer):
+    """Return an answer, or what its stream yields."""
+    return [chunk async for chunk in answer] if hasattr(answer, "__aiter__") else [answer]
 
 
 async def act(client, kind, turns=6, **options):

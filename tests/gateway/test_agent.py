@@ -15,6 +15,7 @@ from rl.rollout.episodes import Environments
 from rl.rollout.rollouter import Rollouter
 from rl.types import Sampling
 from tests.gateway import agent_tasks as agents
+from tests.rollout import test_episodes
 from tests.rollout.test_episodes import Engine
 from tests.tiny_tokenizers import make_model
 
@@ -43,21 +44,12 @@ class SlowEngine(Engine):
 def collect(
     model, prompt_ids, *, task=agents.Agents, samples=2, habits=PLAIN, engine_s=0.0, **fields
 ):
-    """Return the outcome of each prompt, the engine and the rollouter."""
+    """Return the outcome of each prompt, and the engine."""
     fields = {"max_episode_tokens": 2500, "step_s": 120.0, "max_turns": 8} | fields
-    built = task.Config(**fields).build(seed=0, model=model)
-    environments = Environments(built)
     engine = SlowEngine(habits, engine_s)
-    rollouter = Rollouter(
-        environments=environments,
-        longest=min(model.max_seq_len, fields["max_episode_tokens"]),
-        seed=3,
-        watch=Stopwatch(),
+    outcomes, _ = test_episodes.collect(
+        model, prompt_ids, task=task, engine=engine, samples=samples, sampling=SAMPLING, **fields
     )
-    prompts = [built.prompt(prompt_id) for prompt_id in prompt_ids]
-    work = rollouter.collect(prompts, SAMPLING, samples=samples, generate=engine)
-    outcomes = asyncio.run(work)
-    assert len(environments) == 0
     return outcomes, engine
 
 
@@ -237,7 +229,8 @@ def test_time_of_sampling_does_not_end_an_episode_and_an_agent_without_time_is_l
 
 def test_agents_end_when_sampling_is_cancelled(model):
     async def cancelled():
-        task = agents.Agents.Config(max_episode_tokens=2500).build(seed=0, model=model)
+        config = agents.Agents.Config(max_episode_tokens=2500)
+        task = agents.Agents(config, seed=0, model=model)
         environments = Environments(task)
         rollouter = Rollouter(environments=environments, longest=2500, seed=3, watch=Stopwatch())
         opened = asyncio.Event()

@@ -1,6 +1,5 @@
 """Answers of the gateway: calls, texts that end them, log-probs, tokens."""
 
-import asyncio
 import itertools
 import json
 
@@ -8,9 +7,11 @@ import pytest
 
 from rl.types import Completion
 from tests.dialects.conversations import TOOL
-from tests.gateway.agents import LONGEST, Policy, server
+from tests.gateway.agents import LONGEST, Policy, awaited, collected, server, session
 from tests.gateway.test_http import CHAT, GENERATE, MESSAGES, post
 from tests.tiny_tokenizers import qwen3
+
+STREAM = pytest.mark.parametrize("stream", [False, True])
 
 
 def test_an_overflow_is_said_in_the_words_that_client_libraries_look_for():
@@ -22,46 +23,43 @@ def test_an_overflow_is_said_in_the_words_that_client_libraries_look_for():
     assert "Please reduce the length of the messages" in said
 
 
-def test_tool_calls_of_a_conversation_without_a_session_have_ids_of_their_own():
-    async def work():
-        async with server(Policy(["several calls"])) as (_, _, client):
-            answers = [
-                await client.chat.completions.create(**CHAT, tools=[TOOL], n=2) for _ in range(2)
-            ]
-            calls = [
-                call.id
-                for answer in answers
-                for choice in answer.choices
-                for call in choice.message.tool_calls
-            ]
-            assert len({*calls}) == len(calls) >= 8
-
-    asyncio.run(work())
+@awaited
+async def test_tool_calls_of_a_conversation_without_a_session_have_ids_of_their_own():
+    async with server(Policy(["several calls"])) as (_, _, client):
+        create = client.chat.completions.create
+        answers = [await create(**CHAT, tools=[TOOL], n=2) for _ in range(2)]
+    messages = [choice.message for answer in answers for choice in answer.choices]
+    calls = [call.id for message in messages for call in message.tool_calls]
+    assert len({*calls}) == len(calls) >= 8
 
 
-def test_an_answer_without_parallel_calls_ends_with_its_first_call():
-    async def work():
-        policy = Policy(["several calls"])
-        async with server(policy) as (gateway, url, client):
-            name = gateway.open_session()
-            own = client.with_options(base_url=f"{url}/sessions/{name}/v1")
-            messages = [*MESSAGES]
-            for _ in range(3):
-                said = await own.chat.completions.create(
-                    model="policy", messages=messages, tools=[TOOL], parallel_tool_calls=False
-                )
-                message = said.choices[0].message
-                (call,) = message.tool_calls
-                assert said.choices[0].finish_reason == "tool_calls"
-                messages.append(message.model_dump(exclude_none=True))
-                messages.append({"role": "tool", "tool_call_id": call.id, "content": "3"})
-            (sequence,) = gateway.capture(name).log.sequences
-            said = list(itertools.compress(sequence.tokens, sequence.sampled))
-            assert qwen3().decode(said).count("</tool_call>") == 3
-            assert qwen3().decode(sequence.tokens).count("<tool_response>") == 2
-            assert len(said) < sum(len(completion.tokens) for _, completion in policy.turns)
+async def call_three_times(client, **options):
+    """Have the policy call a tool in three turns, once in each; return the answers."""
+    messages = [*MESSAGES]
+    answers = []
+    for _ in range(3):
+        said = await client.chat.completions.create(
+            model="policy", messages=messages, tools=[TOOL], **options
+        )
+        message = said.choices[0].message
+        (call,) = message.tool_calls
+        messages.append(message.model_dump(exclude_none=True))
+        messages.append({"role": "tool", "tool_call_id": call.id, "content": "3"})
+        answers.append(said)
+    return answers
 
-    asyncio.run(work())
+
+@awaited
+async def test_an_answer_without_parallel_calls_ends_with_its_first_call():
+    policy = Policy(["several calls"])
+    async with session(policy) as (client, capture):
+        answers = await call_three_times(client, parallel_tool_calls=False)
+    assert {each.choices[0].finish_reason for each in answers} == {"tool_calls"}
+    (sequence,) = capture.log.sequences
+    said = list(itertools.compress(sequence.tokens, sequence.sampled))
+    assert qwen3().decode(said).count("</tool_call>") == 3
+    assert qwen3().decode(sequence.tokens).count("<tool_response>") == 2
+    assert len(said) < sum(len(completion.tokens) for _, completion in policy.turns)
 
 
 class Caller(Policy):
@@ -70,76 +68,55 @@ class Caller(Policy):
     async def __call__(self, ask):
         text = qwen3().decode(ask.tokens)
         rest = ' {"a": 1}}\n' if text.endswith('"arguments":') else 'add", "arguments": {"a": 1}}\n'
-        tokens = qwen3().encode(rest + "</tool_call><|im_end|>")
-        completion = Completion.written(tokens)
+        completion = Completion.written(qwen3().encode(rest + "</tool_call><|im_end|>"))
         self.turns.append((ask, completion))
         return completion
 
 
 @pytest.mark.parametrize("name", [None, TOOL["function"]["name"]])
 @pytest.mark.parametrize("thinks", [True, False])
-def test_a_tool_call_can_be_forced_and_continued(name, thinks):
+@awaited
+async def test_a_tool_call_can_be_forced_and_continued(name, thinks):
     choice = {"type": "function", "function": {"name": name}} if name else "required"
-    options = {"tools": [TOOL], "tool_choice": choice}
-    options["extra_body"] = {"chat_template_kwargs": {"enable_thinking": thinks}}
-
-    async def work():
-        policy = Caller()
-        async with server(policy) as (gateway, url, client):
-            session = gateway.open_session()
-            own = client.with_options(base_url=f"{url}/sessions/{session}/v1")
-            messages = [*MESSAGES]
-            for _ in range(3):
-                said = await own.chat.completions.create(
-                    model="policy", messages=messages, **options
-                )
-                message = said.choices[0].message
-                (call,) = message.tool_calls
-                assert json.loads(call.function.arguments) == {"a": 1}
-                messages.append(message.model_dump(exclude_none=True))
-                messages.append({"role": "tool", "tool_call_id": call.id, "content": "3"})
-            (sequence,) = gateway.capture(session).log.sequences
-            sampled = [token for _, completion in policy.turns for token in completion.tokens]
-            assert list(itertools.compress(sequence.tokens, sequence.sampled)) == sampled
-
-    asyncio.run(work())
+    more = {"chat_template_kwargs": {"enable_thinking": thinks}}
+    policy = Caller()
+    async with session(policy) as (client, capture):
+        answers = await call_three_times(client, tool_choice=choice, extra_body=more)
+    for answer in answers:
+        (call,) = answer.choices[0].message.tool_calls
+        assert json.loads(call.function.arguments) == {"a": 1}
+    (sequence,) = capture.log.sequences
+    sampled = [token for _, completion in policy.turns for token in completion.tokens]
+    assert list(itertools.compress(sequence.tokens, sequence.sampled)) == sampled
 
 
 STOPS = [("answer", "The"), (["42", "is "], "The answer"), ("never", "The answer is 42.")]
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@STREAM
 @pytest.mark.parametrize(("stop", "said"), STOPS)
-def test_an_answer_ends_before_a_stop_text(stop, said, stream):
-    async def work():
-        policy = Policy(["no call"])
-        async with server(policy) as (gateway, url, client):
-            name = gateway.open_session()
-            own = client.with_options(base_url=f"{url}/sessions/{name}/v1")
-            for chat in (True, False):
-                found, reason, count = await ask(own, chat)
-                assert found.strip().endswith(said)
-                assert reason == "stop"
-                assert count <= len(policy.turns[-1][1].tokens)
-                assert (count == len(policy.turns[-1][1].tokens)) == (stop == "never")
-            sequences = gateway.capture(name).log.sequences
-            assert [sum(sequence.sampled) for sequence in sequences][-1] == count
-
-    async def ask(client, chat):
-        options = {"model": "policy", "stop": stop, "stream": stream}
-        if stream:
-            options["stream_options"] = {"include_usage": True}
-        if chat:
-            answer = await client.chat.completions.create(messages=MESSAGES, **options)
-        else:
-            answer = await client.completions.create(prompt="1 + 2 =", **options)
-        chunks = [chunk async for chunk in answer] if stream else [answer]
-        choices = [choice for chunk in chunks for choice in chunk.choices]
-        parts = [getattr(each, "delta", getattr(each, "message", each)) for each in choices]
-        found = "".join((each.content if chat else each.text) or "" for each in parts)
-        return found, choices[-1].finish_reason, chunks[-1].usage.completion_tokens
-
-    asyncio.run(work())
+@awaited
+async def test_an_answer_ends_before_a_stop_text(stop, said, stream):
+    policy = Policy(["no call"])
+    options = {"model": "policy", "stop": stop, "stream": stream}
+    if stream:
+        options["stream_options"] = {"include_usage": True}
+    async with session(policy) as (client, capture):
+        for chat in (True, False):
+            if chat:
+                answer = await client.chat.completions.create(messages=MESSAGES, **options)
+            else:
+                answer = await client.completions.create(prompt="1 + 2 =", **options)
+            chunks = await collected(answer)
+            choices = [choice for chunk in chunks for choice in chunk.choices]
+            parts = [getattr(each, "delta", getattr(each, "message", each)) for each in choices]
+            found = "".join((each.content if chat else each.text) or "" for each in parts)
+            assert found.strip().endswith(said)
+            assert choices[-1].finish_reason == "stop"
+            count = chunks[-1].usage.completion_tokens
+            assert count <= len(policy.turns[-1][1].tokens)
+            assert (count == len(policy.turns[-1][1].tokens)) == (stop == "never")
+    assert sum(capture.log.sequences[-1].sampled) == count
 
 
 def test_tokens_have_both_spellings_of_their_ids():
@@ -161,61 +138,53 @@ def test_tokens_have_both_spellings_of_their_ids():
             assert choice["finish_reason"] == "length"
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@STREAM
 @pytest.mark.parametrize("count", [None, 0, 3])
-def test_log_probs_belong_to_the_sampled_tokens_and_to_the_most_likely_ones(count, stream):
+@awaited
+async def test_log_probs_belong_to_the_sampled_tokens_and_to_the_most_likely_ones(count, stream):
     """Each text has its bytes, unless it is a part of a character."""
-
-    async def work():
-        policy = Policy(["odd tokens"])
-        async with server(policy) as (_, _, client):
-            options = (
-                {"stream": stream} if count is None else {"stream": stream, "top_logprobs": count}
-            )
-            answer = await client.chat.completions.create(**CHAT, logprobs=True, **options)
-            choice = (
-                [chunk async for chunk in answer][-1].choices[0] if stream else answer.choices[0]
-            )
-            ((ask, completion),) = policy.turns
-            assert ask.sampling.top_logprobs == (count or 0)
-            rows = choice.logprobs.content
-            assert [row.logprob for row in rows] == completion.logprobs
-            for row, token in zip(rows, completion.tokens, strict=True):
-                check_text(row, token)
-                assert [each.logprob for each in row.top_logprobs] == [-0.5, -1.5, -2.5][
-                    : count or 0
-                ]
-                for more, each in enumerate(row.top_logprobs):
-                    check_text(each, token + more)
 
     def check_text(row, token):
         assert row.token == qwen3().decode([token])
         assert row.bytes == (None if "\ufffd" in row.token else [*row.token.encode()])
 
-    asyncio.run(work())
+    policy = Policy(["odd tokens"])
+    options = {} if count is None else {"top_logprobs": count}
+    async with server(policy) as (_, _, client):
+        answer = await client.chat.completions.create(
+            **CHAT, logprobs=True, stream=stream, **options
+        )
+        choice = (await collected(answer))[-1].choices[0]
+    ((ask, completion),) = policy.turns
+    assert ask.sampling.top_logprobs == (count or 0)
+    rows = choice.logprobs.content
+    assert [row.logprob for row in rows] == completion.logprobs
+    for row, token in zip(rows, completion.tokens, strict=True):
+        check_text(row, token)
+        most_likely = [-0.5, -1.5, -2.5][: count or 0]
+        assert [each.logprob for each in row.top_logprobs] == most_likely
+        for more, each in enumerate(row.top_logprobs):
+            check_text(each, token + more)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_completions_have_the_most_likely_tokens_by_text(stream):
-    async def work():
-        policy = Policy(["plain"])
-        async with server(policy) as (_, _, client):
-            for count in (0, 3):
-                answer = await client.completions.create(
-                    model="policy", prompt="1 + 2 =", logprobs=count, stream=stream
-                )
-                chunks = [chunk async for chunk in answer] if stream else [answer]
-                (found,) = [choice.logprobs for chunk in chunks for choice in chunk.choices]
-                ask, completion = policy.turns[-1]
-                assert ask.sampling.top_logprobs == count
-                assert found.token_logprobs == completion.logprobs
-                if not count:
-                    assert found.top_logprobs is None
-                    continue
-                rows = zip(found.top_logprobs, completion.tokens, completion.logprobs, strict=True)
-                for top, token, logprob in rows:
-                    words = [qwen3().decode([token + more]) for more in range(count)]
-                    expected = {words[2]: -2.5, words[1]: -1.5, words[0]: logprob}
-                    assert top == expected
-
-    asyncio.run(work())
+@STREAM
+@pytest.mark.parametrize("count", [0, 3])
+@awaited
+async def test_completions_have_the_most_likely_tokens_by_text(count, stream):
+    policy = Policy(["plain"])
+    async with server(policy) as (_, _, client):
+        answer = await client.completions.create(
+            model="policy", prompt="1 + 2 =", logprobs=count, stream=stream
+        )
+        chunks = await collected(answer)
+    (found,) = [choice.logprobs for chunk in chunks for choice in chunk.choices]
+    ((ask, completion),) = policy.turns
+    assert ask.sampling.top_logprobs == count
+    assert found.token_logprobs == completion.logprobs
+    if not count:
+        assert found.top_logprobs is None
+        return
+    rows = zip(found.top_logprobs, completion.tokens, completion.logprobs, strict=True)
+    for top, token, logprob in rows:
+        words = [qwen3().decode([token + more]) for more in range(count)]
+        assert top == {words[2]: -2.5, words[1]: -1.5, words[0]: logprob}

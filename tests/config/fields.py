@@ -123,7 +123,7 @@ session/test_network_push.py
     DeadlineConfig push
     WeightPushConfig min_gb_s
 session/test_placement.py
-  test_meshes_that_share_start_at_the_first_gpu: RLConfig colocate
+  test_meshes_that_share_start_at_the_first_gpu: SamplingRunConfig colocate
   test_ranks_go_to_nodes_in_order_and_generators_in_turns_to_those_after_them:
     TrainerConfig nodes
     GeneratorConfig nodes

@@ -34,7 +34,8 @@ EP, DP, TP, CP = (
 BALANCER = "trainer.parallelism.context_parallel_load_balancer"
 SEQUENCES = "trainer.parallelism.enable_sequence_parallel"
 GPUS = {"hardware.device": "h100", "hardware.gpus_per_node": 8}
-MIXTURE = {"model.num_experts": 4, "model.experts_per_token": 2, "model.moe_hidden_dim": 20}
+EXPERTS = {"model.num_experts": 4, "model.moe_hidden_dim": 20}
+MIXTURE = EXPERTS | {"model.experts_per_token": 2}
 SHARING = {"trainer.prompt_sharing": 4}
 VARLEN = {"model.attention": "varlen"}
 LORA = LoRAConverter.Config
@@ -94,8 +95,8 @@ REFUSED: list[tuple[Edits, str]] = [
         "True with .*expert_parallel",
     ),
     (MIXTURE | {"trainer.compile.enable": True}, "False unless trainer.parallelism"),
-    (MIXTURE | {"model.experts_per_token": 0}, "between 1 and model.num_experts=4"),
-    (MIXTURE | {"model.experts_per_token": 5}, "between 1 and model.num_experts=4"),
+    (EXPERTS | {"model.experts_per_token": 0}, "between 1 and model.num_experts=4"),
+    (EXPERTS | {"model.experts_per_token": 5}, "between 1 and model.num_experts=4"),
     (MIXTURE | {"model.moe_hidden_dim": 0}, "at least 1"),
     (MIXTURE | {EP: 2}, r".*shard\*context_parallel\*tensor_parallel=1: one of \[1\]"),
     (MIXTURE | {DP: 3, EP: 3}, r"a divisor of model.num_experts=4 .*=3: one of \[1\]"),

@@ -21,6 +21,7 @@ from rl.compat import fake_flex
 from rl.compat.fake_cuda import pretend
 from rl.compat.titan import tell_device
 from rl.compat.torch_internals import local_tensor
+from rl.config import RLConfig
 from rl.errors import end_program
 from rl.plan.memory import GIB
 from rl.plan.planned_run import LEARNING, PlannedRun
@@ -46,6 +47,8 @@ ASSUMED = (
 
 def fake_device(run: PlannedRun) -> FakeCuda:
     """Return the GPU of the run's hardware, which torch believes in from now on."""
+    if isinstance(run.config, RLConfig):
+        run.config.algorithm.build(run=run.config)  # imports its module before torch believes
     name, capability = CARDS[run.hardware.device]
     bytes = int(run.device.memory_gib * GIB)
     device = FakeCuda(name, bytes, capability, run.hardware.gpus)

@@ -86,7 +86,8 @@ class Rehearsals:
 
 
 def _forked(arguments: str, rank: int, role: str, change: Change | None) -> dict[str, Any] | str:
-    import rl.plan.rehearsal.rehearse  # noqa: F401, so that no fork imports it again
+    import rl.plan.rehearsal.rehearse  # so that no fork imports these again
+    import rl.trainers.algorithm  # noqa: F401
 
     context = get_context("fork")
     reads, writes = context.Pipe(duplex=False)

@@ -109,6 +109,11 @@ def test_an_argument_that_cannot_be_read_is_refused_in_a_sentence():
     check_rows(REFUSED, check)
 
 
+def test_a_value_that_a_dataclass_of_torchtitan_refuses_is_refused():
+    with pytest.raises(ConfigError, match="trainer.checkpoint"):
+        parse_line("--trainer.checkpoint.keep_latest_k 1")
+
+
 def test_a_field_may_be_given_by_the_end_of_its_name():
     config = parse_line("--lr 0.25 --micro-batch-size=3 --no-normalize-std --top_p 0.5")
     assert config.trainer.optimizer.param_groups[0].optimizer_kwargs["lr"] == 0.25

@@ -1,4 +1,4 @@
-"""Help, and messages about values of a wrong type (C5)."""
+"""Help texts of configs."""
 
 import fnmatch
 import re
@@ -6,9 +6,8 @@ import re
 import pytest
 
 from rl.cli import SHIPPED, all_fields, common_fields, parse_config, shipped_configs
-from rl.errors import ConfigError
 from rl.help import GROUPS, shipped_sources
-from tests.config.command_line import PROGRAM, parse_line
+from tests.config.command_line import PROGRAM
 from tests.tables import check_rows
 
 
@@ -78,18 +77,3 @@ def test_help_without_a_config_lists_the_configs(capsys):
     text = printed("--help", capsys=capsys)
     assert [*shipped_sources()] == [*re.findall(r"^  (\w+)  +[A-Z]", text, re.MULTILINE)]
     assert {*shipped_sources()} == {*shipped_configs()}
-
-
-@pytest.mark.parametrize(
-    ("written", "named"),
-    [
-        ("--seed two", "--seed"),
-        ("--rollout.max-tokens 1.5", "--rollout.max-tokens"),
-        ("--model.attention flash", "--model.attention"),
-        ("--trainer.micro_batch_size", "--trainer.micro-batch-size"),
-        ("--trainer.checkpoint.keep_latest_k 1", "trainer.checkpoint"),
-    ],
-)
-def test_a_value_of_the_wrong_type_is_refused_with_the_field(written, named):
-    with pytest.raises(ConfigError, match=named):
-        parse_line(written)

@@ -48,7 +48,7 @@ def trained(chat_model, tmp_path_factory):
 @pytest.fixture(scope="module")
 def export(trained):
     """Folder of the reward model."""
-    return trained[0].record.folder / "export"
+    return trained[0].run.record.folder / "export"
 
 
 def batch_of(texts: list[list[int]]) -> Batch:

@@ -62,7 +62,7 @@ class ConfigError(ValueError):
 
     @property
     def fault(self) -> str:
-        """What is wrong: field and value, or the problem."""
+        """Field and value, or the problem."""
         if not self.allowed:
             return self.problem
         value = self.value.__qualname__ if isinstance(self.value, type) else shown(self.value)

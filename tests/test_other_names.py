@@ -43,7 +43,7 @@ def test_a_config_function_is_refused_with_tillers_name(tmp_path, monkeypatch, b
     monkeypatch.syspath_prepend(tmp_path)
     module = f"mine_{abs(hash(body))}"
     lines = "from configs.quickstart import quickstart\nfrom rl.config import RLConfig\n"
-    lines += "from rl.config.rl import RolloutConfig\n"
+    lines += "from rl.config import RolloutConfig\n"
     (tmp_path / f"{module}.py").write_text(f"{lines}def mine() -> RLConfig:\n    return {body}\n")
     with pytest.raises(ConfigError, match=f"; Tiller's name is {new}; correct it there"):
         load_config(f"{module}.mine")

@@ -250,7 +250,7 @@ def test_the_reward_of_a_turn_is_credited_if_the_config_says_so(credit, in_time)
 def test_answers_of_a_rewritten_history_keep_their_rewards():
     """The second answer begins a new sequence, and the third continues the first one at once."""
     prompt = Prompt(prompt_id=0, tokens=[], text="", answer="")
-    episode = Episode(0, prompt, 0)
+    episode = Episode(0, None, prompt, 0)
     given = [[1, 2], [7], [1, 2, 3, 3]]
     for tokens, length in zip(given, (2, 3, 1), strict=True):
         episode.feed(EpisodeTurn(tokens=tokens, is_whole=True))

@@ -20,7 +20,7 @@ algorithms/test_corrections.py
 algorithms/test_kl.py
   test_rate_and_clip_bound_a_step_of_the_coefficient: AdaptiveKL.Config rate clip
 algorithms/test_losses.py
-  test_the_clip_stops_only_moves_away_from_the_old_policy: ClippedLoss.Config clip_low clip_high
+  test_loss_and_gradient_match_the_papers: ClippedLoss.Config clip_low clip_high
   test_the_behaviour_weight_and_its_cap_are_measured: DecoupledLoss.Config behaviour_cap
   test_value_loss_and_gradient_match_the_formula: ValueLoss.Config clip
 algorithms/test_reductions.py
@@ -63,6 +63,10 @@ data/test_turns.py
   test_turns_apart_train_every_answer_once_with_its_thinking: ConversationsConfig turns
 e2e/test_endings.py
   test_a_generator_that_hangs_is_found_and_named: DeadlineConfig heartbeat
+environments/test_verifiers.py
+  test_an_episode_has_the_data_of_its_task_and_the_rewards_of_the_server:
+    VerifiersTask.Config address renderer
+  test_training_and_evaluation_share_no_task: VerifiersTask.Config path held_out_fraction
 generation/test_engine.py
   test_a_push_in_bfloat16_leaves_the_rope_cache_in_float32: GeneratorConfig dtype
   test_more_prompt_tokens_than_fit_a_step_take_several_steps: GeneratorConfig max_batched_tokens
@@ -84,9 +88,7 @@ launch/test_scripts.py
     KubernetesConfig namespace image source claim mount secret node_selector tolerations memory rdma
     KubernetesConfig shared_memory warn_s max_restarts
 model/test_shape.py
-  test_sizes_come_from_the_folder: ModelConfig hf_path
   test_the_shorter_of_both_lengths_is_used: ModelConfig max_seq_len
-model/test_sizes.py
   test_every_size_changes_the_parameters:
     ModelConfig vocab_size dim n_layers n_heads n_kv_heads head_dim hidden_dim num_experts
     ModelConfig moe_hidden_dim tie_embeddings fuse_qkv
@@ -169,17 +171,11 @@ tasks/test_reasoning_gym.py
     ReasoningGym.Config dataset items instruction
   test_options_are_those_of_the_dataset: ReasoningGym.Config options
 tasks/test_verifiers.py
-  test_an_episode_has_the_data_of_its_task_and_the_rewards_of_the_server:
-    VerifiersTask.Config address renderer
   test_an_episode_is_solved_from_a_reward_on: VerifiersTask.Config solved_at
-  test_training_and_evaluation_share_no_task: VerifiersTask.Config path held_out_fraction
 test_choices.py
   test_a_gpu_of_the_right_kind_computes_in_float8_itself: Float8LinearConverter.Config emulate
 test_run.py
   test_a_folder_that_another_run_writes_to_is_refused: RunConfig output_dir
-trainers/test_cached_reference.py
-  test_scores_that_were_computed_once_give_the_loss_of_those_of_each_step:
-    InitialPolicyConfig scores
 trainers/test_auxiliary_models.py
   test_a_penalty_in_the_reward_lowers_the_advantage:
     PolicyGradientConfig reward_kl_coef reward_kl_estimator
@@ -187,6 +183,9 @@ trainers/test_auxiliary_models.py
   test_a_reference_is_refreshed_at_its_interval_and_restored: ReferenceConfig refresh_every
   test_custom_models_fill_columns_and_score_completions: RoleConfig head column
   test_a_reward_models_score_is_added_to_the_reward: RoleConfig reward_weight
+trainers/test_cached_reference.py
+  test_scores_that_were_computed_once_give_the_loss_of_those_of_each_step:
+    InitialPolicyConfig scores
 trainers/test_conformance.py
   test_the_model_is_exported_every_so_many_steps: RunConfig export_every
 trainers/test_evaluation_at_start.py
@@ -277,18 +276,19 @@ training/test_config_fields.py
   test_debugging_is_switched_on_by_the_config:
     DebugConfig deterministic deterministic_warn_only detect_anomaly
 training/test_experts.py
-  test_a_mixture_from_random_weights_is_one_that_transformers_loads: ModelConfig experts_per_token
   test_ranks_hold_the_parts_of_one_model_and_learn_the_same:
     ParallelismConfig expert_parallel_degree
 training/test_float8.py
-  test_excluded_layers_are_not_converted: Float8LinearConverter.Config filter_fqns
+  test_linear_layers_are_converted_except_for_head_router_and_those_excluded:
+    Float8LinearConverter.Config filter_fqns
 training/test_gradient.py
   test_any_partition_has_the_gradient_of_the_whole:
     TrainerConfig micro_batch_size micro_batch_tokens packing prompt_sharing
   test_gradient_does_not_depend_on_compute_options: TrainerConfig logits_mib
   test_bfloat16_computes_near_float32_on_float32_weights: TrainingConfig mixed_precision_param
 training/test_hugging_face.py
-  test_a_policy_from_random_weights_is_one_that_transformers_loads: ModelConfig rope_theta
+  test_a_policy_from_random_weights_is_one_that_transformers_loads:
+    ModelConfig experts_per_token rope_theta
 training/test_layouts.py
   test_model_parallel_ranks_share_rows_and_data_parallel_ranks_divide_them:
     ParallelismConfig data_parallel_replicate_degree data_parallel_shard_degree
@@ -298,6 +298,7 @@ training/test_lora.py
   test_peft_puts_the_adapter_on_the_base_and_gets_the_same_logits: LoRAConverter.Config rank alpha
   test_named_layers_are_adapted: LoRAConverter.Config target_modules
 training/test_model_folders.py
+  test_generators_get_the_config_that_transformers_reads: ModelConfig hf_path
   test_an_initial_hugging_face_folder_is_read_before_a_process_starts:
     BaseCheckpointManager.Config initial_load_in_hf
 training/test_optim_step.py
@@ -305,10 +306,10 @@ training/test_optim_step.py
   test_gradients_longer_than_max_norm_are_shortened_to_it: TrainingConfig max_norm
 validation/test_values.py
   test_more_processes_than_a_hosts_memory_holds_are_refused: HardwareConfig host_memory_gib
-weights/test_open.py
-  test_one_host_uses_shared_memory_and_several_use_a_network: WeightPushConfig transport
 weights/test_packed.py
   test_only_changes_are_read_if_they_are_smaller: WeightPushConfig delta
 weights/test_tcp.py
   test_with_a_fan_out_the_trainer_sends_to_as_many_hosts: WeightPushConfig fan_out
+weights/test_transport.py
+  test_one_host_uses_shared_memory_and_several_use_a_network: WeightPushConfig transport
 """

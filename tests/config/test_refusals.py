@@ -97,7 +97,7 @@ REFUSED: list[tuple[Edits, str]] = [
     (MIXTURE | {"trainer.compile.enable": True}, "False unless trainer.parallelism"),
     (EXPERTS | {"model.experts_per_token": 0}, "between 1 and model.num_experts=4"),
     (EXPERTS | {"model.experts_per_token": 5}, "between 1 and model.num_experts=4"),
-    (MIXTURE | {"model.moe_hidden_dim": 0}, "at least 1"),
+    ({"model.num_experts": 4, "model.experts_per_token": 2, "model.moe_hidden_dim": 0}, "least 1"),
     (MIXTURE | {EP: 2}, r".*shard\*context_parallel\*tensor_parallel=1: one of \[1\]"),
     (MIXTURE | {DP: 3, EP: 3}, r"a divisor of model.num_experts=4 .*=3: one of \[1\]"),
     (MIXTURE | {DP: 8, EP: 8}, r"a divisor of model.num_experts=4 .*=8: one of \[1, 2, 4\]"),

@@ -2,10 +2,10 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from rl.dialects.dialect import AssistantTurn, ConversationError, Dialect, Rendered
+from rl.dialects.dialect import AssistantTurn, ConversationError, Dialect
 from rl.errors import ConfigError, require
 
 if TYPE_CHECKING:
@@ -83,32 +83,16 @@ class TextDialect(Dialect):
         self._reason = reason
         self._control = ControlTokens(tokenizer)
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        *,
-        add_generation_prompt: bool = False,
-        enable_thinking: bool = True,
-    ) -> Rendered:
+    def render(self, *conversation: Any, **options: Any) -> NoReturn:
         """Raise ConversationError."""
         raise ConversationError(self._reason)
+
+    continuation = render
 
     def parse(self, prompt: Sequence[int], answer: Sequence[int]) -> AssistantTurn:
         """Return the text of ``answer``."""
         text = self.tokenizer.decode([each for each in answer if each not in self.stop_token_ids])
         return AssistantTurn(content=text)
-
-    def continuation(
-        self,
-        prompt: Sequence[int],
-        answer: Sequence[int],
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        enable_thinking: bool = True,
-    ) -> list[int]:
-        """Raise ConversationError."""
-        raise ConversationError(self._reason)
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of ``text``. Raises ConversationError if it has a control token."""

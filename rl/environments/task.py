@@ -1,10 +1,10 @@
 """Protocol between a run and the task that it trains on."""
 
 import json
-import operator
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, cast
 
@@ -134,16 +134,13 @@ class Task(Configurable, ABC):
         room = self.shape.vocab_size
         require_room(tokenizer, room)
         require(bool(stop_token_ids), "model.hf_path: its tokenizer names no eos_token; set one")
-        self.tokenizer = tokenizer
-        try:
-            self.stop_token_ids = tuple(map(operator.index, stop_token_ids))
-        except TypeError:
-            self.stop_token_ids = (-1,)
         require(
-            all(0 <= token < room for token in self.stop_token_ids),
+            all(isinstance(token, Integral) and 0 <= token < room for token in stop_token_ids),
             f"task: {type(self).__name__} names the stop tokens {shown(stop_token_ids)}; they must "
             f"be token ids below {room}: does the tokenizer have an eos_token?",
         )
+        self.tokenizer = tokenizer
+        self.stop_token_ids = tuple(map(int, stop_token_ids))
 
     def describe(self, folder: Path) -> None:
         """Write tokenizer and stop tokens into the folder of an exported model.

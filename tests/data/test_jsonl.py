@@ -54,12 +54,13 @@ def test_lines_that_cannot_be_read_are_named(write, name):
 
 
 def test_paths_that_cannot_be_read_are_named(tmp_path):
-    with pytest.raises(ConfigError, match="data.path: there is no file '/nowhere/x'"):
-        values("/nowhere/x")
-    with pytest.raises(ConfigError, match="data.path: .* cannot be read: Is a directory"):
-        values(tmp_path)
-    with pytest.raises(ConfigError, match="data.path: not set; name a JSONL file"):
-        values("")
+    for path, message in (
+        ("/nowhere/x", "there is no file '/nowhere/x'"),
+        (tmp_path, ".* cannot be read: Is a directory"),
+        ("", "not set; name a JSONL file"),
+    ):
+        with pytest.raises(ConfigError, match=f"data.path: {message}"):
+            values(path)
 
 
 def test_fields_that_are_no_text_are_named(write):
@@ -80,12 +81,13 @@ def test_fields_that_are_no_text_are_named(write):
 def test_lists_and_iterators_are_sources():
     assert values([ROW, ROW]) == [ROW, ROW]
     assert values(iter([ROW])) == [ROW]
-    with pytest.raises(ConfigError, match="data.path: row 1: not a JSON object: 5"):
-        values([ROW, 5])
-    with pytest.raises(ConfigError, match="data.path: the list is empty"):
-        values([])
-    with pytest.raises(ConfigError, match="data.path: a dict has no rows; give rows"):
-        values({"a": 1})
+    for source, message in (
+        ([ROW, 5], "row 1: not a JSON object: 5"),
+        ([], "the list is empty"),
+        ({"a": 1}, "a dict has no rows; give rows"),
+    ):
+        with pytest.raises(ConfigError, match=f"data.path: {message}"):
+            values(source)
 
 
 def test_a_dataset_is_a_source_without_the_nulls_that_arrow_adds():

@@ -143,14 +143,14 @@ def test_a_difference_between_a_family_and_the_template_is_refused(family):
 
 
 def test_control_tokens_in_text_of_another_family_are_refused(family):
-    with pytest.raises(ConversationError, match="message 1: .* control token '<.user.>'"):
-        family.render([user("a"), said("<|user|>")])
-    with pytest.raises(ConversationError, match="tools: .* control token '<think>'"):
-        family.render([user("a")], [{"name": "<think>"}])
+    for messages, tools, message in (
+        ([user("a"), said("<|user|>")], None, "message 1: .* control token '<.user.>'"),
+        ([user("a")], [{"name": "<think>"}], "tools: .* control token '<think>'"),
+        ([said("", call({"a": {1}}))], None, "message 0: .* is not JSON"),
+        ([user("\ud800")], None, "message 0: half of a surrogate pair"),
+    ):
+        with pytest.raises(ConversationError, match=message):
+            family.render(messages, tools)
     with pytest.raises(ConversationError, match="text: .* control token"):
         family.encode("a<sop>")
-    with pytest.raises(ConversationError, match="message 0: .* is not JSON"):
-        family.render([said("", call({"a": {1}}))])
-    with pytest.raises(ConversationError, match="message 0: half of a surrogate pair"):
-        family.render([user("\ud800")])
     assert glm().decode(family.encode("plain")) == "plain"

@@ -10,7 +10,6 @@ import pytest
 
 from rl.environments.protocol import TokenEnvironment, TokenReply
 from rl.errors import GroupLost
-from rl.model.shape import ModelConfig
 from rl.observe.spans import Stopwatch
 from rl.rollout.episodes import Environments
 from rl.rollout.rollout_metrics import rollout_metrics
@@ -18,16 +17,10 @@ from rl.rollout.rollouter import Rollouter, derive_seed
 from rl.types import Completion, Sampling
 from tests.dialects.adversary import HABITS, Adversary
 from tests.rollout import moody_environment as moody
-from tests.tiny_tokenizers import make_model, qwen3
+from tests.tiny_tokenizers import qwen3
 
 SAMPLING = Sampling(max_tokens=150)
 LONGEST = 900
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> ModelConfig:
-    folder = make_model(tmp_path_factory.mktemp("episodes"))
-    return ModelConfig(hf_path=str(folder), max_seq_len=1500)
 
 
 class Engine:

@@ -7,7 +7,6 @@ import pytest
 
 from rl.environments.protocol import Opening
 from rl.errors import GroupLost, WorkerLost
-from rl.model.shape import ModelConfig
 from rl.rollout.episodes import Environments
 from rl.rollout.rollouter import MAX_DEATHS
 from rl.types import Sampling
@@ -15,17 +14,11 @@ from tests.dialects.conversations import user
 from tests.rollout import moody_environment as moody
 from tests.rollout import test_episodes
 from tests.rollout.test_episodes import Engine
-from tests.tiny_tokenizers import make_model, qwen3
+from tests.tiny_tokenizers import qwen3
 
 LONGEST = 1500
 KILLER = 50
 """Prompt_id whose episodes end their worker in their second step."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> ModelConfig:
-    folder = make_model(tmp_path_factory.mktemp("recovery"))
-    return ModelConfig(hf_path=str(folder), max_seq_len=LONGEST)
 
 
 class Replayable(moody.Environment):

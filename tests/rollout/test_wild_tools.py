@@ -7,20 +7,13 @@ import pytest
 from rl.environments.protocol import MessageEnvironment, Opening
 from rl.environments.tools import Tools
 from rl.errors import GroupLost
-from rl.model.shape import ModelConfig
 from rl.rollout.episodes import Environments
 from rl.types import Completion
 from tests.dialects.conversations import user
 from tests.rollout import wild_tools as wild
-from tests.tiny_tokenizers import make_model, qwen3
+from tests.tiny_tokenizers import qwen3
 
 ANSWER = Completion.written(qwen3().encode("The answer is 42.<|im_end|>"))
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> ModelConfig:
-    folder = make_model(tmp_path_factory.mktemp("wild"))
-    return ModelConfig(hf_path=str(folder), max_seq_len=8000)
 
 
 def play(environments, prompt):

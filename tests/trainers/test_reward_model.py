@@ -122,7 +122,7 @@ def ppo(trained, export, chat_model, tmp_path):
     config.output_dir = str(tmp_path / "ppo")
     config.critic.checkpoint = str(export)
     sizes = config.model
-    checkpoint = str(trained[0].checkpoints.path(8))
+    checkpoint = str(trained[0].run.checkpoints.path(8))
     config.roles = {
         "judge": RoleConfig(model=sizes, head="values", checkpoint=checkpoint, reward_weight=0.5),
         "copy": RoleConfig(model=ModelConfig(hf_path=str(export), max_seq_len=128), head="values"),

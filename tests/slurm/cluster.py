@@ -31,14 +31,10 @@ class Cluster:
         Raises TimeoutExpired after ``timeout`` seconds, when the command and its children have been
         killed.
         """
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        process = subprocess.Popen(
-            [SCRIPT, *arguments],
-            env=self.environment(env),
-            text=True,
-            start_new_session=True,
-            **pipes,
-        )
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        command = [SCRIPT, *arguments]
+        environment = self.environment(env)
+        process = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
         try:
             output, errors = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
@@ -118,17 +114,9 @@ class Cluster:
         """Return the traces of the cluster with this network: processes, addresses, mounts, hosts,
         files.
         """
-        seen = [Path("/proc/self/mounts").read_text(), Path("/etc/hosts").read_text()]
-        seen.append(
-            subprocess.run(
-                ["ip", "-oneline", "address"], capture_output=True, text=True, check=True
-            ).stdout
-        )
-        left = [
-            line
-            for text in seen
-            for line in text.splitlines()
-            if "10.77.0." in line or str(self.folder) in line
-        ]
+        lines = subprocess.check_output(["ip", "-oneline", "address"], text=True).splitlines()
+        for path in ("/proc/self/mounts", "/etc/hosts"):
+            lines += Path(path).read_text().splitlines()
+        left = [line for line in lines if "10.77.0." in line or str(self.folder) in line]
         left += [f"process {pid}" for pid in self.pids(network)]
         return left + [str(path) for path in [self.folder] if path.exists()]

@@ -29,18 +29,9 @@ class Job:
         """
         self.cluster = cluster
         self.folder = folder
-        command = [
-            sys.executable,
-            "-m",
-            "rl.launch",
-            "slurm",
-            *arguments,
-            "--output-dir",
-            str(folder),
-        ]
-        self.launched = cluster.run(
-            *command, *(["--wait"] if wait else []), timeout=wait or PATIENCE_S
-        )
+        launch = (sys.executable, "-m", "rl.launch", "slurm", *(["--wait"] if wait else []))
+        options = (*arguments, "--output-dir", str(folder))
+        self.launched = cluster.run(*launch, *options, timeout=wait or PATIENCE_S)
         found = re.search(r"^job: +(\d+)$", self.launched.stdout, re.MULTILINE)
         assert found, self.launched.stderr
         self.id = found[1]
@@ -88,15 +79,10 @@ class Job:
         """Node by pid of this run's processes that have ``mark`` in command or environment."""
         found = {}
         for pid in self.cluster.pids():
-            try:
-                texts = [
-                    Path(f"/proc/{pid}/{name}").read_bytes().decode(errors="replace")
-                    for name in ("cmdline", "environ")
-                ]
-            except OSError:
-                continue  # it ended in the meantime
-            node = re.search(r"\0SLURMD_NODENAME=(\w+)", texts[1])
-            if node and str(self.folder) in "".join(texts) and any(mark in text for text in texts):
+            command, environment = (_read(pid, name) for name in ("cmdline", "environ"))
+            node = re.search(r"\0SLURMD_NODENAME=(\w+)", environment)
+            text = command + environment
+            if node and str(self.folder) in text and mark in text:
                 found[pid] = node[1]
         return found
 
@@ -138,25 +124,25 @@ def _left(cluster: Cluster, jobs: tuple[str, ...]) -> list[str]:
 
 def pids_of(cluster: Cluster, *jobs: str) -> list[int]:
     """Return the ids of the processes of these jobs."""
-    marks = {f"SLURM_JOB_ID={job}".encode() for job in jobs}
-    return [pid for pid in cluster.pids() if marks & {*_environment(pid).split(b"\0")}]
+    marks = {f"SLURM_JOB_ID={job}" for job in jobs}
+    pids = (pid for pid in cluster.pids() if pid != os.getpid())
+    return [pid for pid in pids if marks & {*_read(pid, "environ").split("\0")}]
 
 
 def command_of(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-    except OSError:
-        return "has ended"
+    """Return the command of a process; empty for a zombie and for a process that has ended."""
+    return _read(pid, "cmdline").replace("\0", " ")
 
 
 def children_of(pid: int) -> list[str]:
-    """Commands of the children that run; that of a zombie is empty."""
+    """Commands of the children that run."""
     pids = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return [command for child in pids if (command := command_of(int(child)))]
 
 
-def _environment(pid: int) -> bytes:
+def _read(pid: int, name: str) -> str:
+    """Return a file of a process; empty if the process has ended."""
     try:
-        return Path(f"/proc/{pid}/environ").read_bytes() if pid != os.getpid() else b""
+        return Path(f"/proc/{pid}/{name}").read_bytes().decode(errors="replace")
     except OSError:
-        return b""
+        return ""

@@ -68,18 +68,18 @@ def log(folder: Path) -> str:
     return "".join(path.read_text() for path in folder.glob("logs/slurm-*.log"))
 
 
+TOLD = 'trap "echo told; exit 75" USR1'
+GOES_ON = '[ "$attempt" = 1 ] || while :; do sleep 0.1; done'
 RUNS = {
     "done": "exit 0",
     "failed": "exit 1",
     "config": "exit 2",
     "saved": '[ "$attempt" = 1 ] || exit 75',
     "killed": '[ "$attempt" = 1 ] || { sleep 0.5; kill -9 $$; }',
-    "told": 'trap "echo told; exit 75" USR1\n[ "$attempt" = 1 ] || while :; do sleep 0.1; done',
+    "told": f"{TOLD}\n{GOES_ON}",
     "never done": "exit 75",
-    "told early": '[ "$attempt" = 1 ] || while :; do sleep 0.1; done',
-    "told at its start": (
-        'trap "echo told; exit 75" USR1\n[ "$attempt" = 1 ] || while :; do sleep 0.1; done'
-    ),
+    "told early": GOES_ON,
+    "told at its start": f"{TOLD}\n{GOES_ON}",
     "saved without Slurm's controller": '[ "$attempt" = 1 ] || exit 75',
 }
 FIRST = '[ "${SLURM_RESTART_COUNT:-0}" = 0 ]'
@@ -106,19 +106,12 @@ def jobs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     first.
     """
     folders = {name: tmp_path_factory.mktemp("jobs") / "a run" for name in RUNS}
-    return {
-        name: (
-            submit(
-                cluster,
-                folders[name],
-                f"touch '{folders[name]}/config.json'\n{run}",
-                max_restarts=1,
-                **OPTIONS.get(name, {}),
-            ),
-            folders[name],
-        )
-        for name, run in RUNS.items()
-    }
+    found = {}
+    for name, folder in folders.items():
+        run = f"touch '{folder}/config.json'\n{RUNS[name]}"
+        job = submit(cluster, folder, run, max_restarts=1, **OPTIONS.get(name, {}))
+        found[name] = (job, folder)
+    return found
 
 
 def test_before_its_time_limit_the_run_saves_and_continues_in_another_attempt(cluster, jobs):

@@ -36,18 +36,8 @@ def test_a_trainer_on_two_nodes_trains_what_a_generator_on_a_third_samples(clust
     errors = job.metric("logprob/error_max")
     assert (len(errors), max(errors) <= 1e-4) == (SHORT_STEPS, True), errors
     logs = job.folder / "logs" / f"{job.id}.0"
-    ranks = (
-        "trainer-0",
-        "trainer-1",
-        "generator-0-0",
-        "reward-0-0",
-        "controller",
-        "run",
-        "node-n1",
-        "node-n2",
-        "node-n3",
-    )
-    assert {f"{name}.log" for name in ranks} <= {path.name for path in logs.iterdir()}
+    names = "trainer-0 trainer-1 generator-0-0 reward-0-0 controller run node-n1 node-n2 node-n3"
+    assert {f"{name}.log" for name in names.split()} <= {path.name for path in logs.iterdir()}
     assert (logs / "push.txt").read_text().startswith("transport: tcp")
     until_gone(cluster, job.id)
 

@@ -22,25 +22,16 @@ def append(path, *rows):
         file.write("".join(map(line, rows)))
 
 
-def test_rows_that_a_run_adds_are_read_once(folder):
-    run = Run(folder)
-    assert run.state()["step"] == 20
-    append(folder / "metrics.jsonl", metrics_of(21))
-    assert run.state()["step"] == 21
-    steps, values = run.curves(["reward/mean"])["curves"]["reward/mean"]
-    assert steps == [*range(1, 22)]
-    assert values == [1 - 1 / step for step in range(1, 22)]
-
-
-def test_a_torn_last_line_waits_for_its_end(folder):
+def test_rows_that_a_run_adds_are_read_once_and_a_torn_last_line_waits_for_its_end(folder):
     run = Run(folder)
     row = line(metrics_of(21))
-    with open(folder / "metrics.jsonl", "a") as file:
-        file.write(row[:30])
-    assert run.state()["step"] == 20
-    with open(folder / "metrics.jsonl", "a") as file:
-        file.write(row[30:])
-    assert run.state()["step"] == 21
+    for part, step in (("", 20), (row[:30], 20), (row[30:], 21)):
+        with open(folder / "metrics.jsonl", "a") as file:
+            file.write(part)
+        assert run.state()["step"] == step
+    steps, values = run.curves(["reward/mean"])["curves"]["reward/mean"]
+    assert steps == [*range(1, 22)]
+    assert values == [1 - 1 / step for step in steps]
 
 
 @pytest.mark.parametrize("block", [10, 1_000])
@@ -80,10 +71,9 @@ def test_a_curve_of_many_points_keeps_its_ends_and_peaks(tmp_path):
 
 
 def test_the_timeline_has_the_spans_of_its_steps(folder):
-    data = Run(folder).timeline(7, 2)
-    assert len(data["spans"]) == 16
-    assert {span[4] for span in data["spans"]} == {7, 8}
-    assert min(span[2] for span in data["spans"]) == BEGAN + 6
+    spans = Run(folder).timeline(7, 2)["spans"]
+    assert (len(spans), {span[4] for span in spans}) == (16, {7, 8})
+    assert min(span[2] for span in spans) == BEGAN + 6
 
 
 def test_spans_that_a_resume_took_back_are_no_part_of_the_timeline(folder):
@@ -229,12 +219,8 @@ def test_a_folder_without_a_run_is_refused(tmp_path):
 
 
 def test_configs_are_flat_with_dotted_names(folder):
-    config = Run(folder).config()
-    assert config["fields"] == {
-        "steps": 20,
-        "rollout.max_tokens": 8,
-        "task.name": "the answer",
-    }
+    fields = {"steps": 20, "rollout.max_tokens": 8, "task.name": "the answer"}
+    assert Run(folder).config()["fields"] == fields
 
 
 def test_logs_and_ledger_of_a_failure_are_bounded(folder):

@@ -26,7 +26,7 @@ ENGINES = (
 )
 """Folders and files whose tests start engines, the longest first. The others are pure."""
 SHARED = (
-    r"e2e/test_(datasets|gateway|tool_quickstart)\.py",
+    r"e2e/test_(algorithms|compare|gateway|programs|replay|tool_quickstart)\.py",
     *("e2e/", "slurm/", "session/", "generation/"),
     r"training/test_(checkpoint|experts|gradient|hugging_face|layouts)\.py",
 )

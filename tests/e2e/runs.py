@@ -18,26 +18,22 @@ from tests import warm
 from tests.warm import Program
 
 TIMEOUT_S = 500.0
+WITHIN_S = 290.0  # until a blow is reported: longest for a process that is starting
 PATIENCE_S = 60.0  # for what takes seconds on an idle machine
+
+
+def words(command: str) -> tuple[str, ...]:
+    """Return the words of a command line."""
+    return tuple(command.split())
+
+
 TINY = [
-    "--config",
-    "quickstart",
-    "--rollout.prompts_per_step",
-    "4",
-    "--rollout.samples_per_prompt",
-    "4",
-    "--evaluation.prompts",
-    "8",
-    "--evaluation.samples",
-    "0",
-    "--generator.kv_cache_gib",
-    "0.05",
+    *words("--config quickstart --rollout.prompts_per_step 4 --rollout.samples_per_prompt 4"),
+    *words("--evaluation.prompts 8 --evaluation.samples 0 --generator.kv_cache_gib 0.05"),
 ]
+LR = "--trainer.optimizer.param_groups.0.optimizer_kwargs.lr"
 QUICK_STEPS = 45
-QUICKSTART = (
-    *("--config", "quickstart", "--steps", str(QUICK_STEPS)),
-    *("--trainer.optimizer.param_groups.0.optimizer_kwargs.lr", "3e-3"),
-)
+QUICKSTART = ("--config", "quickstart", "--steps", str(QUICK_STEPS), LR, "3e-3")
 """A run of the quickstart that learns in fewer steps."""
 OF_TIMING = (
     *("timing/", "tokens_per_s", "mfu", "memory/", "critic/memory/"),
@@ -64,7 +60,7 @@ class Run:
         self.process = Program(
             self.command(*arguments), env=environment, stdout=self._stdout, stderr=self._stderr
         )
-        self._known = {(pid, start) for pid, _, start in _table() if pid == self.process.pid}
+        self._known = {(pid, start) for pid, _, start in living() if pid == self.process.pid}
 
     def command(self, *arguments: str) -> list[str]:
         """Return the module to run and its arguments."""
@@ -158,7 +154,7 @@ class Run:
 
     def processes(self) -> list[int]:
         """Living processes that this run started, itself included."""
-        table = _table()
+        table = living()
         family = {pid for pid, _, start in table if (pid, start) in self._known}
         for pid, parent, start in table:  # in the order of their starts
             if parent in family or self._is_marked(pid):
@@ -191,7 +187,7 @@ class Run:
             time.sleep(0.1)
 
 
-def _table() -> list[tuple[int, int, str]]:
+def living() -> list[tuple[int, int, str]]:
     """Return pid, parent and time of start of each living process, the oldest first."""
     table = []
     for entry in Path("/proc").iterdir():
@@ -231,28 +227,75 @@ def numbers(run: Run, *but: str) -> list[dict]:
     ]
 
 
-def trained(run: Run) -> list[dict]:
-    """Rows of the ledger without what depends on how far sampling is ahead at the time of a
-    step.
-    """
-    of_progress = ("submitted", "waiting", "running", "finished", "dropped", "dropped_now")
-    return [
-        {name: value for name, value in row.items() if name not in of_progress}
-        for row in run.lines("ledger.jsonl")
-    ]
-
-
-def dropped(run: Run) -> list[tuple[int, str]]:
-    """Ordinals that were dropped, each with the reason."""
-    rows = run.lines("ledger.jsonl")
-    return sorted(
-        (prompt_id, reason)
-        for row in rows
-        for reason, prompt_ids in row["dropped_now"].items()
-        for prompt_id in prompt_ids
-    )
-
-
 def digest(run: Run) -> str:
     """Return the digest of the final weights."""
     return run.json("summary.json")["policy_digest"]
+
+
+def scores(row: dict[str, object]) -> dict[str, object]:
+    """Return what an evaluation finds, without what belongs to the run around it."""
+    own = (name for name in row if name.startswith("eval/") and name != "eval/skipped")
+    return {name: row[name] for name in own}
+
+
+def drops(run: Run) -> dict[int, str]:
+    """Return the reason of each dropped prompt."""
+    dropped = (row["dropped_now"].items() for row in run.lines("ledger.jsonl"))
+    return {prompt: reason for row in dropped for reason, prompts in row for prompt in prompts}
+
+
+def trained(run: Run) -> list[dict]:
+    """Return the rows of the ledger without what depends on how far sampling is ahead at the time
+    of a step.
+    """
+    of_progress = ("submitted", "waiting", "running", "finished", "dropped", "dropped_now")
+    rows = run.lines("ledger.jsonl")
+    return [{k: v for k, v in row.items() if k not in of_progress} for row in rows]
+
+
+def assert_same(run: Run, whole: Run) -> None:
+    """Check numbers, rollouts, ledger, evaluations and last weights, bit for bit."""
+    assert numbers(run, "push/") == numbers(whole, "push/")
+    assert run.rollouts() == whole.rollouts()
+    assert trained(run) == trained(whole)
+    assert drops(run) == drops(whole)
+    assert run.lines("evaluations.jsonl") == whole.lines("evaluations.jsonl")
+    assert digest(run) == digest(whole)
+    assert scores(run.json("summary.json")) == scores(whole.json("summary.json"))
+
+
+def check_ledger(run: Run, steps: int, groups: int, bound: int) -> dict[int, str]:
+    """Check that each prompt was trained on once, was dropped for a reason, or is waiting, and that
+    no rollout was older than ``bound`` steps. Return the reasons by prompt.
+    """
+    rows = run.lines("ledger.jsonl")
+    assert [row["step"] for row in run.metrics()] == [*range(1, steps + 1)]
+    assert [row["step"] for row in rows] == [*range(1, steps + 1)]
+    assert all(len(row["trained_now"]) == groups for row in rows)
+    prompts = [prompt for row in rows for prompt in row["trained_now"]]
+    dropped = drops(run)
+    assert len({*prompts, *dropped}) == len(prompts) + len(dropped)
+    missing = {*range(rows[-1]["submitted"])} - {*prompts, *dropped}
+    assert len(missing) == rows[-1]["waiting"]
+    assert rows[-1]["running"] == rows[-1]["finished"] == 0
+    assert max(int(age) for row in rows for age in row["staleness"]) <= bound
+    return dropped
+
+
+def strike(run: Run, actor: str, number: signal.Signals) -> bool:
+    """Send the signal and wait until the run has named the actor. Return False if the run ended
+    first.
+    """
+
+    def told() -> int:
+        return run.stdout.count(f"\nwarning: {actor} rank 0, ")
+
+    before = told()
+    deadline = time.monotonic() + WITHIN_S
+    while run.strike(actor, number) is None and run.process.poll() is None:
+        time.sleep(0.1)
+    while told() == before and run.process.poll() is None:
+        said = f"nothing was said of {actor} ({number.name}): {run.stdout}"
+        assert time.monotonic() < deadline, said
+        time.sleep(0.1)
+    return told() > before

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import tempfile
-import textwrap
 import time
 from pathlib import Path
 
@@ -77,113 +76,6 @@ def test_a_signal_during_the_start_leaves_nothing(tmp_path, signals, code):
 
 
 @pytest.mark.long
-def test_a_raising_reward_costs_its_group_and_too_many_are_the_named_cause(tmp_path):
-    (tmp_path / "my_task.py").write_text(
-        textwrap.dedent(
-            """
-            from dataclasses import dataclass
-            from configs.quickstart import quickstart
-            from rl.config import RLConfig
-            from rl.tasks.copy_digits import CopyDigits
-
-            class Moody(CopyDigits):
-                @dataclass(kw_only=True, slots=True)
-                class Config(CopyDigits.Config):
-                    pass
-
-                def score(self, prompt, text, completion):
-                    if prompt.prompt_id == 9 or prompt.prompt_id >= 20:
-                        raise ZeroDivisionError("no reward today")
-                    return super().score(prompt, text, completion)
-
-            def moody() -> RLConfig:
-                config = quickstart()
-                config.task = Moody.Config(max_prompt_tokens=16)
-                return config
-            """
-        )
-    )
-    arguments = ["--config", "my_task.moody", *TINY[2:], "--rollout.max_lost", "0.02"]
-    run = Run(*arguments, folder=tmp_path / "run", pythonpath=tmp_path)
-    assert run.wait() == 1
-    run.assert_nothing_left()
-    ledger = run.lines("ledger.jsonl")
-    assert [row["dropped_now"] for row in ledger] == [{}, {}, {"reward raised": [9]}, {}]
-    assert ledger[2]["trained_now"] == [8, 10, 11, 12]
-    failure = run.json("failure.json")
-    cause = "ZeroDivisionError: no reward today; prompt 21, sample 0"
-    assert (
-        "more than rollout.max_lost=0.02 allows; the last: the reward of Moody raised " + cause
-        in failure["error"]
-    )
-    assert failure["step"] == failure["policy_version"] == 4
-    assert failure["generator_versions"] == {"generator-0": 4}
-    assert failure["ledger"]["trained"] == 16
-    assert failure["command"].endswith(f"--output-dir {run.folder} --resume")
-    assert "my_task.py" in failure["traceback"]
-    assert cause in run.stderr
-    assert re.search(rf"\nat {tmp_path / 'my_task.py'}, line \d+, in score\n", run.stderr)
-    assert run.stderr.endswith(f" with: {failure['command']}\n")
-
-
-CRACKED = """
-    from dataclasses import dataclass
-    from configs.quickstart import quickstart
-    from rl.algorithms.losses import ClippedLoss
-    from rl.config import RLConfig
-
-    class Cracked(ClippedLoss):
-        @dataclass(kw_only=True, slots=True)
-        class Config(ClippedLoss.Config):
-            pass
-
-        def __call__(self, tokens):
-            loss, metrics = super().__call__(tokens)
-            return loss * float("nan"), metrics
-
-    def cracked() -> RLConfig:
-        config = quickstart()
-        config.algorithm.loss = Cracked.Config()
-        return config
-"""
-
-
-@pytest.fixture
-def cracked(tmp_path):
-    """Start a run whose loss is NaN, with options."""
-    (tmp_path / "my_loss.py").write_text(textwrap.dedent(CRACKED))
-    arguments = ["--config", "my_loss.cracked", *TINY[2:]]
-    return lambda *options: Run(*arguments, *options, folder=tmp_path / "run", pythonpath=tmp_path)
-
-
-@pytest.mark.long
-def test_a_loss_that_stays_non_finite_skips_steps_and_then_ends_the_run(cracked):
-    run = cracked("--trainer.max-skipped-steps", "2")
-    assert run.wait() == 1
-    run.assert_nothing_left()
-    failure = run.json("failure.json")
-    cause = (
-        "optim_step: 3 optimizer steps in a row had a gradient norm of nan and were skipped, more "
-        "than "
-    )
-    assert cause + "trainer.max_skipped_steps=2: lower the learning rate" in failure["error"]
-    assert (failure["cause"], failure["again"]) == ("gradient", "step")
-    assert (failure["step"], failure["policy_version"]) == (2, 0)
-    assert [row["trainer/skipped_steps"] for row in run.metrics()] == [1, 2]
-
-
-@pytest.mark.long
-def test_a_run_in_which_no_step_changed_the_weights_fails(cracked):
-    run = cracked("--steps", "2")
-    assert run.wait() == 1
-    run.assert_nothing_left()
-    assert run.json("summary.json")["steps_learned"] == 0
-    error = "none of 2 steps changed the weights: every gradient was 0 or not finite"
-    assert run.json("failure.json")["error"].startswith(error)
-    assert error in run.stderr
-
-
-@pytest.mark.long
 def test_a_generator_that_hangs_is_found_and_named(tmp_path):
     arguments = [*TINY, "--steps", "100000", "--deadlines.heartbeat", "6", "--max-restarts", "0"]
     run = Run(*arguments, folder=tmp_path / "run")
@@ -199,57 +91,27 @@ def test_a_generator_that_hangs_is_found_and_named(tmp_path):
     assert f"failed after step {failure['step']}: {failure['error']}" in run.stderr
 
 
-@pytest.mark.long
-def test_a_full_disk_ends_the_run_by_name(tmp_path):
-    run = Run(*TINY, "--steps", "100000", folder=tmp_path / "run")
-    run.until_step(2)
-    (run.folder / "metrics.jsonl").unlink()
-    (run.folder / "metrics.jsonl").symlink_to("/dev/full")
-    assert run.wait() == 1
-    run.assert_nothing_left()
-    assert "metrics.jsonl: cannot be written: No space left on device" in run.stderr
-
-
-def refused(arguments: list[str], folder: Path) -> str:
-    """Return the message of a command that has to be refused before anything is written."""
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said):
-        code = main([*arguments, "--output-dir", str(folder)])
-    return said.getvalue() if code == 2 and not folder.exists() else f"exit code {code}"
-
-
-INVALID = [
-    (
-        ["--config", "gsm8k_jsonl", "--model.hf_path", "/no/such/folder"],
-        "model.hf_path: there is no folder",
-    ),
-    (["--config", "gsm8k_jsonl", "--model.hf_path", "{model}"], "has no *.safetensors"),
-    (["--config", "gsm8k_jsonl"], "model.hf_path"),
-    (
-        [*TINY, "--trainer.parallelism.tensor_parallel_degree", "3"],
-        "tensor_parallel_degree is 3; it must divide",
-    ),
-    (
-        [*TINY, "--trainer.parallelism.data_parallel_shard_degree", "0"],
-        "data_parallel_shard_degree is 0",
-    ),
-    (
-        [*TINY, "--generator.tensor_parallel_degree", "4"],
-        "generator.tensor_parallel_degree is 4",
-    ),
-    ([*TINY, "--resume"], "--resume: output_dir"),
-    ([*TINY, "--rollout.top_p", "1.9"], "rollout.top_p is 1.9; it must be at most 1"),
-    (["--config", "quikstart"], "did you mean quickstart or tool_quickstart?"),
-]
+QUICK = "--config quickstart"
+INVALID = {
+    "--config gsm8k_jsonl --model.hf_path MODEL": "has no *.safetensors",
+    "--config gsm8k_jsonl": "model.hf_path",
+    f"{QUICK} --trainer.parallelism.tensor_parallel_degree 3": "degree is 3; it must divide",
+    f"{QUICK} --resume": "--resume: output_dir",
+    "--config quikstart": "did you mean quickstart or tool_quickstart?",
+}
 
 
 def test_an_invalid_config_is_refused_before_any_process_starts(tmp_path):
     model = tmp_path / "model"
     model.mkdir()
-    config = {"model_type": "qwen3", "vocab_size": 8}
-    (model / "config.json").write_text(json.dumps(config))
-    said = {}
-    for arguments, message in INVALID:
-        filled = [argument.format(model=model) for argument in arguments]
-        said[message] = refused(filled, tmp_path / "run")
-    assert {message: text for message, text in said.items() if message not in text} == {}
+    (model / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": 8}))
+    folder = tmp_path / "run"
+    found = {}
+    for arguments, message in INVALID.items():
+        words = arguments.replace("MODEL", str(model)).split()
+        said = io.StringIO()
+        with contextlib.redirect_stderr(said):
+            code = main([*words, "--output-dir", str(folder)])
+        if code != 2 or folder.exists() or message not in said.getvalue():
+            found[arguments] = f"exit code {code}: {said.getvalue()}"
+    assert found == {}

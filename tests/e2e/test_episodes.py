@@ -7,7 +7,7 @@ import pytest
 
 from tests import warm
 from tests.e2e.configs import BLOCK
-from tests.e2e.runs import TINY, Run, digest, numbers
+from tests.e2e.runs import TINY, Run, assert_same
 from tests.tasks.held import Hold
 from tests.tiny_tokenizers import make_model
 
@@ -65,9 +65,7 @@ def test_a_run_that_is_killed_inside_a_step_of_an_episode_resumes_as_the_uninter
     assert run.wait() == 0, run.stderr
     run.assert_nothing_left()
     assert run.json("summary.json")["recovered_episodes"].keys() == {"replayed"}
-    assert numbers(run, "push/") == numbers(whole, "push/")
-    assert run.rollouts() == whole.rollouts()
-    assert digest(run) == digest(whole)
+    assert_same(run, whole)
 
 
 @pytest.mark.long

@@ -6,6 +6,7 @@ import re
 import signal
 import time
 import urllib.request
+from itertools import pairwise
 from pathlib import Path
 
 import openai
@@ -13,11 +14,10 @@ import pytest
 
 from tests import warm
 from tests.e2e.configs import BLOCK
-from tests.e2e.runs import PATIENCE_S, TIMEOUT_S, TINY, Run
+from tests.e2e.runs import PATIENCE_S, TIMEOUT_S, TINY, Run, words
 from tests.tiny_tokenizers import make_model
 
 MESSAGES = [{"role": "user", "content": "How many apples are left?"}]
-LEFT = ["--rollout.prompts_per_step", "2", "--rollout.samples_per_prompt", "3"]
 
 
 @pytest.fixture(scope="module")
@@ -27,9 +27,11 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(model, finished) -> Run:
-    few = ("--evaluation.prompts", "2", *LEFT)
+    few = words(
+        "--evaluation.prompts 2 --rollout.prompts_per_step 2 --rollout.samples_per_prompt 3"
+    )
     config = ("--config", "tests.e2e.configs.agents", *TINY[2:], "--model.hf_path", str(model))
-    return finished(*config, *few)
+    return finished(*config, *few, "--evaluation.prompts", "2")
 
 
 @pytest.mark.long
@@ -44,18 +46,14 @@ def test_an_agent_of_openais_sdk_trains_through_the_gateway(trained):
     rollouts = trained.rollouts()
     assert len(rollouts) == 3 * 6
     for rollout in rollouts:
-        first, second = rollout["sequences"]
-        assert rollout["metrics"]["sequences"] == 2
+        assert rollout["metrics"]["sequences"] == len(rollout["sequences"]) == 2
         assert rollout["metrics"]["rewritten"] == 1
         assert rollout["stop_reason"] == "done"
         assert rollout["metrics"]["turns"] == 4
-        for sequence in (first, second):
-            edges = zip(sequence["sampled"], sequence["sampled"][1:], strict=False)
-            assert sum(edge == (0, 1) for edge in edges) == 2, "two answers"
-            assert all(
-                (v >= 0) == bool(s)
-                for v, s in zip(sequence["versions"], sequence["sampled"], strict=True)
-            )
+        for sequence in rollout["sequences"]:
+            sampled = [bool(each) for each in sequence["sampled"]]
+            assert sum(b > a for a, b in pairwise(sampled)) == 2, "two answers"
+            assert [version >= 0 for version in sequence["versions"]] == sampled
     assert max(len(each["tokens"]) for r in rollouts for each in r["sequences"]) > 8 * BLOCK
     assert len({rollout["reward"] for rollout in rollouts}) > 1
     assert trained.json("summary.json")["lost"] == {}
@@ -112,20 +110,19 @@ class Server:
         raise AssertionError("processes of the server are left")
 
 
-def test_the_policy_of_a_run_is_served_token_for_token(calling, tmp_path):
-    arguments = ["--run", str(calling.folder)]
-    assert_serves(tmp_path, arguments, signal.SIGINT, calling.metrics()[-1]["policy_version"])
-
-
-@pytest.mark.long
-def test_the_policy_of_a_config_is_served_token_for_token(model, tmp_path):
-    config = ["--config", "tests.e2e.configs.agents", "--generator.kv_cache_gib", "0.05"]
-    assert_serves(tmp_path, [*config, "--model.hf_path", str(model)], signal.SIGTERM, 0)
-
-
-def assert_serves(folder: Path, arguments: list[str], number: signal.Signals, version: int):
-    """Check a conversation with the server, which a signal then ends."""
-    with Server(folder, *arguments) as server:
+@pytest.mark.parametrize("origin", ["run", pytest.param("config", marks=pytest.mark.long)])
+def test_a_policy_is_served_token_for_token(request, tmp_path, origin):
+    """A signal ends the server after the conversation."""
+    if origin == "run":
+        run = request.getfixturevalue("calling")
+        arguments = ["--run", str(run.folder)]
+        number, version = signal.SIGINT, run.metrics()[-1]["policy_version"]
+    else:
+        model = str(request.getfixturevalue("model"))
+        config = words("--config tests.e2e.configs.agents --generator.kv_cache_gib 0.05")
+        arguments = [*config, "--model.hf_path", model]
+        number, version = signal.SIGTERM, 0
+    with Server(tmp_path, *arguments) as server:
         opened = server.ask("/sessions", "POST")
         client = openai.OpenAI(base_url=opened["base_url"], api_key="none", max_retries=0)
         messages = [*MESSAGES]
@@ -152,18 +149,13 @@ def assert_serves(folder: Path, arguments: list[str], number: signal.Signals, ve
             messages.append({"role": "user", "content": "And now?"})
         (sequence,) = server.ask(f"/sessions/{opened['id']}")["sequences"]
         assert sequence["tokens"] == tokens
-        drawn = [
-            each for each, own in zip(sequence["versions"], sequence["sampled"], strict=True) if own
-        ]
-        assert set(drawn) == {version}
+        drawn = zip(sequence["versions"], sequence["sampled"], strict=True)
+        assert {each for each, own in drawn if own} == {version}
         with pytest.raises(openai.BadRequestError, match="tokens"):
             client.completions.create(model="policy", prompt="apples " * 2000)
-        again = server.ask(
-            "/inference/v1/generate",
-            "POST",
-            {"token_ids": tokens, "sampling_params": {"max_tokens": 4, "temperature": 0, "n": 2}},
-        )
-        first, second = again["choices"]
+        greedy = {"max_tokens": 4, "temperature": 0, "n": 2}
+        asked = {"token_ids": tokens, "sampling_params": greedy}
+        first, second = server.ask("/inference/v1/generate", "POST", asked)["choices"]
         assert first["token_ids"] == second["token_ids"]
         code, error = server.end(number)
     assert code == 128 + number

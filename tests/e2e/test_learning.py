@@ -5,11 +5,12 @@ import signal
 import numpy as np
 import pytest
 
-from tests.e2e.runs import QUICK_STEPS, QUICKSTART, TINY, Run
+from tests.e2e.runs import QUICK_STEPS, QUICKSTART, TINY, Run, words
 from tests.metric_names import undocumented
 
 
 def rise(run: Run) -> tuple[float, float]:
+    """Return the mean rewards of the first five and of the last five steps."""
     rewards = [row["reward/mean"] for row in run.metrics()]
     return sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5
 
@@ -19,13 +20,9 @@ def replicas(tmp_path_factory) -> Run:
     """A run in lockstep of two generators, of which one is killed; a third joins, and all but one
     leave.
     """
-    lockstep = [
-        "--generator.replicas",
-        "2",
-        "--rollout.pipeline",
-        "asynchronous",
-    ]  # any generator answers any prompt
-    run = Run(*QUICKSTART, *lockstep, folder=tmp_path_factory.mktemp("learning") / "run")
+    # any generator answers any prompt
+    free = ("--generator.replicas", "2", "--rollout.pipeline", "asynchronous")
+    run = Run(*QUICKSTART, *free, folder=tmp_path_factory.mktemp("learning") / "run")
     run.until_step(1)
     assert run.strike("generator-1", signal.SIGKILL)
     (run.folder / "replicas").write_text("3")
@@ -40,11 +37,8 @@ def replicas(tmp_path_factory) -> Run:
 
 
 def test_generators_die_join_and_leave_while_training_goes_on(replicas):
-    assert (
-        replicas.json("summary.json")["restarts"]
-        == replicas.metrics()[-1]["restarts/generators"]
-        == 1
-    )
+    restarts = replicas.metrics()[-1]["restarts/generators"]
+    assert replicas.json("summary.json")["restarts"] == restarts == 1
     events = replicas.lines("events.jsonl")
     told = [(event["kind"], event.get("process")) for event in events]
     away = events[told.index(("lost", "generator-1")) : told.index(("joined", "generator-1"))]
@@ -54,65 +48,51 @@ def test_generators_die_join_and_leave_while_training_goes_on(replicas):
     assert [len(row["trained_now"]) for row in replicas.lines("ledger.jsonl")] == [32] * QUICK_STEPS
 
 
+METRICS = (
+    "loss/mean trainer/grad_norm entropy/mean timing/generate timing/train tokens_per_s "
+    "advantage/std generator/queue_max generator/running_mean memory/peak trainer/tflop"
+)
+FILES = (
+    f"curves.png events.jsonl digests.jsonl rollouts/step-{QUICK_STEPS}.parquet "
+    f"logs/trainer-0.log logs/generator-0-0.log checkpoints/step-{QUICK_STEPS}"
+)
+
+
 def test_reward_climbs_and_the_run_folder_tells_everything(replicas):
     run = replicas
     first, last = rise(run)
     assert first < 0.1
     assert last > 0.25
-
     rows = run.metrics()
     assert not undocumented({name for row in rows for name in row})
-    assert [row["step"] for row in rows] == list(range(1, QUICK_STEPS + 1))
-    assert [row["policy_version"] for row in rows] == list(range(1, QUICK_STEPS + 1))
-    for name in (
-        "loss/mean",
-        "trainer/grad_norm",
-        "entropy/mean",
-        "timing/generate",
-        "timing/train",
-        "tokens_per_s",
-        "advantage/std",
-        "generator/queue_max",
-        "generator/running_mean",
-        "memory/peak",
-        "trainer/tflop",
-    ):
+    steps = [(step, step) for step in range(1, QUICK_STEPS + 1)]
+    assert [(row["step"], row["policy_version"]) for row in rows] == steps
+    for name in METRICS.split():
         assert all(isinstance(row[name], float) for row in rows), name
     errors = sorted(row["logprob/error_max"] for row in rows)  # lag 0: trainer and generator agree
     assert errors[len(errors) // 2] <= 1e-5
-    assert (
-        errors[-1] <= 1e-4
-    )  # the worst token of all steps: where q or k nearly vanish, their norm magnifies rounding
+    # the worst token of all steps: where q or k nearly vanish, their norm magnifies rounding
+    assert errors[-1] <= 1e-4
     summary = run.json("summary.json")
-    assert summary["steps"] == QUICK_STEPS
+    assert summary["steps"] == run.json("config.json")["config"]["steps"] == QUICK_STEPS
     assert summary["eval/prompts"] == 256
     assert summary["eval/reward_mean"] > 0.25
     assert len(summary["policy_digest"]) == 64
-    assert run.json("config.json")["config"]["steps"] == QUICK_STEPS
-    for name in (
-        "curves.png",
-        "events.jsonl",
-        "digests.jsonl",
-        f"rollouts/step-{QUICK_STEPS}.parquet",
-        "logs/trainer-0.log",
-        "logs/generator-0-0.log",
-        f"checkpoints/step-{QUICK_STEPS}",
-    ):
-        assert (run.folder / name).exists(), name
+    assert [name for name in FILES.split() if not (run.folder / name).exists()] == []
     assert not (run.folder / "failure.json").exists()
     _, shown = run.stdout.split("evaluating on held-out data\n")
     assert shown.split()[:2] == ["eval/exact_match", f"{summary['eval/exact_match']:.4g}"]
 
 
 def test_the_log_of_a_rank_names_its_layout_its_parameters_and_its_loads(replicas):
-    trainer = (replicas.folder / "logs" / "trainer-0.log").read_text()
+    logs = replicas.folder / "logs"
+    trainer = (logs / "trainer-0.log").read_text()
     assert "rank 0 of 1, one rank; 107,968 parameters, of which 107,968 are here" in trainer
     assert "weights of the start of the run, policy version 0" in trainer
     assert f"saved checkpoint {QUICK_STEPS} in " in trainer
-    generator = (replicas.folder / "logs" / "generator-0-0.log").read_text()
-    assert (
-        "rank 0 of 1; 107,968 parameters of float32; CPU threads: 1; memory at most " in generator
-    )
+    generator = (logs / "generator-0-0.log").read_text()
+    of_rank = "rank 0 of 1; 107,968 parameters of float32; CPU threads: 1; memory at most "
+    assert of_rank in generator
     assert "reads weights over shared_memory as generator 0" in generator
 
 
@@ -129,25 +109,13 @@ def test_recorded_rollouts_have_the_trainers_log_probs(replicas):
     assert not any(values[~sampled].any() for values in (trainer, advantages, entropy))
 
 
+SHARDS = "--trainer.parallelism.data_parallel_shard_degree 2 --generator.tensor_parallel_degree 2"
+
+
 @pytest.mark.long
 def test_every_layout_learns_the_same(tmp_path):
-    many = [
-        "--trainer.parallelism.data_parallel_shard_degree",
-        "2",
-        "--trainer.parallelism.tensor_parallel_degree",
-        "2",
-    ]
-    run = Run(
-        "--config",
-        "quickstart",
-        "--steps",
-        "30",
-        *many,
-        "--generator.tensor_parallel_degree",
-        "2",
-        "--quiet",
-        folder=tmp_path / "run",
-    )
+    many = words(f"--steps 30 {SHARDS} --trainer.parallelism.tensor_parallel_degree 2 --quiet")
+    run = Run("--config", "quickstart", *many, folder=tmp_path / "run")
     assert run.wait() == 0, run.stderr
     run.assert_nothing_left()
     first, last = rise(run)
@@ -158,24 +126,12 @@ def test_every_layout_learns_the_same(tmp_path):
 
 @pytest.mark.long
 def test_a_mixture_of_experts_generates_as_it_was_trained(tmp_path):
-    mixture = [
-        "--model.num_experts",
-        "4",
-        "--model.experts_per_token",
-        "2",
-        "--model.moe_hidden_dim",
-        "96",
-    ]
-    many = [
-        f"--trainer.parallelism.{name}_degree=2"
-        for name in ("data_parallel_shard", "expert_parallel")
-    ]
-    many += ["--generator.tensor_parallel_degree", "2"]
-    run = Run(*TINY, "--steps", "6", "--quiet", *mixture, *many, folder=tmp_path / "run")
+    experts = words("--model.num_experts 4 --model.experts_per_token 2 --model.moe_hidden_dim 96")
+    many = words(f"{SHARDS} --trainer.parallelism.expert_parallel_degree 2")
+    run = Run(*TINY, "--steps", "6", *experts, *many, folder=tmp_path / "run")
     assert run.wait() == 0, run.stderr
     run.assert_nothing_left()
-    assert run.stdout == ""
-    assert [row["policy_version"] for row in run.metrics()] == list(range(1, 7))
+    assert [row["policy_version"] for row in run.metrics()] == [*range(1, 7)]
     assert max(row["logprob/error_max"] for row in run.metrics()) <= 1e-5
 
 

@@ -5,12 +5,20 @@ import time
 import pytest
 
 from tests.e2e.pipelines import LOCKSTEP, TWO_AHEAD
-from tests.e2e.runs import Run, digest, numbers
+from tests.e2e.runs import Run, assert_same, start, words
 
 SLOW = (
-    *("--steps", "8", "--trainer.checkpoint.interval", "100"),
-    *("--evaluation.prompts", "100", "--generator.max_running_requests", "2"),
+    *words("--steps 8 --trainer.checkpoint.interval 100"),
+    *words("--evaluation.prompts 100 --generator.max_running_requests 2"),
 )
+
+
+def leave(run: Run) -> None:
+    told = time.monotonic()
+    run.process.terminate()
+    assert run.wait() == 75, run.stderr
+    print(f"left {time.monotonic() - told:.1f} s after the signal")
+    run.assert_nothing_left()
 
 
 @pytest.mark.long
@@ -18,33 +26,21 @@ SLOW = (
 def test_a_run_that_leaves_while_it_evaluates_repeats_the_evaluation_from_the_same_weights(
     tmp_path, finished, pipeline
 ):
-    whole = finished(*pipeline, *SLOW)
-    run = Run(*pipeline, *SLOW, folder=tmp_path / "run")
+    arguments = (*pipeline, *SLOW)
+    whole = finished(*arguments)
+    run = start(tmp_path, arguments)
     saved = run.folder / "checkpoints" / "step-5" / ".metadata"
     run.until(lambda: saved.exists() and len(run.metrics()) >= 6)
-    told = time.monotonic()
-    run.process.terminate()
-    assert run.wait() == 75, run.stderr
-    took = time.monotonic() - told
-    run.assert_nothing_left()
+    leave(run)
     assert [*run.folder.glob("checkpoints/*/.metadata")] == [saved]
     assert run.lines("evaluations.jsonl") == []
-    print(f"left {took:.1f} s after the signal, after step {len(run.metrics())}")
 
-    run = Run(*pipeline, *SLOW, "--resume", folder=tmp_path / "run")
+    run = start(tmp_path, arguments)
     run.until(lambda: (run.folder / "export").exists())
     assert run.lines("evaluations.jsonl") == whole.lines("evaluations.jsonl") != []
     run.until(lambda: (run.folder / "summary.json").exists())
-    run.process.terminate()
-    assert run.wait() == 75, run.stderr
-    run.assert_nothing_left()
+    leave(run)
 
-    run = Run(*pipeline, *SLOW, "--resume", folder=tmp_path / "run")
+    run = start(tmp_path, arguments)
     assert run.wait() == 0, run.stderr
-    assert run.lines("evaluations.jsonl") == whole.lines("evaluations.jsonl")
-    assert numbers(run, "push/") == numbers(whole, "push/")
-    assert digest(run) == digest(whole)
-    assert (
-        run.json("summary.json")["eval/exact_match"]
-        == whole.json("summary.json")["eval/exact_match"]
-    )
+    assert_same(run, whole)

@@ -10,8 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import Run
-from tests.e2e.test_algorithms import MANY_MODELS
+from rl.evaluate import main
+from tests.e2e.pipelines import LONG, each_kind
+from tests.e2e.runs import Run, scores
+
+SAVED = {"models": 2}
+"""Step of a checkpoint that was evaluated on the way; 35 for other kinds."""
 
 
 class Program(Run):
@@ -19,11 +23,6 @@ class Program(Run):
 
     def command(self, *arguments: str) -> list[str]:
         return [*arguments]
-
-
-@pytest.fixture
-def run(finished) -> Run:
-    return finished(*MANY_MODELS)
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -49,8 +48,8 @@ def answer_of(name: str, run: Path, folder: Path, *arguments: str) -> tuple[Prog
 
 
 def accepted(
-    main: Callable[[list[str]], int], run: Path, refused: dict[tuple[str, ...], str]
-) -> dict[tuple[str, ...], str]:
+    main: Callable[[list[str]], int], run: Path, refused: dict[str, str]
+) -> dict[str, str]:
     """Return the options that ``main`` does not refuse with the message that belongs to them, each
     with what it answers.
     """
@@ -58,92 +57,81 @@ def accepted(
     for options, message in refused.items():
         said = io.StringIO()
         with contextlib.redirect_stderr(said):
-            code = main([str(run), *options])
+            code = main([str(run), *options.split()])
         if code != 2 or message not in said.getvalue():
             found[options] = f"exit code {code}: {said.getvalue()}"
     return found
 
 
-def evaluate(
-    run: Run, folder: Path, *arguments: str, of: tuple[str, ...] | None = None
-) -> dict[str, object]:
-    """Return the scores that the program prints of the run, or of what ``of`` names."""
-    before = times(run.folder)
-    named = of or (str(run.folder),)
-    program = Program("rl.evaluate", *named, "--json", *arguments, folder=folder)
-    assert program.wait() == 0, program.stderr
-    program.assert_nothing_left()
-    assert times(run.folder) == before
-    return json.loads(program.stdout.splitlines()[-1])
-
-
-def scores(row: dict[str, object]) -> dict[str, object]:
-    """Return what an evaluation finds, without what belongs to the run around it."""
-    return {
-        name: value
-        for name, value in row.items()
-        if name.startswith("eval/") and name != "eval/skipped"
-    }
-
-
-def scores_without_versions(row: dict[str, object]) -> dict[str, object]:
-    """Return ``scores`` without the policy's version, which an export does not have."""
-    return {name: each for name, each in scores(row).items() if "/version_" not in name}
-
-
-def test_an_export_has_every_byte_of_the_runs_own(tmp_path, run):
-    before = times(run.folder)
+@pytest.mark.parametrize("kind", ["models", "demonstrations"])
+def test_an_export_has_every_byte_of_the_runs_own(tmp_path, recorded, kind):
+    run = recorded(kind)
     folder = tmp_path / "new" / "exported"
-    arguments = [str(run.folder), str(folder), "--json"]
-    program = Program("rl.export", *arguments, folder=tmp_path / "export")
-    assert program.wait() == 0, program.stderr
-    program.assert_nothing_left()
+    program, found = answer_of("rl.export", run.folder, tmp_path / "export", str(folder))
+    assert program.process.returncode == 0, program.stderr
     assert files(folder) == files(run.folder / "export")
     assert [path.name for path in folder.parent.iterdir()] == ["exported"]
     summary = run.json("summary.json")
-    assert json.loads(program.stdout.splitlines()[-1]) == {
+    assert found == {
         "run": str(run.folder),
         "step": summary["steps"],
         "folder": str(folder),
         "policy_digest": summary["policy_digest"],
     }
-    assert times(run.folder) == before
 
 
-@pytest.mark.long
-def test_the_newest_checkpoint_scores_as_the_run_did_at_its_end(tmp_path, run):
+@each_kind("models", "demonstrations")
+def test_a_checkpoint_scores_as_the_run_did(tmp_path, recorded, kind):
+    run = recorded(kind)
+    step = SAVED.get(kind, 35)
+    program, found = answer_of(
+        "rl.evaluate", run.folder, tmp_path / "evaluate", "--step", str(step)
+    )
+    assert program.process.returncode == 0, program.stderr
+    (row,) = [row for row in run.lines("evaluations.jsonl") if row["step"] == step]
+    assert found["step"] == step
+    assert scores(found) == scores(row) != scores(run.json("summary.json"))
+
+
+@LONG
+def test_the_newest_checkpoint_scores_as_the_run_did_at_its_end(tmp_path, recorded):
+    run = recorded()
+    program, found = answer_of("rl.evaluate", run.folder, tmp_path / "evaluate")
+    assert program.process.returncode == 0, program.stderr
     summary = run.json("summary.json")
-    found = evaluate(run, tmp_path / "evaluate")
     assert found["step"] == summary["steps"]
     assert scores(found) == scores(summary)
 
 
-@pytest.mark.long
-def test_an_export_and_the_initial_weights_score_as_in_the_run(tmp_path, run):
-    config = ("--config", str(run.folder / "config.json"))
+@each_kind("demonstrations")
+def test_an_export_scores_as_the_run_did_at_its_end(recorded, kind, capsys):
+    run = recorded(kind)
     export = str(run.folder / "export")
-    summary = run.json("summary.json")
-    found = evaluate(run, tmp_path / "export", of=(export, *config))
+    config = ("--config", str(run.folder / "config.json"), "--json")
+    before = times(run.folder)
+    assert main([export, *config]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found["model"] == export
-    assert scores_without_versions(found) == scores_without_versions(summary)
-    found = evaluate(run, tmp_path / "start", of=config)
-    assert found["model"] == "random weights"
-    assert scores(found) == scores(run.lines("evaluations.jsonl")[0])
+    assert times(run.folder) == before
+    wanted = scores(run.json("summary.json"))
+    own = {name for name in wanted if "/version_" not in name}  # an export has no version
+    assert {name: found[name] for name in own} == {name: wanted[name] for name in own}
 
 
-def test_an_earlier_checkpoint_scores_as_the_run_did_on_its_way(tmp_path, run):
-    start, row = run.lines("evaluations.jsonl")
+@LONG
+def test_random_weights_score_as_at_the_start_of_the_run(recorded, capsys):
+    run = recorded()
+    start, _ = run.lines("evaluations.jsonl")
     assert (start["step"], start["eval/version_max"], start["eval/skipped"]) == (0, 0, 0)
-    found = evaluate(run, tmp_path / "evaluate", "--step", "2")
-    assert found["step"] == row["step"] == 2
-    assert scores(found) == scores(row)
-    assert found["eval/reward_mean"] != run.json("summary.json")["eval/reward_mean"]
+    assert main(["--config", str(run.folder / "config.json"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["model"] == "random weights"
+    assert scores(found) == scores(start)
 
 
-@pytest.mark.parametrize(
-    "program", ["rl.export", pytest.param("rl.evaluate", marks=pytest.mark.long)]
-)
-def test_ctrl_c_leaves_nothing_behind(tmp_path, run, monkeypatch, program):
+@pytest.mark.parametrize("program", ["rl.export", pytest.param("rl.evaluate", marks=LONG)])
+def test_ctrl_c_leaves_nothing_behind(tmp_path, recorded, monkeypatch, program):
+    run = recorded()
     before = times(run.folder)
     temporary = tempfile.mkdtemp()  # short, since sockets lie there
     monkeypatch.setenv("TMPDIR", temporary)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rl.train import main
 from tests import warm
 from tests.docs.pages import blocks, commands
 from tests.e2e.runs import Run
@@ -76,22 +75,3 @@ def test_the_readmes_task_loss_and_algorithm_train(tmp_path, inputs):
     assert all(0.8 < row["ratio/soft"] < 1.2 for row in run.metrics())
     assert all(0 < row["best/share"] <= 1 for row in run.metrics())
     assert run.json("config.json")["config"]["algorithm"]["width"] == 0.2
-
-
-def test_an_unreadable_line_is_refused_by_number(tmp_path, inputs, capsys):
-    model, data = inputs
-    lines = data.read_text().splitlines()
-    lines[6] = '{"question": "torn'
-    broken = tmp_path / "broken.jsonl"
-    broken.write_text("\n".join(lines))
-    arguments = [
-        "--config",
-        "gsm8k_jsonl",
-        "--model.hf_path",
-        str(model),
-        "--task.path",
-        str(broken),
-    ]
-    assert main([*arguments, "--output-dir", str(tmp_path / "run")]) == 2
-    assert f"{broken} line 7: not JSON" in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()

@@ -3,7 +3,7 @@
 Shorter tests of such calls are in ``tests/trainers/test_failed_calls.py``.
 """
 
-import json
+import re
 import shutil
 import textwrap
 from pathlib import Path
@@ -11,16 +11,17 @@ from pathlib import Path
 import pytest
 
 from rl.observe.rollouts import read_rollouts
-from tests.e2e.runs import TINY, Run
-from tests.e2e.test_programs import Program, times
+from tests.e2e.runs import TINY, Run, words
+from tests.e2e.test_programs import answer_of
 
 pytestmark = pytest.mark.long
 
 USERS = """
     from dataclasses import dataclass
     from configs.quickstart import quickstart
-    from rl.algorithms.losses import ClippedLoss
-    from rl.config import RLConfig
+    from configs.sft_jsonl import sft_jsonl
+    from rl.algorithms.losses import ClippedLoss, CrossEntropyLoss
+    from rl.config import RLConfig, SFTConfig
     from rl.environments.task import Score
     from rl.tasks.copy_digits import CopyDigits
 
@@ -56,34 +57,47 @@ USERS = """
         config.algorithm.loss = Careful.Config()
         config.algorithm.advantage.normalize_std = False
         return config
+
+    class Strict(CrossEntropyLoss):
+        @dataclass(kw_only=True, slots=True)
+        class Config(CrossEntropyLoss.Config):
+            limit: float = -5.0
+
+        def __call__(self, tokens):
+            if (mean := float(tokens["logprobs"].mean())) > self.config.limit:
+                raise ValueError(f"a mean log-prob of {mean:.4f}")
+            return super().__call__(tokens)
+
+    def strict() -> SFTConfig:
+        config = sft_jsonl()
+        config.loss = Strict.Config()
+        return config
 """
 ARGUMENTS = (
     *("--config", "my_run.greedy", *TINY[2:], "--steps", "6", "--evaluation.prompts", "0"),
-    *("--trainer.checkpoint.interval", "1", "--trainer.checkpoint.keep_latest_k", "0"),
+    *words("--trainer.checkpoint.interval 1 --trainer.checkpoint.keep_latest_k 0"),
 )
-
-
-class FailedRuns:
-    """Runs of the user's module that fail in the third step; each is made once."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self._runs: dict[tuple[str, ...], Run] = {}
-        (folder / "my_run.py").write_text(textwrap.dedent(USERS))
-
-    def __call__(self, *options: str) -> Run:
-        if options not in self._runs:
-            folder = self.folder / f"run-{len(self._runs)}"
-            run = Run(*ARGUMENTS, *options, folder=folder, pythonpath=self.folder)
-            assert run.wait() == 1, run.stderr
-            run.assert_nothing_left()
-            self._runs[options] = run
-        return self._runs[options]
 
 
 @pytest.fixture(scope="module")
 def failed(tmp_path_factory):
-    return FailedRuns(tmp_path_factory.mktemp("failed"))
+    """Function that returns a run of the user's module that fails in the third step; each is made
+    once.
+    """
+    home = tmp_path_factory.mktemp("failed")
+    (home / "my_run.py").write_text(textwrap.dedent(USERS))
+    runs: dict[tuple[str, ...], Run] = {}
+
+    def run(*options: str) -> Run:
+        if options not in runs:
+            run = Run(*ARGUMENTS, *options, folder=home / f"run-{len(runs)}", pythonpath=home)
+            assert run.wait() == 1, run.stderr
+            run.assert_nothing_left()
+            runs[options] = run
+        return runs[options]
+
+    run.home = home
+    return run
 
 
 @pytest.fixture
@@ -91,27 +105,12 @@ def again(failed, tmp_path, monkeypatch):
     """Function that makes the failing call of a run again: exit code, output and JSON."""
 
     def make(folder: Path, *arguments: str) -> tuple[int, str, dict]:
-        monkeypatch.setenv("PYTHONPATH", str(failed.folder))
-        before = times(folder)
-        program = Program(
-            "rl.replay", str(folder), "--failed", "--json", *arguments, folder=tmp_path / "replay"
-        )
-        program.wait()
-        program.assert_nothing_left()
-        assert times(folder) == before
-        last = (program.stdout.splitlines() or [""])[-1]
-        found = json.loads(last) if last.startswith("{") else {}
+        monkeypatch.setenv("PYTHONPATH", str(failed.home))
+        options = ("--failed", *arguments)
+        program, found = answer_of("rl.replay", folder, tmp_path / "replay", *options)
         return program.process.returncode, program.stdout + program.stderr, found
 
     return make
-
-
-def copy_without(run: Run, folder: Path, *steps: int) -> Path:
-    """Return a copy of a run without the checkpoints of ``steps``."""
-    copy = shutil.copytree(run.folder, folder, symlinks=True)
-    for step in steps:
-        shutil.rmtree(copy / "checkpoints" / f"step-{step}")
-    return copy
 
 
 def test_a_failing_run_keeps_the_rollouts_of_its_step_and_says_what_to_do(failed):
@@ -129,28 +128,38 @@ def test_a_failing_run_keeps_the_rollouts_of_its_step_and_says_what_to_do(failed
 
 
 def test_a_loss_that_raised_raises_again_after_the_recorded_steps(failed, again, tmp_path):
-    folder = copy_without(failed(), tmp_path / "copy", 2)
+    folder = shutil.copytree(failed().folder, tmp_path / "copy", symlinks=True)
+    shutil.rmtree(folder / "checkpoints" / "step-2")
     code, said, found = again(folder)
     assert code == 1
     assert "step 2: gradient and weights are equal" in said
     assert "step 3 fails again, with the same error:\ntrainer rank 0, forward_backward: " in said
     assert "ValueError: an advantage of " in found["error"]["error"]
-    assert found["error"]["place"].startswith(str(failed.folder / "my_run.py"))
+    assert found["error"]["place"].startswith(str(failed.home / "my_run.py"))
     assert found["differing"] == []
 
 
-def test_a_mend_is_tried_on_the_failing_step(failed, again):
-    code, said, found = again(failed().folder, "--algorithm.loss.limit", "1e6", "--lr", "1e-4")
-    assert (code, found["failed"]) == (0, False), said
-    assert "step 3 does not fail again" in said
-
-
-def test_another_error_is_told_apart(failed, again):
-    code, said, found = again(failed().folder, "--algorithm.loss.stricter")
-    assert (code, found["differing"]) == (1, ["type", "error", "place"]), said
-    assert "step 3 fails again, with another type and error and place:\ntrainer rank 0, " in said
-    assert "ArithmeticError: too much\nat " in said
-    assert "\nrecorded was:\ntrainer rank 0, forward_backward: ValueError: an advantage" in said
+@pytest.mark.parametrize(
+    ("options", "code", "said"),
+    [
+        ("--algorithm.loss.limit 1e6 --lr 1e-4", 0, ["step 3 does not fail again"]),
+        (
+            "--algorithm.loss.stricter",
+            1,
+            [
+                "step 3 fails again, with another type and error and place:\ntrainer rank 0, ",
+                "ArithmeticError: too much\nat ",
+                "\nrecorded was:\ntrainer rank 0, forward_backward: ValueError: an advantage",
+            ],
+        ),
+        ("--loss grop", 2, ["--loss grop: no such loss; did you mean grpo"]),
+    ],
+    ids=["a mend", "another error", "no such loss"],
+)
+def test_another_choice_is_tried_on_the_failing_step(failed, again, options, code, said):
+    found, output, _ = again(failed().folder, *options.split())
+    assert found == code, output
+    assert [each for each in said if each not in output] == []
 
 
 def test_a_reward_that_raised_is_scored_again_without_models(failed, again):
@@ -158,6 +167,10 @@ def test_a_reward_that_raised_is_scored_again_without_models(failed, again):
     failure = run.json("failure.json")
     assert (failure["again"], failure["cause"]) == ("reward", "task")
     assert failure["lost_group"]["type"] == "KeyError"
+    place = rf"\nat {failed.home / 'my_run.py'}, line \d+, in score\n"
+    assert re.search(place, run.stderr)
+    assert "my_run.py" in failure["traceback"]
+    assert run.stderr.endswith(f" with: {failure['command']}\n")
     code, said, found = again(run.folder)
     assert (code, found["differing"]) == (1, []), said
     assert "the reward of prompt 8 fails again, with the same error:" in said
@@ -166,7 +179,17 @@ def test_a_reward_that_raised_is_scored_again_without_models(failed, again):
     assert (code, found["failed"]) == (0, False), said
 
 
-def test_a_loss_that_does_not_exist_is_refused(failed, again):
-    code, said, _ = again(failed().folder, "--loss", "grop")
-    assert code == 2
-    assert "--loss grop: no such loss; did you mean grpo" in said
+def test_a_failing_step_on_examples_is_taken_again(failed, again, arguments, tmp_path):
+    command = arguments("sft", config="my_run.strict")
+    run = Run(*command, folder=tmp_path / "run", pythonpath=failed.home)
+    assert run.wait() == 1
+    run.assert_nothing_left()
+    failure = run.json("failure.json")
+    assert (failure["again"], failure["cause"]) == ("step", "your code")
+    code, said, found = again(run.folder)
+    assert code == 1, said
+    assert found["call"] == f"step {failure['step'] + 1}"
+    assert found["error"]["error"] == failure["error"]
+    assert found["differing"] == []
+    code, said, found = again(run.folder, "--loss.limit", "0")
+    assert (code, found["failed"]) == (0, False), said

@@ -7,19 +7,9 @@ import time
 import pytest
 
 from rl.observe.spans import STAGES
-from tests.e2e.pipelines import LOCKSTEP, SHORT, SHORT_STEPS, STEPS, TWO_AHEAD
-from tests.e2e.runs import Run, digest, dropped, numbers, start, trained
-from tests.e2e.test_chaos import check_ledger, strike
-
-
-def assert_same(run: Run, whole: Run) -> None:
-    """Bit for bit: numbers, rollouts, the ledger, evaluations and the last weight."""
-    assert numbers(run, "push/") == numbers(whole, "push/")
-    assert run.rollouts() == whole.rollouts()
-    assert trained(run) == trained(whole)
-    assert dropped(run) == dropped(whole)
-    assert run.lines("evaluations.jsonl") == whole.lines("evaluations.jsonl")
-    assert digest(run) == digest(whole)
+from tests.e2e.pipelines import GROUPS, SHORT, SHORT_STEPS
+from tests.e2e.runs import Run, assert_same, check_ledger, start, strike
+from tests.tasks.held import Hold
 
 
 def test_a_run_that_is_struck_and_stopped_and_killed_is_the_undisturbed_one(tmp_path, finished):
@@ -51,7 +41,7 @@ def test_a_run_that_is_struck_and_stopped_and_killed_is_the_undisturbed_one(tmp_
     assert run.wait() == 0, run.stderr
     run.assert_nothing_left()
     assert_same(run, whole)
-    check_ledger(run, SHORT_STEPS, bound=2)
+    check_ledger(run, SHORT_STEPS, GROUPS, bound=2)
     assert "resumed after step " in run.stdout
     assert f"ignored checkpoints/{incomplete.name}: it is incomplete" in run.stdout
     assert "resuming with another" not in run.stdout
@@ -62,44 +52,56 @@ def test_sampling_ahead_hides_what_it_overlaps(finished):
     assert [row["rollout/staleness_max"] for row in rows] == [0, 1, *[2] * (SHORT_STEPS - 2)]
     assert max(row["push/canary"] for row in rows if "push/canary" in row) < 1e-4
     assert max(row["timing/push_pause"] for row in rows if "timing/push_pause" in row) > 0
-    assert max(row["timing/hidden"] for row in rows) > 0
+    hidden = [row["timing/hidden"] for row in rows]
+    assert max(hidden) > 0
     stages = sum(row.get(f"timing/{name}", 0.0) for row in rows for name in STAGES)
-    assert stages - sum(row["timing/hidden"] for row in rows) <= 1.001 * sum(
-        row["timing/step"] for row in rows
-    )
+    assert stages - sum(hidden) <= 1.001 * sum(row["timing/step"] for row in rows)
+
+
+MOMENTS = ["start", "start", "save", "save", "evaluation", "evaluation", *["step"] * 4]
+KINDS = ("lockstep", "two ahead", "sft", "dpo", "tools", "tools, two ahead")
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("pipeline", [LOCKSTEP, TWO_AHEAD])
-def test_killed_ten_times_at_random_moments(tmp_path, finished, pipeline):
-    rng = random.Random(len(pipeline))
-    whole = finished(*pipeline)
-    for step in sorted(rng.randrange(STEPS - 12) for _ in range(10)):
-        run = start(tmp_path, pipeline)
-        moment = rng.choice(["start", "step", "save", "evaluation"])
-        if moment == "start":
-            run.until_some_time_of_the_start(rng)
-        else:
-            run.until(
-                lambda run=run, step=step: "push over" in run.stdout and len(run.metrics()) >= step
-            )
-        if moment == "save":
-            saved = {*run.folder.glob("checkpoints/step-*/.metadata")}
-            run.until(
-                lambda run=run, saved=saved: (
-                    {*run.folder.glob("checkpoints/step-*")} - {p.parent for p in saved}
-                )
-            )
-        elif moment == "evaluation":
-            run.until(
-                lambda run=run: len(run.metrics()) % 5 in (1, 2)
-            )  # the evaluation after a fifth step is running or about to start
-        else:
-            time.sleep(rng.uniform(0, 0.5))
-        print(f"kill at {moment} after step {len(run.metrics())}")
+@pytest.mark.parametrize("kind", KINDS)
+def test_killed_at_ten_moments_a_run_is_the_undisturbed_one(tmp_path, finished, arguments, kind):
+    """Three of the moments are inside a tool, if the run has tools."""
+    rng = random.Random(kind)
+    hold = Hold(tmp_path)
+    command = arguments(kind, steps=300)  # those on examples are short
+    whole = finished(*command)
+    last = len(whole.metrics())
+    moments = [*["tool"] * 3, *MOMENTS[:-3]] if "tools" in kind else MOMENTS
+    for step in sorted(rng.randrange(last - last // 3) for _ in moments):
+        run = start(tmp_path, command)
+        moment = moments.pop(rng.randrange(len(moments)))
+        wait_for(run, moment, step, rng, hold)
+        print(f"killed at {moment} after step {len(run.metrics())}")
         run.kill()
+        if moment == "tool":
+            hold.end()
         run.assert_nothing_left()
-    run = start(tmp_path, pipeline)
+    run = start(tmp_path, command)
     assert run.wait() == 0, run.stderr
     run.assert_nothing_left()
     assert_same(run, whole)
+
+
+def wait_for(run: Run, moment: str, step: int, rng: random.Random, hold: Hold) -> None:
+    """Wait until the run is at a ``moment`` after ``step``."""
+    if moment == "start":
+        run.until_some_time_of_the_start(rng)
+        return
+    run.until(lambda: len(run.metrics()) > step)
+    if moment == "tool":
+        hold.begin()
+        run.until(lambda: hold.has_caught)
+    elif moment == "save":
+        known = {*run.folder.glob("checkpoints/step-*")}
+        run.until(lambda: bool({*run.folder.glob("checkpoints/step-*")} - known))
+    elif moment == "evaluation":
+        config = run.json("config.json")["config"]
+        every = config.get("validate_every") or config["evaluation"]["every"]
+        run.until(lambda: len(run.metrics()) % every in (0, 1))
+    else:
+        time.sleep(rng.uniform(0, 0.5))

@@ -128,11 +128,11 @@ def _compared(
     from rl.saved_run import run_session
     from rl.trainers.compare import (
         Comparison,
+        comparable,
         compared_of,
-        comparing,
         loaded_before,
-        stale_cache,
-        under,
+        stale_cache_findings,
+        with_layout,
     )
 
     def comparison(session: "Session") -> Comparison:
@@ -147,7 +147,7 @@ def _compared(
             await anext(steps)  # other weights
             await session.push()
             cached = await comparison(session).cached(fresh=False)
-            stale = stale_cache(cached, await comparison(session).cached(fresh=True))
+            stale = stale_cache_findings(cached, await comparison(session).cached(fresh=True))
         return replace(compared, findings=[*compared.findings, *stale])
 
     async def in_own_layout(session: "Session") -> "Activations":
@@ -163,12 +163,12 @@ def _compared(
         folder = Path(temporary)
         replay.link(folder)
         if not layout:
-            both = comparing(replace(replay.session_config, generator=config.generator))
+            both = comparable(replace(replay.session_config, generator=config.generator))
             return run_session(both, None, with_generator, folder=folder)
         copy = folder / "weights"
-        trainer = comparing(replay.session_config)
+        trainer = comparable(replay.session_config)
         ours = run_session(trainer, None, in_own_layout, folder=folder)
-        theirs = run_session(under(trainer, layout), None, in_layout, folder=folder / "other")
+        theirs = run_session(with_layout(trainer, layout), None, in_layout, folder=folder / "other")
     return compared_of(example, {"trainer": ours, own.under: theirs})
 
 

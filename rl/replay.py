@@ -17,8 +17,8 @@ from rl.program import as_program, reader_of_a_run
 if TYPE_CHECKING:
     from rl.config import RLConfig, RunConfig
     from rl.session.session import Session
-    from rl.trainers.failed import MadeAgain
-    from rl.trainers.replay import Replay, Replayed
+    from rl.trainers.failed import RepeatedCall
+    from rl.trainers.replay import Replay, ReplayedStep
 
 Result = TypeVar("Result")
 
@@ -230,10 +230,10 @@ def _fail_again(own: Namespace, config: "RunConfig", *, is_same: bool) -> int:
     return 1 if found.error else 0
 
 
-def _take_again(replay: "Replay[Any]", failure: dict[str, Any], *, is_same: bool) -> "MadeAgain":
+def _take_again(replay: "Replay[Any]", failure: dict[str, Any], *, is_same: bool) -> "RepeatedCall":
     """Train the recorded steps again, then take the step that failed."""
     from rl.trainers.endings import facts_of
-    from rl.trainers.failed import MadeAgain
+    from rl.trainers.failed import RepeatedCall
 
     call = f"step {replay.last + 1}"
     is_recorded = True
@@ -252,16 +252,16 @@ def _take_again(replay: "Replay[Any]", failure: dict[str, Any], *, is_same: bool
     except Exception as error:  # any kind of error may be the recorded one
         if is_recorded or isinstance(error, Interrupted):
             raise
-        return MadeAgain(call=call, recorded=failure, error=facts_of(error))
-    return MadeAgain(call=call, recorded=failure)
+        return RepeatedCall(call=call, recorded=failure, error=facts_of(error))
+    return RepeatedCall(call=call, recorded=failure)
 
 
-def _equal_or_not(replayed: "Replayed") -> str:
+def _equal_or_not(replayed: "ReplayedStep") -> str:
     difference = f"different from {replayed.difference}" if replayed.difference else ""
     return f"step {replayed.step}: {difference or 'gradient and weights are equal'}"
 
 
-def _row(replayed: "Replayed") -> dict[str, Any]:
+def _row(replayed: "ReplayedStep") -> dict[str, Any]:
     """Return the metrics of a step beside the recorded ones."""
     recorded = replayed.recorded.metrics
     return {
@@ -276,7 +276,7 @@ def _row(replayed: "Replayed") -> dict[str, Any]:
     }
 
 
-def _side_by_side(replayed: "Replayed") -> str:
+def _side_by_side(replayed: "ReplayedStep") -> str:
     """Return a table of the step's metrics: recorded, replayed, and their difference."""
     metrics = _row(replayed)["metrics"]
     lines = [f"step {replayed.step:<20}{'recorded':>14}{'replayed':>14}{'difference':>14}"]

@@ -23,8 +23,11 @@ def run(arguments: list[str], *, program: str) -> int:
     name, config = read_config(arguments, program=program)
     trainer = trainer_of(config)  # which validates the config
     _check_hosts(config, len(os.environ.get("TILLER_NODES", "").split()) or 1)
-    with trainer.run.claim(name, f"{program} {shlex.join(arguments)}") as folder:
+    folder = trainer.run.claim(name, f"{program} {shlex.join(arguments)}")
+    try:
         return _run(trainer, folder)
+    finally:
+        folder.release()
 
 
 def _run(trainer: Trainer[Any], folder: RunFolder) -> int:

@@ -56,7 +56,7 @@ FEWEST_KEPT = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failed:
+class Failure:
     """Exception that ended a run, and what its type says."""
 
     error: BaseException
@@ -81,39 +81,36 @@ def advice_after(error: BaseException, run: RunFolder, call: FailedCall) -> tupl
     """Return the cause of ``error``, and sentences that say what to do; the last one has the
     command that resumes the run.
     """
-    cause, failed = _look(error, run)
-    folder = failed.folder
+    links = [*_chain(error)]
+    process = next((each for each in links if isinstance(each, ActorFailure)), None)
+    cause, known = _cause_of(links, run)
+    failure = Failure(error=error, known=known, process=process, run=run)
+    folder = failure.folder
     repeat = f"Find out whether the call fails again, alone: python -m rl.replay {folder} --failed"
-    doctor = f"See what is wrong with the host and the run folder: python -m rl.doctor {folder}"
     resume = run.how_to_resume()
-    own = ADVICE[cause](failed)
     return cause, [
-        *own,
+        *ADVICE[cause](failure),
         repeat if call.call else call.why_not.replace("RUN", folder),
-        doctor,
+        f"See what is wrong with the host and the run folder: python -m rl.doctor {folder}",
         f"{resume[0].upper()}{resume[1:]}",
     ]
 
 
-def _look(error: BaseException, run: RunFolder) -> tuple[Cause, Failed]:
-    """Return the cause of ``error``, with the first exception that names one."""
-    links = [*_chain(error)]
-    process = next((each for each in links if isinstance(each, ActorFailure)), None)
-
-    def failed(known: BaseException) -> Failed:
-        return Failed(error=error, known=known, process=process, run=run)
-
+def _cause_of(links: list[BaseException], run: RunFolder) -> tuple[Cause, BaseException]:
+    """Return the cause that ``links``, a chain of causes, names first, and the exception that names
+    it.
+    """
     for link in links:
         for kind, cause in BY_TYPE.items():
             if isinstance(link, kind):
-                return cause, failed(link)
+                return cause, link
         if is_full(link):
-            return "full disk", failed(link)
+            return "full disk", link
+        if isinstance(link, ActorFailure) and link.kind == "silent":
+            return "deadline", link
         if isinstance(link, ActorFailure) and link.kind != "raised":
-            killed = run.oom_kills() > 0
-            died: Cause = "host memory" if killed else "lost process"
-            return ("deadline" if link.kind == "silent" else died), failed(link)
-    return ("your code" if is_users(error) else "unknown"), failed(error)
+            return "host memory" if run.oom_kills() else "lost process", link
+    return "your code" if is_users(links[0]) else "unknown", links[0]
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -122,16 +119,16 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__
 
 
-def _device_memory(failed: Failed) -> list[str]:
-    if failed.of_generator:
-        config = failed.run.config
+def _device_memory(failure: Failure) -> list[str]:
+    if failure.of_generator:
+        config = failure.run.config
         share = config.generator.gpu_memory_utilization if isinstance(config, RLConfig) else 0
         own = (
             f"Lower generator.gpu_memory_utilization (now {share:g}), or "
             "generator.max_running_requests."
         )
     else:
-        trainer = failed.run.config.trainer
+        trainer = failure.run.config.trainer
         size = (
             f"trainer.micro_batch_size (now {trainer.micro_batch_size})"
             if trainer.micro_batch_tokens is None
@@ -141,52 +138,52 @@ def _device_memory(failed: Failed) -> list[str]:
             f"Lower {size} or trainer.logits_mib (now {trainer.logits_mib}), or give "
             "trainer.activation-checkpoint:full; they change results by rounding at most."
         )
-    return [own, _plan(failed)]
+    return [own, _plan(failure)]
 
 
-def _host_memory(failed: Failed) -> list[str]:
-    killed = failed.run.oom_kills()
+def _host_memory(failure: Failure) -> list[str]:
+    killed = failure.run.oom_kills()
     ended = f" The kernel ended processes of this host for it during the run: {killed}."
     return [
         "The memory of the host was used up; give the run a host with more, or lower what it "
         f"holds.{ended if killed else ''}",
-        _plan(failed),
+        _plan(failure),
     ]
 
 
-def _plan(failed: Failed) -> str:
-    config = shlex.quote(str(failed.run.folder / "config.json"))
+def _plan(failure: Failure) -> str:
+    config = shlex.quote(str(failure.run.folder / "config.json"))
     return f"See what each rank holds in memory: python -m rl.plan --config {config}"
 
 
-def _gradient(failed: Failed) -> list[str]:
+def _gradient(failure: Failure) -> list[str]:
     lr = "trainer.optimizer.param_groups.0.optimizer_kwargs.lr"
     rates = [
         group.optimizer_kwargs.get("lr")
-        for group in failed.run.config.trainer.optimizer.param_groups
+        for group in failure.run.config.trainer.optimizer.param_groups
     ]
     return [
         f"Lower the learning rate {lr} (now {rates[0] if rates else 'unset'}), or mend the loss "
         "if the first step already failed.",
         "Try another rate on the same batches: "
-        f"python -m rl.replay {failed.folder} --failed --lr 1e-7",
+        f"python -m rl.replay {failure.folder} --failed --lr 1e-7",
     ]
 
 
-def _deadline(failed: Failed) -> list[str]:
-    process = failed.process
+def _deadline(failure: Failure) -> list[str]:
+    process = failure.process
     assert process is not None, "a deadline is one of a process"
-    deadlines = failed.run.config.deadlines
+    deadlines = failure.run.config.deadlines
     names = {"start": ["start"], "heartbeat": ["heartbeat", "start"]}.get(process.call, ["call"])
     now = " or ".join(f"deadlines.{name} (now {getattr(deadlines, name):g} s)" for name in names)
     return [
-        f"Read {failed.folder}/logs/{process.log}: if the process was at work, raise {now}; if it "
+        f"Read {failure.folder}/logs/{process.log}: if the process was at work, raise {now}; if it "
         "waited, another process hangs."
     ]
 
 
-def _full_disk(failed: Failed) -> list[str]:
-    config = failed.run.config
+def _full_disk(failure: Failure) -> list[str]:
+    config = failure.run.config
     kept = config.trainer.checkpoint.keep_latest_k
     lower = [f"set trainer.checkpoint.keep_latest_k to {FEWEST_KEPT} (now {kept})"]
     if kept == FEWEST_KEPT:
@@ -194,62 +191,63 @@ def _full_disk(failed: Failed) -> list[str]:
     if isinstance(config, RLConfig):
         lower += [f"lower record.max_gib (now {config.record.max_gib:g})"]
     less = f", or {' and '.join(lower)} to write less" if lower else ""
-    return [f"Make room on the disk: df -h {failed.folder}{less}."]
+    return [f"Make room on the disk: df -h {failure.folder}{less}."]
 
 
-def _lost_node(failed: Failed) -> list[str]:
+def _lost_node(failure: Failure) -> list[str]:
     return ["Start the run on other nodes; a launcher does so by itself."]
 
 
-def _lost_process(failed: Failed) -> list[str]:
-    process = failed.process
+def _lost_process(failure: Failure) -> list[str]:
+    process = failure.process
     assert process is not None, "a process was lost"
-    restarts = failed.run.config.max_restarts
+    restarts = failure.run.config.max_restarts
     return [
-        f"Read {failed.folder}/logs/{process.log}: the "
+        f"Read {failure.folder}/logs/{process.log}: the "
         "process ended without an exception. If the log ends in the middle of work, see whether "
         "the kernel or a scheduler ended it: dmesg -T",
         f"If it is lost only now and then, raise max_restarts (now {restarts}).",
     ]
 
 
-def _task(failed: Failed) -> list[str]:
-    lost = failed.known
+def _task(failure: Failure) -> list[str]:
+    lost = failure.known
     assert isinstance(lost, GroupLost), "a task costs groups"
-    config = failed.run.config
+    config = failure.run.config
     if lost.reason.endswith("hung"):
         limit = f"deadlines.reward (now {config.deadlines.reward:g} s)"
         mend = f"Make the task faster, or raise {limit} or the limits of its environment."
     elif lost.kind:
-        mend = f"Correct the task at {place_of(failed.error)}."
+        mend = f"Correct the task at {place_of(failure.error)}."
     else:
         mend = "Correct the task; 'detail' in failure.json has what it returned or how it ended."
     share = f" (now {config.rollout.max_lost:g})" if isinstance(config, RLConfig) else ""
     return [mend, f"If such groups may be lost, raise rollout.max_lost{share}."]
 
 
-def _alarm(failed: Failed) -> list[str]:
-    alarm = failed.known
+def _alarm(failure: Failure) -> list[str]:
+    alarm = failure.known
     assert isinstance(alarm, AlarmRaised), "the watchdog raised it"
     return [
-        f"Look at the curves: python -m rl.view {failed.folder}",
+        f"Look at the curves: python -m rl.view {failure.folder}",
         f"If the condition is harmless here, set watchdog.{alarm.condition} to 'warn'.",
     ]
 
 
-def _nothing_learned(failed: Failed) -> list[str]:
-    return [f"Look at the gradient norms and rewards: python -m rl.view {failed.folder}"]
+def _nothing_learned(failure: Failure) -> list[str]:
+    return [f"Look at the gradient norms and rewards: python -m rl.view {failure.folder}"]
 
 
-def _your_code(failed: Failed) -> list[str]:
-    return [f"Correct your code at {place_of(failed.error)}."]
+def _your_code(failure: Failure) -> list[str]:
+    return [f"Correct your code at {place_of(failure.error)}."]
 
 
-def _unknown(failed: Failed) -> list[str]:
-    return [f"Read 'detail' in {failed.folder}/failure.json, and the logs in {failed.folder}/logs."]
+def _unknown(failure: Failure) -> list[str]:
+    folder = failure.folder
+    return [f"Read 'detail' in {folder}/failure.json, and the logs in {folder}/logs."]
 
 
-ADVICE: dict[Cause, Callable[[Failed], list[str]]] = {
+ADVICE: dict[Cause, Callable[[Failure], list[str]]] = {
     "alarm": _alarm,
     "deadline": _deadline,
     "device memory": _device_memory,

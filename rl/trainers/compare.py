@@ -22,7 +22,7 @@ from rl.trainers.differences import (
     module_differences,
     temperature_of,
 )
-from rl.trainers.replay import Replayed, RolloutReplay
+from rl.trainers.replay import ReplayedStep, RolloutReplay
 from rl.types import Batch, GivenSequence, Rollout, Sequence
 
 WORST = 16
@@ -35,7 +35,7 @@ LOGPROB_TOLERANCES = {torch.float32: 1e-3}
 """Difference of a log-prob, in nats, that rounding may cause; 0.5 in all other types."""
 
 
-def comparing(config: SessionConfig) -> SessionConfig:
+def comparable(config: SessionConfig) -> SessionConfig:
     """Return ``config`` with modules that can be looked at, at most one generator, and no checks of
     the push, which would end the comparison.
     """
@@ -52,7 +52,7 @@ def comparing(config: SessionConfig) -> SessionConfig:
     )
 
 
-def under(config: SessionConfig, degrees: Mapping[str, int]) -> SessionConfig:
+def with_layout(config: SessionConfig, degrees: Mapping[str, int]) -> SessionConfig:
     """Return the session of the policy alone, in the layout of these degrees."""
     assert config.trainer is not None, "a run has a trainer"
     parallelism = replace(config.trainer.parallelism, **degrees)
@@ -147,7 +147,7 @@ class Compared:
 @asynccontextmanager
 async def loaded_before(
     replay: RolloutReplay, session: Session, step: int
-) -> AsyncIterator[AsyncGenerator[Replayed]]:
+) -> AsyncIterator[AsyncGenerator[ReplayedStep]]:
     """Bring ``session`` to the weights before ``step``; yield the steps from ``step`` on."""
     await replay.load(session)
     async with aclosing(replay.steps(session)) as steps:
@@ -264,7 +264,7 @@ def head_finding(ours: Activations, theirs: Activations) -> list[Finding]:
     return [Finding(kind="output head", module="lm_head", text=text)]
 
 
-def stale_cache(cached: Activations, fresh: Activations) -> list[Finding]:
+def stale_cache_findings(cached: Activations, fresh: Activations) -> list[Finding]:
     """Return the finding that a generator attends to keys and values of older weights.
 
     ``cached`` and ``fresh`` are its activations with and without its cached prefixes, right after a

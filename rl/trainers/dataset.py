@@ -24,13 +24,13 @@ from rl.trainers.failed_call import FailedCall
 from rl.trainers.start import reading
 from rl.trainers.trainer import Trainer
 
-Run = TypeVar("Run", bound=DatasetRunConfig)
-Item = TypeVar("Item", bound="Examined")
+Config = TypeVar("Config", bound=DatasetRunConfig)
+Item = TypeVar("Item", bound="DatasetItem")
 Evaluate = Callable[[], Awaitable[dict[str, float]]]
 
 
-class Examined(Protocol):
-    """An item of a data set."""
+class DatasetItem(Protocol):
+    """Item of a data set."""
 
     @property
     def examples(self) -> tuple[Example, ...]:
@@ -38,7 +38,7 @@ class Examined(Protocol):
         ...
 
 
-class DatasetTrainer(Trainer[Run], Generic[Run, Item]):
+class DatasetTrainer(Trainer[Config], Generic[Config, Item]):
     """Trains on examples in an order that is a function of seed and epoch.
 
     ``dataset_train`` and ``dataset_eval`` are rows: dicts in a list or a ``datasets.Dataset``, or
@@ -250,7 +250,7 @@ class DatasetTrainer(Trainer[Run], Generic[Run, Item]):
         return {name: value for each in due for name, value in (await each()).items()}
 
 
-def stops_of(items: Sequence[Examined], dialect: Dialect) -> list[int]:
+def stops_of(items: Sequence[DatasetItem], dialect: Dialect) -> list[int]:
     """Return the tokens that stop ``items``, the most frequent one first."""
     stops = {dialect.tokenizer.eos_token_id, *dialect.stop_token_ids}
     last = Counter[int]()

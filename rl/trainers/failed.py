@@ -21,7 +21,7 @@ COMPARED = ("type", "error", "actor", "rank", "call", "place")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MadeAgain:
+class RepeatedCall:
     """Call that was made again after a failure."""
 
     call: str
@@ -79,7 +79,7 @@ def read_failure(run: Path) -> dict[str, Any]:
     return failure
 
 
-def score_again(config: RLConfig, run: Path, failure: dict[str, Any]) -> MadeAgain:
+def score_again(config: RLConfig, run: Path, failure: dict[str, Any]) -> RepeatedCall:
     """Score the group whose reward failed again, in a process of its own, without models."""
     (chunk,) = read_rollouts(RolloutFolder(run / "rollouts").failed)
     prompt = chunk.rollouts[0].prompt
@@ -99,7 +99,7 @@ def score_again(config: RLConfig, run: Path, failure: dict[str, Any]) -> MadeAga
         except GroupLost as lost:
             error = facts_of(lost)
     call = f"the reward of prompt {prompt.prompt_id}"
-    return MadeAgain(call=call, recorded=failure["lost_group"], error=error)
+    return RepeatedCall(call=call, recorded=failure["lost_group"], error=error)
 
 
 def _completion(rollout: Rollout) -> Completion:

@@ -27,7 +27,7 @@ Digests = dict[str, list[StepDigests]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trained:
+class TrainedStep:
     """Result of training one step."""
 
     metrics: dict[str, Any]
@@ -37,12 +37,12 @@ class Trained:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replayed:
+class ReplayedStep:
     """Recorded step that was trained again."""
 
     step: int
-    recorded: Trained
-    again: Trained
+    recorded: TrainedStep
+    again: TrainedStep
 
     @property
     def difference(self) -> str:
@@ -128,8 +128,8 @@ class Replay(ABC, Generic[Config]):
         complete = [step for step in self._folders.complete() if step < last]
         self.first = max(complete, default=0)
         """Step of the checkpoint that the replay begins from; 0 is the start of the run."""
-        recorded = self.recorded_steps()
-        missing = [step for step in self.recorded if step not in recorded]
+        readable = self.readable_steps()
+        missing = [step for step in self.recorded if step not in readable]
         asked = "--failed" if failed else f"--step {last}"
         first = missing[0] if missing else 0
         require(not missing, f"{asked}: {self.missing(first)}")
@@ -145,7 +145,7 @@ class Replay(ABC, Generic[Config]):
         return f"checkpoint {self.first}" if self.first else "the start of the run"
 
     @abstractmethod
-    def recorded_steps(self) -> Sequence[int]:
+    def readable_steps(self) -> Sequence[int]:
         """Return the steps whose data can be read."""
 
     @abstractmethod
@@ -209,19 +209,19 @@ class Replay(ABC, Generic[Config]):
         )
         return f"checkpoint {self.first}, weights: {listed(names)}" if names else ""
 
-    async def steps(self, session: Session) -> AsyncGenerator[Replayed]:
+    async def steps(self, session: Session) -> AsyncGenerator[ReplayedStep]:
         """Train the recorded steps after the loaded checkpoint again, in order; yield each."""
         metrics = self._rows("metrics.jsonl")
         digests = self._rows("digests.jsonl")
         for step in self.recorded:
             recorded = self.read(step)
             found, chunks = await self.take_step(session, step - 1, recorded)
-            yield Replayed(
+            yield ReplayedStep(
                 step=step,
-                recorded=Trained(
+                recorded=TrainedStep(
                     metrics=metrics.get(step, {}), digests=digests.get(step, {}), chunks=recorded
                 ),
-                again=Trained(metrics=found, digests=session.take_digests(), chunks=chunks),
+                again=TrainedStep(metrics=found, digests=session.take_digests(), chunks=chunks),
             )
 
     async def fail_again(self, session: Session) -> None:
@@ -259,7 +259,7 @@ class RolloutReplay(Replay[RLConfig]):
             "failing step",
         )
 
-    def recorded_steps(self) -> Sequence[int]:
+    def readable_steps(self) -> Sequence[int]:
         return self._rollouts.steps()
 
     def missing(self, step: int) -> str:

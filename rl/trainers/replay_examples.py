@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rl.config import DatasetRunConfig
+from rl.config import DatasetRunConfig, PreferenceConfig
 from rl.errors import require
 from rl.metrics import Metrics
 from rl.observe.record import rows_of
@@ -19,7 +19,7 @@ from rl.trainers.report import Report
 from rl.trainers.trainer import trainer_of
 
 
-class Listener(Report):
+class ReplayReport(Report):
     """Report that keeps the metrics of the last step, and records nothing."""
 
     def __init__(self) -> None:
@@ -37,8 +37,11 @@ class ExampleReplay(Replay[DatasetRunConfig]):
         trainer = trainer_of(config)
         assert isinstance(trainer, DatasetTrainer), "other configs are not those of data sets"
         self._trainer = trainer
+        cached = isinstance(config, PreferenceConfig) and config.reference.scores == "cached"
+        self._has_scores = cached and (run / SCORES).exists()
+        """Whether the run folder has the scores of the reference."""
 
-    def recorded_steps(self) -> Sequence[int]:
+    def readable_steps(self) -> Sequence[int]:
         return [row["step"] for row, _ in rows_of(self.run / "metrics.jsonl")]
 
     def missing(self, step: int) -> str:
@@ -46,13 +49,6 @@ class ExampleReplay(Replay[DatasetRunConfig]):
 
     def read(self, step: int) -> list[Chunk]:
         return []
-
-    @property
-    def _has_scores(self) -> bool:
-        """Whether the scores of the reference are those in the run folder."""
-        trainer = self._trainer
-        cached = isinstance(trainer, PreferenceTrainer) and trainer.arguments.reference.scores
-        return cached == "cached" and (self.run / SCORES).exists()
 
     @property
     def session_config(self) -> SessionConfig:
@@ -69,7 +65,7 @@ class ExampleReplay(Replay[DatasetRunConfig]):
 
     async def restore(self, session: Session, state: dict[str, Any]) -> None:
         trainer = self._trainer
-        trainer.run.report = self._listener = Listener()
+        trainer.run.report = self._report = ReplayReport()
         trainer.run.attach(session)
         cache = trainer.cache if isinstance(trainer, PreferenceTrainer) else None
         require(
@@ -85,4 +81,4 @@ class ExampleReplay(Replay[DatasetRunConfig]):
     ) -> tuple[dict[str, float], Sequence[Chunk]]:
         self._trainer.step = number
         await self._trainer.train_step()
-        return self._listener.row, []
+        return self._report.row, []

@@ -13,7 +13,7 @@ from rl.observe.events import Events
 from rl.observe.record import RunRecord, failing_loudly
 from rl.observe.spans import Stopwatch
 from rl.session.models import StepDigests
-from rl.trainers.watchdog import Alarm, Watchdog
+from rl.trainers.watchdog import Watchdog
 
 
 class Report:
@@ -102,6 +102,6 @@ class Report:
             await asyncio.sleep(1.0)
             self._warn(self._watchdog.stalled(self._watch.since_lap(without="evaluate")))
 
-    def _warn(self, alarms: list[Alarm]) -> None:
+    def _warn(self, alarms: list[str]) -> None:
         for alarm in alarms:
-            self._events.warn(alarm.text)
+            self._events.warn(alarm)

@@ -3,8 +3,7 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from rl.cli import read_config_file
 from rl.config import RunConfig
@@ -96,17 +95,6 @@ class RunFolder:
         """Close the sinks, and let other processes use the folder."""
         self._sinks.close()
         self._release()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.release()
 
 
 def claim_run(config: RunConfig, total_steps: int, *, name: str, command: str) -> RunFolder:

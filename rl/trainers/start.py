@@ -163,8 +163,23 @@ def _same_randomness() -> Iterator[None]:
 
 @contextmanager
 def reading(*, quiet: bool) -> Iterator[None]:
-    """Show the progress of reading on the console while the block runs, if it takes long."""
-    with _showing(Console(quiet=quiet, highlight=False)) as show, showing_progress(show):
+    """Show the progress of reading while the block runs, if it takes long: in one changing line on
+    a terminal, otherwise in a line every few seconds.
+    """
+    console = Console(quiet=quiet, highlight=False)
+    if console.is_terminal and not quiet:
+        with console.status("reading the data") as status, showing_progress(status.update):
+            yield
+        return
+    newest = time.monotonic()
+
+    def show(text: str) -> None:
+        nonlocal newest
+        if time.monotonic() - newest >= LINE_EVERY_S:
+            newest = time.monotonic()
+            console.print(text, soft_wrap=True)
+
+    with showing_progress(show):
         yield
 
 
@@ -179,23 +194,3 @@ def _before_start(field: str = "") -> Iterator[None]:
         if isinstance(error.__cause__, ConfigError | KeyboardInterrupt):
             raise error.__cause__ from None
         raise ConfigError(str(error), field=field) from error
-
-
-@contextmanager
-def _showing(console: Console) -> Iterator[Callable[[str], None]]:
-    """Yield a function that shows text: in one changing line on a terminal, otherwise in a line
-    every few seconds.
-    """
-    if console.is_terminal and not console.quiet:
-        with console.status("reading the data") as status:
-            yield status.update
-        return
-    shown = time.monotonic()
-
-    def show(text: str) -> None:
-        nonlocal shown
-        if time.monotonic() - shown >= LINE_EVERY_S:
-            shown = time.monotonic()
-            console.print(text, soft_wrap=True)
-
-    yield show

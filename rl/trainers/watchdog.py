@@ -12,14 +12,6 @@ Row = Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Alarm:
-    """Condition that was found; ``text`` is for the screen."""
-
-    name: str
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
 class Condition:
     """Condition that the metrics of a step can show."""
 
@@ -105,11 +97,12 @@ class Watchdog:
     """Checks the metrics of every step, and the time since the last step::
 
         for alarm in watchdog.check(row):  # after each step; watchdog.stalled(seconds) between
-            progress.warn(alarm.text)
+            progress.warn(alarm)
         row |= watchdog.metrics
 
-    An alarm is returned once until its condition has ceased, and counted in every step. Both calls
-    raise AlarmRaised, after counting, if the action of the condition is ``fail``.
+    An alarm is a text for the screen. An alarm is returned once until its condition has ceased, and
+    counted in every step. Both calls raise AlarmRaised, after counting, if the action of the
+    condition is ``fail``.
     """
 
     def __init__(self, config: WatchdogConfig):
@@ -119,7 +112,7 @@ class Watchdog:
         self._streaks = {condition.name: 0 for condition in CONDITIONS}
         self._present: set[str] = set()
 
-    def check(self, row: Row, updates: Sequence[Row] = ()) -> list[Alarm]:
+    def check(self, row: Row, updates: Sequence[Row] = ()) -> list[str]:
         """Return the new alarms of a finished step, from its metrics and those of its updates."""
         self._step = int(row["step"])
         self._present.discard("stalled")
@@ -148,7 +141,7 @@ class Watchdog:
                 )
         return condition.found(self._config, row)
 
-    def stalled(self, seconds: float) -> list[Alarm]:
+    def stalled(self, seconds: float) -> list[str]:
         """Return the alarm if no step finished for too many ``seconds``, once until one does."""
         limit = self._config.stalled_s
         if seconds < limit or "stalled" in self._present:
@@ -174,7 +167,7 @@ class Watchdog:
         watchdog._streaks |= state.get("streaks", {})
         return watchdog
 
-    def _alarms(self, findings: dict[str, str]) -> list[Alarm]:
+    def _alarms(self, findings: dict[str, str]) -> list[str]:
         """Count ``findings``; return the new alarms. Raises AlarmRaised for the action ``fail``."""
         for name in findings:
             self._counts[name] += 1
@@ -187,4 +180,4 @@ class Watchdog:
             if getattr(self._config, name) == "fail":
                 advice = f"set watchdog.{name} to 'warn' to go on all the same"
                 raise AlarmRaised(f"{text}; {advice}", name)
-        return [Alarm(name, texts[name]) for name in new if getattr(self._config, name) == "warn"]
+        return [texts[name] for name in new if getattr(self._config, name) == "warn"]

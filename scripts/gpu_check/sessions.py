@@ -14,7 +14,7 @@ from torchtitan.models.common.attention import FlexAttention
 import rl
 from rl.model.shape import shape_of
 from rl.session.session import Session
-from rl.trainers.compare import Comparison, Example, comparing
+from rl.trainers.compare import Comparison, Example, comparable
 from rl.training.attention import attention_config
 from rl.types import Completion, GenerationRequest, Prompt, Rollout, Sampling
 from rl.weights.transport import WeightPushConfig
@@ -112,7 +112,7 @@ async def parity(
         trainer=trainer,
         generator=setting.generator(dtype, tensor_parallel_degree=tp),
     )
-    async with Session(comparing(config), folder=setting.folder / "session") as session:
+    async with Session(comparable(config), folder=setting.folder / "session") as session:
         return await judge_parity(session, setting)
 
 

@@ -1,5 +1,6 @@
 """A run that is left while it evaluates leaves at once, and repeats the evaluation (C6)."""
 
+import signal
 import time
 
 import pytest
@@ -15,7 +16,7 @@ SLOW = (
 
 def leave(run: Run) -> None:
     told = time.monotonic()
-    run.process.terminate()
+    run.process.send_signal(signal.SIGTERM)
     assert run.wait() == 75, run.stderr
     print(f"left {time.monotonic() - told:.1f} s after the signal")
     run.assert_nothing_left()

@@ -8,7 +8,7 @@ import pytest
 from rl.actors.generator import GeneratorMesh
 from rl.actors.trainer import TrainerMesh
 from rl.generation.config import GeneratorConfig
-from rl.trainers.compare import comparing
+from rl.trainers.compare import comparable
 from tests.session.open_actors import OpenGenerator, OpenTrainer
 from tests.session.sessions import Sessions, config_of, trainer_config
 
@@ -38,7 +38,7 @@ def shared(runner, tmp_path_factory):
     trainer = trainer_config(fsdp=2, tp=2)
     trainer.training.gc_freq = 3
     generator = GeneratorConfig(tensor_parallel_degree=2, kv_cache_gib=0.05, block_size=32)
-    config = comparing(config_of(trainer=trainer, generator=generator))
+    config = comparable(config_of(trainer=trainer, generator=generator))
     sessions = Sessions(tmp_path_factory.mktemp("shared"), runner)
     with opened():
         session = sessions.run(sessions.start_as(config))

@@ -10,7 +10,7 @@ import torch
 from rl.algorithms.batch import make_batch
 from rl.algorithms.losses import grpo
 from rl.generation.config import GeneratorConfig
-from rl.trainers.compare import Comparison, Example, comparing, stale_cache
+from rl.trainers.compare import Comparison, Example, comparable, stale_cache_findings
 from rl.types import GenerationRequest, Prompt, Rollout, Sampling, Sequence
 from tests.session import faults
 from tests.session.sessions import DEADLINES, config_of, model_config, on_its_loop, trainer_config
@@ -22,7 +22,7 @@ SMALL = {"kv_cache_gib": 0.05, "block_size": 32}
 
 async def running(sessions, **fields):
     defaults = {"trainer": trainer_config(), "generator": GeneratorConfig(**SMALL)}
-    session = await sessions.start_as(comparing(config_of(**{**defaults, **fields})))
+    session = await sessions.start_as(comparable(config_of(**{**defaults, **fields})))
     await session.load()
     await session.connect()
     return session
@@ -165,7 +165,7 @@ async def test_keys_of_older_weights_are_named(sessions, dense, is_broken):
     async with changed(generator, broken, mended):
         await train_and_push(dense, example)
         cached = await comparison.cached(fresh=False)
-        findings = stale_cache(cached, await comparison.cached(fresh=True))
+        findings = stale_cache_findings(cached, await comparison.cached(fresh=True))
     assert [each.kind for each in findings] == ["prefix cache"] * is_broken
 
 

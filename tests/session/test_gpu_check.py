@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 import pytest
 import torch
 
-from rl.trainers.compare import comparing
+from rl.trainers.compare import comparable
 from scripts.gpu_check.sessions import judge_offload, judge_parity, judge_push
 from scripts.gpu_check.setting import Setting
 from scripts.gpu_check.trained import judge_graphs
@@ -28,7 +28,7 @@ def session(sessions, setting):
     async def start():
         trainer = setting.trainer("float32")
         given = setting.session(trainer=trainer, generator=setting.generator("float32"))
-        session = await sessions.start_as(comparing(given))
+        session = await sessions.start_as(comparable(given))
         await session.load()
         await session.connect()
         return session

@@ -17,7 +17,8 @@ from rl.step_folders import StepFolders
 from rl.trainers.rl import RLTrainer
 from rl.trainers.run_folder import RunFolder
 from tests.trainers.fakes import Generator, Rewards, Trainer
-from tests.trainers.tiny_chat import tiny_chat_model
+from tests.trainers.loops import set_fields
+from tests.trainers.tiny_chat import examples_fields, tiny_chat_model
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -49,109 +50,110 @@ def base_model(chat_model, tmp_path_factory):
 
 
 @pytest.fixture
-def make_preference(chat_model, tmp_path):
-    """Makes a config of four steps on four examples each."""
+def examples_config(chat_model, tmp_path):
+    """Function that returns a config of four steps on four examples each."""
 
-    def make(name="dpo_jsonl", **fields):
+    def config_of(name="dpo_jsonl", **fields):
         config = find_config(name)()
-        config.model.hf_path = str(chat_model)
-        config.model.max_seq_len = 128
-        config.task.max_tokens = 96
-        config.task.held_out_fraction = 0.2
-        config.examples_per_step = 4
-        config.steps = 4
-        config.validate_every = 0
+        own = {
+            "trainer.lr_scheduler.warmup_steps": 0,
+            "trainer.checkpoint.interval": 2,
+            "output_dir": str(tmp_path / "run"),
+        }
+        set_fields(config, examples_fields(chat_model) | own | fields)
         config.trainer.optimizer.param_groups[0].optimizer_kwargs["lr"] = 1e-3
-        config.trainer.lr_scheduler.warmup_steps = 0
-        config.trainer.checkpoint.interval = 2
-        config.output_dir = str(tmp_path / "run")
-        config.quiet = True
-        for field, value in fields.items():
-            setattr(config, field, value)
         return config
 
-    return make
+    return config_of
+
+
+class Loop:
+    """RL loop over meshes that compute nothing. A call runs the loop, and returns the log of calls
+    and the rows of metrics.
+    """
+
+    def __init__(self, folder):
+        self._folder = folder
+
+    def make(
+        self,
+        prepare=lambda trainer, *generators: None,
+        *,
+        kind=RLTrainer,
+        steps=4,
+        staleness=0,
+        pipeline="deterministic",
+        replicas=1,
+        save_every=0,
+        saved=None,
+        folder="run",
+        command="train",
+        fields=None,
+        models=lambda log: {},
+    ) -> RLTrainer:
+        """Return the trainer of the loop. ``prepare`` gets the meshes before that; ``fields`` are
+        fields of the config, and ``models`` returns auxiliary models.
+        """
+        config = find_config("quickstart")()
+        common = {
+            "steps": steps,
+            "rollout.pipeline": pipeline,
+            "rollout.max_staleness": staleness,
+            "rollout.prompts_per_step": 2,
+            "rollout.samples_per_prompt": 2,
+            "evaluation.prompts": 0,
+            "trainer.checkpoint.enable": save_every > 0,
+            "trainer.checkpoint.interval": max(save_every, 1),
+            "generator.replicas": replicas,
+            "weights.transport": "shared_memory",
+        }
+        set_fields(config, common | (fields or {}))
+        self.log = log = []
+        self.unheard = []
+        self.record = record = RunRecord(self._folder / folder)
+        self.trainer = trainer = Trainer(log, StepFolders(record.checkpoints), saved)
+        self.saved = trainer.saved
+        self.rewards = Rewards()
+        self.generators = generators = []
+
+        def generator(number):
+            while len(generators) <= number:
+                generators.append(Generator(log, len(generators), trainer.slots))
+            return generators[number]
+
+        generator(replicas - 1)
+        prepare(trainer, *generators)
+        meshes = SimpleNamespace(
+            models=lambda: {"trainer": trainer, **models(log)},
+            generator=generator,
+            rewards=lambda task, events: self.rewards,
+        )
+        self.loop = kind(
+            config,
+            folder=RunFolder(config, record, Progress(steps, quiet=True), command=command),
+            make_session=partial(Session.on_nodes, meshes=meshes),
+        )
+        return self.loop
+
+    def __call__(self, *arguments, close=False, **options):
+        self.make(*arguments, **options)
+        self.summary = asyncio.run(self._train(close))
+        return self.log, self.record.read_metrics()
+
+    async def _train(self, close):
+        """Return the summary, None if the loop was left."""
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: self.unheard.append(context))
+        try:
+            await asyncio.wait_for(self.loop.train(), 300)
+        except Interrupted:
+            return None
+        if close:
+            await self.loop.close()
+        return json.loads((self.record.folder / "summary.json").read_text())
 
 
 @pytest.fixture
 def run(tmp_path):
-    """Function that runs the loop and returns the log of calls and the rows of metrics.
-
-    Its argument is called with the meshes before the loop starts.
-    """
-
-    def run(
-        prepare=lambda trainer, *generators: None,
-        *,
-        staleness=0,
-        steps=4,
-        saved=None,
-        save_every=0,
-        folder="run",
-        replicas=1,
-        edit=lambda config: None,
-        models=lambda log: {},
-        close=False,
-        **weights,
-    ):
-        config = find_config("quickstart")()
-        config.steps = steps
-        config.rollout.max_staleness = staleness
-        config.evaluation.prompts = 0
-        config.rollout.prompts_per_step = 2
-        config.rollout.samples_per_prompt = 2
-        config.trainer.checkpoint.enable = save_every > 0
-        config.trainer.checkpoint.interval = max(save_every, 1)
-        config.generator.replicas = replicas
-        for name, value in weights.items():
-            setattr(config.weights, name, value)
-        config.weights.transport = "shared_memory"
-        edit(config)
-        log = []
-        record = RunRecord(tmp_path / folder)
-        unheard: list[dict] = []
-
-        async def main():
-            asyncio.get_running_loop().set_exception_handler(
-                lambda _, context: unheard.append(context)
-            )
-            trainer = Trainer(log, StepFolders(record.checkpoints), saved)
-            rewards = Rewards()
-            generators = [Generator(log, number, trainer.slots) for number in range(replicas)]
-            run.trainer = trainer
-            run.generators = generators
-            run.rewards = rewards
-            prepare(trainer, *generators)
-
-            def make(number):
-                while len(generators) <= number:
-                    generators.append(Generator(log, len(generators), trainer.slots))
-                return generators[number]
-
-            meshes = SimpleNamespace(
-                models=lambda: {"trainer": trainer, **models(log)},
-                generator=make,
-                rewards=lambda task, events: rewards,
-            )
-            run.loop = RLTrainer(
-                config,
-                folder=RunFolder(config, record, Progress(steps, quiet=True)),
-                make_session=partial(Session.on_nodes, meshes=meshes),
-            )
-            try:
-                await asyncio.wait_for(run.loop.train(), 300)
-                if close:
-                    await run.loop.close()
-                return json.loads((record.folder / "summary.json").read_text())
-            except Interrupted:
-                return None
-            finally:
-                run.saved = trainer.saved
-
-        run.log = log
-        run.unheard = unheard
-        run.record = record
-        run.summary = asyncio.run(main())
-        return log, record.read_metrics()
-
-    return run
+    """RL loop over meshes that compute nothing."""
+    return Loop(tmp_path)

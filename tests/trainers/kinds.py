@@ -2,13 +2,12 @@
 
 import asyncio
 import contextlib
-import importlib
 import json
 import math
 import os
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,16 +20,30 @@ from rl.config import RLConfig, RunConfig
 from rl.trainers.trainer import Trainer
 from rl.types import Batch
 from tests.docs.pages import blocks
-from tests.e2e.runs import OF_TIMING
-from tests.trainers.tiny_chat import chat_rows, preference_rows
+from tests.e2e.runs import OF_TIMING, living
+from tests.trainers.loops import set_fields
+from tests.trainers.tiny_chat import chat_rows, examples_fields, preference_rows
 
-KINDS = ("rl", "sft", "preference", "reward model", "custom")
 CONFIGS = {
     "rl": "quickstart",
     "sft": "sft_jsonl",
     "preference": "dpo_jsonl",
     "reward model": "reward_model_jsonl",
     "custom": "focal.focal",
+}
+FIELDS = {
+    "quiet": True,
+    "trainer.lr_scheduler.warmup_steps": 0,
+    "trainer.checkpoint.interval": 1,
+    "trainer.checkpoint.keep_latest_k": 0,
+}
+RL_FIELDS = {
+    "rollout.prompts_per_step": 4,
+    "rollout.samples_per_prompt": 4,
+    "rollout.reward_workers": 0,
+    "evaluation.prompts": 8,
+    "evaluation.samples": 0,
+    "generator.kv_cache_gib": 0.05,
 }
 
 
@@ -44,36 +57,16 @@ def write_custom_trainer(folder: Path) -> None:
 def config_of(kind: str, model: Path, folder: Path, steps: int) -> RunConfig:
     """Return the config of a run in ``folder``. Datasets are tiny, and all checkpoints are kept."""
     config = find_config(CONFIGS[kind])()
-    config.steps = steps
-    config.output_dir = str(folder)
-    config.quiet = True
-    config.trainer.lr_scheduler.warmup_steps = 0
+    own = RL_FIELDS if kind == "rl" else examples_fields(model)
+    set_fields(config, FIELDS | own | {"steps": steps, "output_dir": str(folder)})
     config.trainer.optimizer.param_groups[0].optimizer_kwargs["lr"] = 1e-3
-    config.trainer.checkpoint.interval = 1
-    config.trainer.checkpoint.keep_latest_k = 0
-    if isinstance(config, RLConfig):
-        config.rollout.prompts_per_step = 4
-        config.rollout.samples_per_prompt = 4
-        config.rollout.reward_workers = 0
-        config.evaluation.prompts = 8
-        config.evaluation.samples = 0
-        config.generator.kv_cache_gib = 0.05
-        return config
-    config.model.hf_path = str(model)
-    config.model.max_seq_len = 128
-    config.task.max_tokens = 96
-    config.task.held_out_fraction = 0.2
-    config.examples_per_step = 4
-    config.validate_every = 0
     return config
 
 
 def set_evaluations(config: RunConfig, every: int) -> None:
     """Have the run evaluate itself after each ``every`` steps."""
-    if isinstance(config, RLConfig):
-        config.evaluation.every = every
-    else:
-        config.validate_every = every
+    name = "evaluation.every" if isinstance(config, RLConfig) else "validate_every"
+    set_fields(config, {name: every})
 
 
 def rows_for(kind: str) -> list[dict] | None:
@@ -91,7 +84,8 @@ class Run:
         self.leaves_after = 0
         self.is_cracked = False
         """Whether the weights of tokens in the loss are infinite."""
-        base = find_trainer(config)
+        module, _, name = config.trainer_class.partition(":")
+        base = getattr(__import__(module, fromlist=[name]), name)
         self.trainer: Trainer[Any] = watched(base, self)(config, rows_for(kind))
         self._runner = asyncio.Runner()
 
@@ -121,12 +115,6 @@ class Run:
 
     def summary(self) -> dict:
         return json.loads((self.trainer.run.record.folder / "summary.json").read_text())
-
-
-def find_trainer(config: RunConfig) -> type[Trainer[Any]]:
-    """Return the class of the trainer that runs ``config``."""
-    module, _, name = config.trainer_class.partition(":")
-    return getattr(importlib.import_module(module), name)
 
 
 def watched(base: type[Trainer[Any]], run: Run) -> type[Trainer[Any]]:
@@ -190,28 +178,11 @@ def random_outputs(run: Run, folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
 
 def descendants() -> set[int]:
     """Return the processes that this one has started, directly or not."""
-    parents = dict(_parents())
     found = {os.getpid()}
-    while more := {pid for pid, parent in parents.items() if parent in found} - found:
-        found |= more
+    for pid, parent, _ in living():  # in the order of their starts
+        if parent in found:
+            found.add(pid)
     return found - {os.getpid()}
-
-
-def alive(processes: set[int]) -> set[int]:
-    """Return those of ``processes`` that have not ended."""
-    return processes & dict(_parents()).keys()
-
-
-def _parents() -> Iterator[tuple[int, int]]:
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                stat = (entry / "stat").read_text()
-            except OSError:  # it ended while we looked
-                continue
-            state, parent = stat.rpartition(")")[2].split()[:2]
-            if state != "Z":
-                yield int(entry.name), int(parent)
 
 
 def temporary_files(processes: set[int]) -> set[Path]:
@@ -229,10 +200,10 @@ def temporary_files(processes: set[int]) -> set[Path]:
     return {path for path in found if str(path).startswith(beginnings)}
 
 
-def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Return whether ``condition`` holds within ``seconds``."""
+def have_ended(processes: set[int], seconds: float) -> bool:
+    """Return whether ``processes`` end within ``seconds``."""
     ends = time.monotonic() + seconds
-    while not condition():
+    while processes & {pid for pid, _, _ in living()}:
         if time.monotonic() > ends:
             return False
         time.sleep(0.1)

@@ -1,8 +1,6 @@
 """Scores of the reference, computed once and kept in the run folder."""
 
-import json
 import os
-import signal
 from dataclasses import replace
 
 import pytest
@@ -10,15 +8,13 @@ import torch
 
 from rl.algorithms.sequence_losses import KTOLoss, SimPOLoss
 from rl.errors import ConfigError, Interrupted, RunError
-from rl.evaluate import main as evaluate
 from rl.trainers import reference_scores
 from rl.trainers.preference import PreferenceTrainer
-from rl.trainers.reference_scores import ReferenceScores, source_digest
-from tests import warm
-from tests.trainers import killed_reference
+from rl.trainers.reference_scores import ReferenceScores, data_digest, source_digest
 from tests.trainers.tiny_chat import labelled_rows, preference_rows
 
 HELD_OUT = preference_rows(23)[20:]
+CACHED = {"reference.scores": "cached"}
 
 
 class Counting(PreferenceTrainer):
@@ -47,13 +43,11 @@ def metrics_of(trainer):
 
 
 @pytest.fixture
-def train(make_preference):
-    """Trains with the given origin of scores; returns the trainer and its final metrics."""
+def train(examples_config):
+    """Function that trains; returns the trainer and its final metrics."""
 
-    def train(scores, rows, held_out=HELD_OUT, **fields):
-        config = make_preference(**fields)
-        config.reference.scores = scores
-        with Counting(config, rows, held_out) as trainer:
+    def train(rows, held_out=HELD_OUT, **fields):
+        with Counting(examples_config(**fields), rows, held_out) as trainer:
             results = trainer.train().metrics
         return trainer, results
 
@@ -71,22 +65,20 @@ def train(make_preference):
     ids=["dpo", "kto"],
 )
 def test_scores_that_were_computed_once_give_the_loss_of_those_of_each_step(
-    train, make_preference, monkeypatch, tmp_path, rows, held_out, fields
+    train, examples_config, monkeypatch, tmp_path, rows, held_out, fields
 ):
     """The 16 examples of the steps are more than an epoch. The cached run is left before its first
     step and goes on.
     """
-    computed, wanted = train(
-        "computed", rows, held_out, output_dir=str(tmp_path / "computed"), **fields
-    )
+    computed, wanted = train(rows, held_out, output_dir=str(tmp_path / "computed"), **fields)
     monkeypatch.setattr(reference_scores, "EVERY_S", 0.0)
-    config = make_preference(**fields)
-    config.reference.scores = "cached"
+    config = examples_config(**CACHED, **fields)
     with Counting(config, rows, held_out) as left, pytest.raises(Interrupted):
         left.limit = 3
         left.train()
     assert (left.step, left.batches) == (0, 3)
-    cached, results = train("cached", rows, held_out, resume=True, **fields)
+    fields = CACHED | fields | {"resume": True}
+    cached, results = train(rows, held_out, **fields)
     held_out_batches = -(-len(held_out) // 4)
     assert cached.batches == held_out_batches + 4 - 3
     assert cached.batches + left.batches <= computed.batches
@@ -106,40 +98,16 @@ def test_scores_that_were_computed_once_give_the_loss_of_those_of_each_step(
 @pytest.mark.long
 def test_more_steps_need_more_scores_and_the_same_steps_need_none(train):
     rows = preference_rows(20)
-    _, first = train("cached", rows)
-    same, again = train("cached", rows, resume=True)
+    _, first = train(rows, **CACHED)
+    same, again = train(rows, **CACHED, resume=True)
     assert (same.batches, again) == (0, first)
-    longer, _ = train("cached", rows, resume=True, steps=5)
+    longer, _ = train(rows, **CACHED, resume=True, steps=5)
     assert (longer.step, longer.batches) == (5, 1)
-
-
-@pytest.mark.long
-def test_a_killed_run_keeps_its_scores_and_its_checkpoint_scores_as_the_run(
-    chat_model, tmp_path, capsys
-):
-    examples = tmp_path / "examples.jsonl"
-    examples.write_text("".join(json.dumps(row) + "\n" for row in preference_rows(20)))
-    places = (str(chat_model), str(examples), str(tmp_path / "run"))
-    command = ["tests.trainers.killed_reference", *places, "4"]
-    killed = warm.Program(command, stdout=tmp_path / "out", stderr=tmp_path / "err")
-    assert killed.wait(300) == -signal.SIGKILL
-    config = killed_reference.config_of(*places)
-    with killed_reference.Counting(replace(config, output_dir=str(tmp_path / "whole"))) as whole:
-        wanted = whole.train().metrics
-    config.resume = True
-    with killed_reference.Counting(config) as trainer:
-        found = trainer.train().metrics
-    assert whole.batches - trainer.batches == 3
-    assert found == wanted  # the same bits
-    assert metrics_of(trainer) == metrics_of(whole)
-    assert evaluate([str(tmp_path / "whole"), "--json"]) == 0
-    row = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert row["eval/loss"] == wanted["eval/loss"]
 
 
 @pytest.fixture
 def scores(tmp_path):
-    """Opens the file of the folder with the given digests."""
+    """Function that opens the file of the folder with the given digests."""
 
     def scores(data="d", source="s"):
         return ReferenceScores(tmp_path / "scores", data=data, source=source, note=notes.append)
@@ -191,51 +159,47 @@ def test_a_damaged_file_is_computed_again_and_an_unfinished_one_is_ignored(score
     assert "it cannot be read" in scores.notes[0]
 
 
-def test_added_entries_are_written_if_the_run_ends(scores):
+def test_added_entries_are_written_on_the_way_and_if_the_run_ends(scores, monkeypatch):
+    entry = torch.zeros(1, 2, dtype=torch.float64)
     with_more = scores()
     with pytest.raises(KeyboardInterrupt), with_more.adding("w"):
-        with_more.add("eval", torch.zeros(1, 2, dtype=torch.float64))
+        with_more.add("eval", entry)  # which is due, and is the first
+        assert not with_more.add("eval", entry)
+        assert scores().count("eval") == 1  # as a kill leaves them
         raise KeyboardInterrupt
-    assert scores().count("eval") == 1
+    assert scores().count("eval") == 2
 
 
-def test_the_digests_tell_what_the_scores_depend_on(make_preference, tmp_path):
+def test_the_digests_tell_what_the_scores_depend_on(examples_config, tmp_path):
     """Each change is one that changes a score, or the example that it belongs to."""
 
-    def digest(rows, **fields):
-        config = make_preference(**fields)
-        config.reference.scores = "cached"
+    def digest(rows, edit=lambda items: items, **fields):
+        config = examples_config(**CACHED, **fields)
         trainer = PreferenceTrainer(config, rows, HELD_OUT)
-        return reference_scores.data_digest(config, trainer.dataset_train, trainer.dataset_eval)
+        return data_digest(config, edit(trainer.dataset_train), trainer.dataset_eval)
+
+    def with_another_mask(items):
+        pair, *others = items
+        mask = pair.chosen.trained.copy()
+        mask[-1] = not mask[-1]
+        return [replace(pair, chosen=replace(pair.chosen, trained=mask)), *others]
 
     rows = preference_rows(6)
     same = digest(rows)
     assert same == digest(preference_rows(6), steps=9)
     swapped = [{**row, "chosen": row["rejected"], "rejected": row["chosen"]} for row in rows]
-    loss = make_preference().loss
-    loss.length_normalized = True
     changed = [
         digest(rows[::-1]),
         digest(rows[:5]),
         digest(swapped),
         digest(rows, seed=1),
         digest(rows, examples_per_step=3),
-        digest(rows, loss=loss),
+        digest(rows, **{"loss.length_normalized": True}),
+        digest(rows, with_another_mask),
     ]
-    assert len({same, *changed}) == 7
+    assert len({same, *changed}) == 8
 
-    trainer = PreferenceTrainer(make_preference(), rows, HELD_OUT)
-    pair, *others = trainer.dataset_train
-    mask = pair.chosen.trained.copy()
-    mask[-1] = not mask[-1]
-    shorter = replace(pair, chosen=replace(pair.chosen, trained=mask))
-    held_out = trainer.dataset_eval
-    of = reference_scores.data_digest
-    assert of(trainer.arguments, [pair, *others], held_out) == same
-    assert of(trainer.arguments, [shorter, *others], held_out) != same
-
-    config = make_preference()
-    config.model.hf_path = str(tmp_path)
+    config = examples_config(**{"model.hf_path": str(tmp_path)})
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(b"1")
     before = source_digest(config)
@@ -244,8 +208,7 @@ def test_the_digests_tell_what_the_scores_depend_on(make_preference, tmp_path):
     assert source_digest(config) != before
 
 
-def test_runs_that_cannot_cache_scores_are_refused(make_preference):
-    config = make_preference(loss=SimPOLoss.Config())
-    config.reference.scores = "cached"
+def test_runs_that_cannot_cache_scores_are_refused(examples_config):
+    config = examples_config(**CACHED, loss=SimPOLoss.Config())
     with pytest.raises(ConfigError, match="SimPOLoss compares with no reference"):
         PreferenceTrainer(config, preference_rows(6))

@@ -11,15 +11,14 @@ from safetensors.torch import load_file
 from rl.errors import Interrupted, RunError
 from rl.trainers.trainer import TrainerState
 from tests.trainers.kinds import (
-    KINDS,
+    CONFIGS,
     Run,
-    alive,
     config_of,
     descendants,
+    have_ended,
     random_outputs,
     set_evaluations,
     temporary_files,
-    wait_until,
     write_custom_trainer,
 )
 from tests.trainers.tiny_chat import tiny_chat_model
@@ -31,6 +30,8 @@ MEMBERS = (
 )
 STEPS = 4
 HALF = TrainerState(step=2, version=2)
+OFTEN = ("rl", "preference")
+KINDS = [pytest.param(kind, marks=[] if kind in OFTEN else pytest.mark.long) for kind in CONFIGS]
 
 
 @pytest.fixture(scope="module")
@@ -43,13 +44,7 @@ def model(tmp_path_factory):
         yield tiny_chat_model(folder)
 
 
-OFTEN = ("rl", "preference")
-
-
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(kind, marks=[] if kind in OFTEN else pytest.mark.long) for kind in KINDS],
-)
+@pytest.fixture(scope="module", params=KINDS)
 def run(request, model, tmp_path_factory):
     """A trainer that has trained for four steps, without evaluations on the way."""
     config = config_of(request.param, model, tmp_path_factory.mktemp("run") / "run", STEPS)
@@ -65,20 +60,14 @@ def run(request, model, tmp_path_factory):
     run.close()
 
 
-def test_a_trainer_has_the_members_of_the_protocol(run):
+def test_a_trainer_has_the_members_of_the_protocol_and_configures_itself_in_order(run):
     assert [name for name in MEMBERS.split() if getattr(run.trainer, name, None) is None] == []
-
-
-def test_each_configure_method_is_called_once_and_in_order(run):
     assert run.called == ["model", "dataloaders", "functions"]
 
 
-def test_the_state_is_that_of_the_last_step(run):
+def test_the_state_is_that_of_the_last_step_and_the_newest_checkpoints_are_kept(run):
     assert (run.trained.step, run.trained.version, len(run.whole)) == (STEPS, STEPS, STEPS)
     assert any(name.startswith("eval/") for name in run.trained.metrics)
-
-
-def test_the_newest_checkpoints_are_kept(run):
     assert run.trainer.run.checkpoints.complete() == [2, 3, 4]
 
 
@@ -140,14 +129,14 @@ def test_closing_twice_leaves_nothing_behind(run):
     files = temporary_files(run.processes)
     run.close()
     run.close()
-    assert run.processes and wait_until(lambda: not alive(run.processes), 60)
+    assert run.processes and have_ended(run.processes, 60)
     assert [path for path in files if path.exists()] == []
     names = {path.name for path in run.trainer.run.record.folder.iterdir()}
     assert not {name for name in names if name.startswith(".") or "tmp" in name}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CONFIGS)
 def test_a_run_in_two_parts_equals_one_in_a_single_part(kind, model, tmp_path):
     whole = Run(kind, config_of(kind, model, tmp_path / "whole", 10))
     assert whole.do(whole.trainer.train).step == 10
@@ -164,19 +153,3 @@ def test_a_run_in_two_parts_equals_one_in_a_single_part(kind, model, tmp_path):
     second.close()
     assert second.numbers() == whole.numbers()
     assert second.summary()["policy_digest"] == whole.summary()["policy_digest"]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("kind", ["sft", "preference"])
-def test_a_run_starts_from_what_another_has_saved(kind, model, tmp_path):
-    first = Run(kind, config_of(kind, model, tmp_path / "first", 2))
-    trained = first.do(first.trainer.train)
-    first.close()
-    config = config_of(kind, tmp_path / "first" / "export", tmp_path / "second", 2)
-    second = Run(kind, config)
-    scores = second.do(second.trainer.evaluate)
-    second.close()
-    if kind == "preference":  # the reference is the new start
-        assert scores["eval/rewards/margin"] == pytest.approx(0, abs=1e-6)
-    else:
-        assert scores["eval/loss"] == pytest.approx(trained.metrics["eval/loss"], abs=1e-6)

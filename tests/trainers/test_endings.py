@@ -1,6 +1,7 @@
 """Messages and exit codes of a run that ends early."""
 
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -10,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl import frames
+from rl import errors, frames
 from rl.algorithms.advantages import GAE
 from rl.cli import find_config
 from rl.errors import NodeLost, RunError
@@ -21,6 +22,8 @@ from rl.trainers.endings import Interrupts, fail
 from rl.trainers.run_folder import RunFolder, claim_run
 from tests.actors.processes import wait_until_delivered
 
+COMMAND = "python -m rl.train --config quickstart"
+
 
 @pytest.fixture
 def record(tmp_path):
@@ -28,23 +31,28 @@ def record(tmp_path):
 
 
 @pytest.fixture
-def ended(record, capsys):
+def folder(record):
+    """Folder of a run of 100 steps."""
+    progress = Progress(100, quiet=True, log=record.run_log)
+    return RunFolder(find_config("quickstart")(), record, progress, command=COMMAND)
+
+
+@pytest.fixture
+def ended(folder, capsys):
     """Function that fails a run with an exception and returns the exit code and the output."""
-    run = RunFolder(
-        find_config("quickstart")(),
-        record,
-        Progress(100, quiet=True, log=record.run_log),
-        command="python -m rl.train --config quickstart",
-    )
+    return lambda error: (fail(error, folder), capsys.readouterr().err)
 
-    def end(error):
-        return fail(error, run), capsys.readouterr().err
 
-    return end
+def save(record, *steps, complete=True):
+    """Write checkpoints."""
+    for step in steps:
+        (record.checkpoints / f"step-{step}").mkdir()
+        if complete:
+            (record.checkpoints / f"step-{step}" / ".metadata").touch()
 
 
 def raised_by(code, name, **names):
-    """The exception that ``code`` raises, as of a file ``name``."""
+    """Return the exception that ``code`` raises, as of a file ``name``."""
     try:
         exec(compile(code, name, "exec"), names)
     except BaseException as error:
@@ -57,12 +65,8 @@ def boom():
 
 
 def test_a_failure_prints_type_place_details_and_the_resume_command(record, ended):
-    code, said = ended(
-        raised_by(
-            "def prompt(): raise ValueError('out of prompts')\nprompt()", "/home/me/my_task.py"
-        )
-    )
-    command = f"python -m rl.train --config quickstart --output-dir {record.folder} --resume"
+    code = "def prompt(): raise ValueError('out of prompts')\nprompt()"
+    code, said = ended(raised_by(code, "/home/me/my_task.py"))
     assert (code, said.splitlines()) == (
         1,
         [
@@ -74,25 +78,26 @@ def test_a_failure_prints_type_place_details_and_the_resume_command(record, ende
             "run makes it again.",
             f"- See what is wrong with the host and the run folder: python -m rl.doctor "
             f"{record.folder}",
-            f"nothing is saved; start again with: {command}",
+            f"nothing is saved; start again with: {COMMAND} --output-dir {record.folder} --resume",
         ],
     )
     assert said.splitlines()[0] in record.run_log.read_text()
+    failure = json.loads((record.folder / "failure.json").read_text())
+    assert (failure["cause"], failure["type"]) == ("your code", "ValueError")
+    assert all(f"\n- {sentence}\n" in said for sentence in failure["advice"][:-1])
 
 
-def test_the_newest_complete_checkpoint_is_the_step_to_go_on_from(record, ended):
-    for step in (4, 12, 16):
-        (record.checkpoints / f"step-{step}").mkdir()
-    for step in (4, 12):
-        (record.checkpoints / f"step-{step}" / ".metadata").touch()
-    assert "\ngo on from step 12 with: python -m rl.train " in ended(RunError("x"))[1]
-
-
-def test_a_failure_after_the_last_step_does_not_say_that_steps_are_left(record, ended):
-    (record.checkpoints / "step-100").mkdir()
-    (record.checkpoints / "step-100" / ".metadata").touch()
-    said = ended(RunError("x"))[1]
-    assert "\nall 100 steps are done; evaluate again with: python -m rl.train " in said
+@pytest.mark.parametrize(
+    ("saved", "said"),
+    [
+        ((4, 12), "go on from step 12 with: "),  # step 16 is incomplete
+        ((100,), "all 100 steps are done; evaluate again with: "),
+    ],
+)
+def test_a_failure_says_from_which_step_to_go_on(record, ended, saved, said):
+    save(record, *saved)
+    save(record, 16, complete=False)
+    assert f"\n{said}python -m rl.train " in ended(RunError("x"))[1]
 
 
 @pytest.mark.parametrize(("steps", "critic"), [(4, False), (4, True), (10, False)])
@@ -135,24 +140,19 @@ def test_an_exception_without_text_is_printed_by_type(ended):
     assert ended(Broken())[1].startswith("failed outside the steps: ")
 
 
-def test_the_place_is_the_innermost_frame_of_the_users_own_code():
+def test_the_place_is_the_innermost_frame_of_the_users_own_code(monkeypatch):
+    """The place is that of the exception if no frame is the user's, and may be in another
+    process.
+    """
     # json is a library: the frame that called it is the user's.
     error = raised_by("import json\ndef read(): json.loads('{')\nread()", "/home/me/my_task.py")
     assert frames.place_of(error) == "/home/me/my_task.py, line 2, in read"
-
-
-def test_the_place_may_be_in_another_process():
     try:
         boom()
     except ZeroDivisionError:
         text = traceback.format_exc()
-    error = raised_by(
-        "raise Error(text)", __import__("rl.errors").errors.__file__, Error=RunError, text=text
-    )
+    error = raised_by("raise Error(text)", errors.__file__, Error=RunError, text=text)
     assert frames.place_of(error) == f"{__file__}, line {boom.__code__.co_firstlineno + 1}, in boom"
-
-
-def test_the_place_without_user_code_is_that_of_the_exception(monkeypatch):
     monkeypatch.setattr(frames, "_FOREIGN", (*frames._FOREIGN, __file__))
     error = raised_by("import json; json.loads('{')", "<string>")
     assert "json/decoder.py, line" in frames.place_of(error)
@@ -214,50 +214,30 @@ def interrupted(
 @pytest.mark.parametrize(
     ("number", "state", "code", "said"),
     [
-        (
-            "SIGINT",
-            {"in_step": True},
-            130,
-            "SIGINT: finishing step 12, then saving; Ctrl-C again leaves at once\n",
-        ),
-        ("SIGINT", {}, 130, "SIGINT: saving step 11; Ctrl-C again leaves at once\n"),
-        (
-            "SIGHUP",
-            {"in_step": True},
-            75,
-            "SIGHUP: finishing step 12, then saving; Ctrl-C leaves at once\n",
-        ),
-        ("SIGTERM", {}, 75, "SIGTERM: saving step 11; Ctrl-C leaves at once\n"),
-        (
-            "SIGUSR1",
-            {"training": False},
-            75,
-            "SIGUSR1: leaving; Ctrl-C leaves at once\ncancelled\n",
-        ),
+        ("SIGINT", {"in_step": True}, 130, "finishing step 12, then saving; Ctrl-C again leaves "),
+        ("SIGINT", {}, 130, "saving step 11; Ctrl-C again leaves "),
+        ("SIGHUP", {"in_step": True}, 75, "finishing step 12, then saving; Ctrl-C leaves "),
+        ("SIGTERM", {}, 75, "saving step 11; Ctrl-C leaves "),
+        ("SIGUSR1", {"training": False}, 75, "leaving; Ctrl-C leaves "),
     ],
 )
 def test_the_first_signal_prints_how_the_run_will_end(number, state, code, said, record):
-    assert interrupted(record, 11, **state, numbers=[signal.Signals[number]]) == (code, said)
+    found = interrupted(record, 11, **state, numbers=[signal.Signals[number]])
+    cancelled = "" if state.get("training", True) else "cancelled\n"
+    assert found == (code, f"{number}: {said}at once\n{cancelled}")
 
 
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
 def test_a_second_ctrl_c_leaves_at_once_though_the_loop_is_blocked(first, record):
-    (record.checkpoints / "step-8").mkdir()
-    (record.checkpoints / "step-8" / ".metadata").touch()
+    save(record, 8)
     code, said = interrupted(record, 11, blocked=True, numbers=[first, signal.SIGINT])
-    command = f"train --output-dir {record.folder} --resume"
-    assert (code, said) == (
-        130,
-        f"\nleft at once: what came after step 8 is lost; go on from step 8 with: {command}\n",
-    )
+    how = f"go on from step 8 with: train --output-dir {record.folder} --resume"
+    assert code == 130
+    assert said == f"\nleft at once: what came after step 8 is lost; {how}\n"
 
 
-def test_a_resumed_run_that_has_not_loaded_yet_is_interrupted_after_its_checkpoint(record):
-    (record.checkpoints / "step-8").mkdir()
-    (record.checkpoints / "step-8" / ".metadata").touch()
-    folder = RunFolder(
-        find_config("quickstart")(), record, Progress(9, quiet=True), command="train"
-    )
+def test_a_resumed_run_that_has_not_loaded_yet_is_interrupted_after_its_checkpoint(record, folder):
+    save(record, 8)
     run = SimpleNamespace(trainer=SimpleNamespace(step=0), claim=lambda: folder)
     error = Interrupts(run).interrupted()
     assert str(error).startswith("interrupted by leave() after step 8; go on from step 8 with: ")

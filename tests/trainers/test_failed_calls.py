@@ -7,20 +7,9 @@ import pytest
 
 from rl.errors import ActorFailure, ConfigError, RankLost, RunError
 from rl.observe.rollouts import read_rollouts
-from rl.trainers.failed import MadeAgain, read_failure
+from rl.trainers.failed import RepeatedCall, read_failure
 
-
-def failing_at(step, error):
-    """Return what makes the trainer of a run raise ``error`` in ``step``."""
-
-    def prepare(trainer, *generators):
-        async def learn():
-            if trainer.version == step - 1:
-                raise error
-
-        trainer.during["forward_backward"] = learn
-
-    return prepare
+NO_RESTARTS = {"max_restarts": 0}
 
 
 def raised(actor="trainer", kind="raised"):
@@ -29,9 +18,25 @@ def raised(actor="trainer", kind="raised"):
     return failure(f"{actor} rank 0, {call}: no", actor=actor, rank=0, call=call, kind=kind)
 
 
-def failing_to_generate(trainer, generator):
-    """Have the generator of a run raise with the weights of step 2."""
+def failing_in_step_3(kind="raised"):
+    """Return a function that has the trainer fail in step 3. The loss of ``cancels`` is found while
+    the call hangs.
+    """
 
+    def prepare(trainer, *generators):
+        async def learn():
+            if trainer.version == 2 and kind == "cancels":
+                trainer.lose("forward_backward")
+                await asyncio.sleep(60)
+            elif trainer.version == 2:
+                raise raised(kind=kind)
+
+        trainer.during["forward_backward"] = learn
+
+    return prepare
+
+
+def failing_to_generate(trainer, generator):
     async def generate(request):
         if generator.version == 2:
             raise raised("generator-0")
@@ -43,53 +48,24 @@ def failure_of(run):
     return json.loads((run.record.folder / "failure.json").read_text())
 
 
-def prompt_ids(run):
-    """Return the prompts in the file of the failed call."""
-    (chunk,) = read_rollouts(run.record.rollouts.failed)
-    return {rollout.prompt.prompt_id for rollout in chunk.rollouts}
-
-
-@pytest.mark.parametrize("kind", ["raised", "died", "silent"])
+@pytest.mark.parametrize("kind", ["raised", "died", "silent", "cancels"])
 def test_the_rollouts_of_a_failing_step_are_kept(run, kind):
-    def edit(config):
-        config.max_restarts = 0
-
     with pytest.raises(ActorFailure):
-        run(failing_at(3, raised(kind=kind)), edit=edit)
+        run(failing_in_step_3(kind), fields=NO_RESTARTS)
     failure = failure_of(run)
     assert (failure["step"], failure["again"], failure["call"]) == (2, "step", "forward_backward")
-    assert prompt_ids(run) == {4, 5}
+    (chunk,) = read_rollouts(run.record.rollouts.failed)
+    assert {rollout.prompt.prompt_id for rollout in chunk.rollouts} == {4, 5}
     assert run.record.rollouts.steps() == [1, 2]
     assert read_failure(run.record.folder) == failure
-
-
-def test_the_loss_of_a_model_that_cancels_its_step_counts_as_its_failure(run):
-    def edit(config):
-        config.max_restarts = 0
-
-    def prepare(trainer, *generators):
-        async def hang():
-            if trainer.version == 2:
-                trainer.lose("forward_backward")
-                await asyncio.sleep(60)
-
-        trainer.during["forward_backward"] = hang
-
-    with pytest.raises(RankLost):
-        run(prepare, edit=edit)
-    assert failure_of(run)["again"] == "step"
-    assert prompt_ids(run) == {4, 5}
 
 
 def test_the_completions_of_a_lost_group_are_kept_without_a_reward(run):
     def prepare(trainer, *generators):
         run.rewards.lost = (4,)
 
-    def edit(config):
-        config.rollout.max_lost = 0
-
     with pytest.raises(RunError, match="more than rollout.max_lost=0 allows"):
-        run(prepare, edit=edit)
+        run(prepare, fields={"rollout.max_lost": 0})
     failure = failure_of(run)
     assert (failure["again"], failure["cause"]) == ("reward", "task")
     assert failure["lost_group"]["error"] == "no reward for 4"
@@ -108,17 +84,14 @@ def test_the_completions_of_a_lost_group_are_kept_without_a_reward(run):
             "is not kept; a resumed run makes it again.",
         ),
         (
-            failing_at(3, raised()),
+            failing_in_step_3(),
             "The rollouts of the failing call are not kept, since record.rollouts is 'none'; a ",
         ),
     ],
 )
 def test_a_call_that_cannot_be_made_again_is_refused_with_what_to_do(run, prepare, said):
-    def edit(config):
-        config.record.rollouts = "none"
-
     with pytest.raises(ActorFailure):
-        run(prepare, edit=edit)
+        run(prepare, fields={"record.rollouts": "none"})
     assert not run.record.rollouts.failed.exists()
     with pytest.raises(ConfigError, match="this call cannot be made again alone: ") as info:
         read_failure(run.record.folder)
@@ -130,11 +103,8 @@ def test_an_alarm_names_the_step_to_train_again(run):
     def prepare(trainer, *generators):
         trainer.losses[3] = float("nan")
 
-    def edit(config):
-        config.watchdog.non_finite = "fail"
-
     with pytest.raises(RunError, match="non_finite"):
-        run(prepare, edit=edit)
+        run(prepare, fields={"watchdog.non_finite": "fail"})
     failure = failure_of(run)
     assert (failure["cause"], failure["again"]) == ("alarm", "")
     command = f"python -m rl.replay {run.record.folder} --step 3 trains the last step again."
@@ -143,7 +113,7 @@ def test_an_alarm_names_the_step_to_train_again(run):
 
 def test_a_resume_forgets_the_failed_call(run):
     with pytest.raises(ActorFailure):
-        run(failing_at(3, raised()), save_every=2)
+        run(failing_in_step_3(), save_every=2)
     assert run.record.rollouts.failed.exists()
     run(save_every=2, saved=run.saved)
     assert not run.record.rollouts.failed.exists()
@@ -153,11 +123,11 @@ def test_a_resume_forgets_the_failed_call(run):
 
 def test_a_call_that_was_made_again_is_compared_with_its_record():
     recorded = {"error": "x: boom", "type": "ValueError", "place": "a.py, line 3", "rank": 0}
-    same = MadeAgain(call="step 3", recorded=recorded | {"step": 2}, error=recorded)
+    same = RepeatedCall(call="step 3", recorded=recorded | {"step": 2}, error=recorded)
     assert same.report == "step 3 fails again, with the same error:\nx: boom\nat a.py, line 3"
-    other = MadeAgain(call="step 3", recorded=recorded, error=recorded | {"rank": 1})
+    other = RepeatedCall(call="step 3", recorded=recorded, error=recorded | {"rank": 1})
     assert other.differing == ["rank"]
     assert "with another rank:\n" in other.report
-    none = MadeAgain(call="step 3", recorded=recorded)
+    none = RepeatedCall(call="step 3", recorded=recorded)
     assert none.report == "step 3 does not fail again"
     assert none.to_dict()["differing"] == []

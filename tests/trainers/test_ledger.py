@@ -21,16 +21,8 @@ def group_of(prompt_id: int, *versions: int) -> Group:
         versions=[*versions],
         finish_reason="stop",
     )
-    return [
-        Rollout.single_turn(
-            prompt,
-            completion,
-            sample=0,
-            text="3",
-            reward=1 / 3,
-            metrics={"correct": 0.1},
-        )
-    ]
+    options = {"text": "3", "reward": 1 / 3, "metrics": {"correct": 0.1}}
+    return [Rollout.single_turn(prompt, completion, sample=0, **options)]
 
 
 def prompt_ids(groups: list[Group]) -> list[int]:
@@ -212,21 +204,17 @@ def test_in_lockstep_the_order_is_first_in_first_out():
     assert prompt_ids(ledger.take(3)) == [0, 1, 2]
 
 
+def counts(ledger: Ledger) -> str:
+    return " ".join(f"{name} {count}" for name, count in ledger.counts().items())
+
+
 def test_saved_groups_are_restored_and_other_prompts_are_put_again():
     ledger = filled(2, 2, 1, 0, 4)
     assert prompt_ids(ledger.take(2)) == [0, 1]
     ledger.stepped(1)
     again = Ledger(groups_per_step=2, max_staleness=2)
     again.restore(json.loads(json.dumps(ledger.to_dict())), ledger.finished(), 1)
-    expected = {
-        "submitted": 6,
-        "waiting": 3,
-        "running": 0,
-        "finished": 1,
-        "trained": 2,
-        "dropped": 0,
-    }
-    assert again.counts() == expected
+    assert counts(again) == "submitted 6 waiting 3 running 0 finished 1 trained 2 dropped 0"
     assert [again.admit(1) for _ in range(4)] == [2, 3, 5, 6]
     again.finish(2, group_of(2, 1))
     assert again.take(2) == [group_of(4, 0), group_of(2, 1)]
@@ -240,15 +228,7 @@ def test_a_lost_trainer_drops_the_groups_of_its_lost_versions():
     ledger.finish(3, group_of(3, 0, 1))
     ledger.admit(1)
     ledger.restore(Ledger(groups_per_step=1, max_staleness=3).to_dict(), {}, 0, keep=True)
-    expected = {
-        "submitted": 5,
-        "waiting": 3,
-        "running": 0,
-        "finished": 2,
-        "trained": 0,
-        "dropped": 0,
-    }
-    assert ledger.counts() == expected
+    assert counts(ledger) == "submitted 5 waiting 3 running 0 finished 2 trained 0 dropped 0"
     ledger.restore(*saved, 0)
     assert ledger.counts()["finished"] == 3
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import json
 
 import pytest
 
@@ -10,10 +9,11 @@ from rl.errors import RunError
 from rl.model.shards import Box
 from rl.observe.rollouts import read_groups
 from rl.step_folders import ROLLOUTS
-from tests.trainers.loops import calls, whereabouts, without_times
+from tests.trainers.loops import calls, evaluating, results
 
-CANARY = {"digests": False}
-NO_CHECKS = {"digests": False, "canary_tolerance": 0.0}
+CANARY = {"weights.digests": False}
+NO_CHECKS = CANARY | {"weights.canary_tolerance": 0.0}
+ONE_STALE = ["train 0 on 0", "train 1 on 0", "train 2 on 1", "train 3 on 2"]
 
 
 def test_in_lockstep_each_step_trains_on_what_its_own_weights_sampled(run):
@@ -24,31 +24,33 @@ def test_in_lockstep_each_step_trains_on_what_its_own_weights_sampled(run):
         *("pull 2", "generate 2", "train 2 on 2", "step"),
         "pull 3",
     ]
-    assert [row["rollout/staleness_max"] for row in rows] == [0, 0, 0]
     assert [row["timing/hidden"] for row in rows] == [0, 0, 0]
 
 
-def test_one_step_stale_each_step_trains_on_what_the_weights_before_sampled(run):
-    log, rows = run(steps=4, staleness=1)
-    assert calls(log, "train") == ["train 0 on 0", "train 1 on 0", "train 2 on 1", "train 3 on 2"]
+def test_one_step_stale_a_generator_pulls_between_its_batches(run):
+    log, rows = run(staleness=1)
     assert calls(log, "pull", "generate") == [
-        *(
-            "pull 0",
-            "generate 0",
-            "generate 0",
-            "pull 1",
-            "generate 1",
-            "pull 2",
-            "generate 2",
-            "pull 3",
-            "pull 4",
-        )
+        *("pull 0", "generate 0", "generate 0", "pull 1", "generate 1"),
+        *("pull 2", "generate 2", "pull 3", "pull 4"),
     ]
-    assert [row["rollout/staleness_max"] for row in rows] == [0, 1, 1, 1]
-    assert [row["push/canary"] for row in rows] == pytest.approx(
-        [0, 1e-5, 2e-5, 3e-5], abs=1e-6
-    )  # its own version's
+    canaries = [row["push/canary"] for row in rows]
+    assert canaries == pytest.approx([0, 1e-5, 2e-5, 3e-5], abs=1e-6)  # its own version's
     assert all((row["push/bytes"], row["timing/push_pause"]) == (100, 0.25) for row in rows)
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2, 3])
+def test_a_batch_comes_from_the_weights_of_as_many_steps_before_it_as_the_staleness_says(
+    run, staleness
+):
+    log, rows = run(steps=7, staleness=staleness)
+    assert calls(log, "train") == [f"train {k} on {max(0, k - staleness)}" for k in range(7)]
+    assert calls(log, "generate") == [f"generate {max(0, k - staleness)}" for k in range(7)]
+    for rule in ("mean", "max"):
+        ages = [row[f"rollout/staleness_{rule}"] for row in rows]
+        assert ages == [min(k, staleness) for k in range(7)]
+    assert run.generators[0].asked == [
+        f"train/{prompt_id}/{sample}" for prompt_id in range(14) for sample in range(2)
+    ]
 
 
 def test_a_generator_without_a_share_of_the_prompts_is_not_asked(run):
@@ -69,7 +71,7 @@ def test_the_trainer_computes_its_side_of_the_checks_once_for_all_generators(run
 
         trainer.weight_digests = weight_digests
 
-    log, _ = run(prepare, steps=2, replicas=3, digests=True)
+    log, _ = run(prepare, steps=2, replicas=3, fields={"weights.digests": True})
     assert calls(log, "canary") == ["canary 0"] * 3 + ["canary 1"] * 3 + ["canary 2"] * 3
     assert calls(log, "forward") == ["forward 0", "forward 1", "forward 2"]
     assert digested == [0, 1, 2, 2]  # the last one is for the summary
@@ -81,11 +83,11 @@ def test_one_step_stale_a_pull_slower_than_the_step_changes_no_order(run, checks
     all the same.
     """
 
-    def prepare(trainer, generator, *_):
+    def prepare(trainer, generator):
         generator.pull_takes = 0.02
 
-    log, rows = run(prepare, steps=4, staleness=1, **checks)
-    assert calls(log, "train") == ["train 0 on 0", "train 1 on 0", "train 2 on 1", "train 3 on 2"]
+    log, rows = run(prepare, staleness=1, fields=checks)
+    assert calls(log, "train") == ONE_STALE
     assert [row["rollout/staleness_max"] for row in rows] == [0, 1, 1, 1]
 
 
@@ -93,7 +95,7 @@ def test_one_step_stale_a_pull_slower_than_the_step_changes_no_order(run, checks
 def test_one_step_stale_generating_training_and_publishing_are_behind_each_other(run, checks):
     """Each of the three starts before any of them ends."""
 
-    def prepare(trainer, generator, *_):
+    def prepare(trainer, generator):
         training = asyncio.Event()
         generating = asyncio.Event()
         publishing = asyncio.Event()
@@ -119,7 +121,7 @@ def test_one_step_stale_generating_training_and_publishing_are_behind_each_other
         trainer.during |= {"forward_backward": train, "push_weights": publish}
         generator.during = generate
 
-    _, rows = run(prepare, steps=4, staleness=1, **checks)
+    _, rows = run(prepare, staleness=1, fields=checks)
     assert [row["rollout/staleness_max"] for row in rows] == [0, 1, 1, 1]
     assert all(row["timing/hidden"] > 0 for row in rows[1:3])
 
@@ -131,7 +133,7 @@ def test_an_optimizer_step_waits_for_the_push_and_what_was_waited_for_is_not_hid
     now = [0.0]
     monkeypatch.setattr("rl.observe.spans.time.perf_counter", lambda: now[0])
 
-    def prepare(trainer, generator, *_):
+    def prepare(trainer, generator):
         published = set()
         trained = set()
 
@@ -152,55 +154,45 @@ def test_an_optimizer_step_waits_for_the_push_and_what_was_waited_for_is_not_hid
 
         trainer.during |= {"forward_backward": train, "push_weights": publish}
 
-    _, rows = run(prepare, steps=4, staleness=1, canary_tolerance=0.0)
+    _, rows = run(prepare, staleness=1, fields={"weights.canary_tolerance": 0.0})
     assert [row["timing/push_wait"] for row in rows] == [0, 5, 5, 0]
     assert [row["timing/hidden"] for row in rows[1:3]] == [1, 1]
     assert [row["timing/step"] for row in rows] == [1, 6, 6, 1]
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
-def test_a_check_that_fails_ends_the_run_before_the_weights_change_again(run, staleness):
-    def prepare(trainer, generator, *_):
-        trainer.wrong_since = 2
+@pytest.mark.parametrize(
+    ("staleness", "steps", "wrong"),
+    [(0, 4, 2), (1, 4, 2), pytest.param(0, 3, 3, id="last weights")],
+)
+def test_a_check_that_fails_ends_the_run_before_the_weights_change_again(
+    run, staleness, steps, wrong
+):
+    def prepare(trainer, generator):
+        trainer.wrong_since = wrong
 
-    with pytest.raises(
-        RunError,
-        match="canary of policy version 2: a log-prob of generator-0 differs by 1 .* all param",
-    ):
-        run(prepare, steps=4, staleness=staleness)
-    assert len(calls(run.log, "step")) == 2
-    assert run.loop.step == 2
+    said = f"canary of policy version {wrong}: a log-prob of generator-0 differs by 1 .* all param"
+    with pytest.raises(RunError, match=said):
+        run(prepare, steps=steps, staleness=staleness)
+    assert len(calls(run.log, "step")) == run.loop.step == wrong
     gc.collect()
     assert not run.unheard
 
 
 def test_a_bf16_generator_left_one_version_behind_is_found_by_default(run):
-    def edit(config):
-        config.generator.dtype = "bfloat16"
-
-    def prepare(trainer, generator, *_):
+    def prepare(trainer, generator):
         async def digests_of_the_version_before():
             return [{("w", Box.whole((4,))): max(0, generator.version - 1)}]
 
         generator.weight_digests = digests_of_the_version_before
 
-    with pytest.raises(
-        RunError, match="push of policy version 1: 1 of 1 parameters of generator-0 differ"
-    ):
-        run(prepare, steps=4, staleness=1, edit=edit)
-
-
-def test_the_last_weights_are_checked_too(run):
-    def prepare(trainer, generator, *_):
-        trainer.wrong_since = 3
-
-    with pytest.raises(RunError, match="canary of policy version 3"):
-        run(prepare, steps=3)
+    said = "push of policy version 1: 1 of 1 parameters of generator-0 differ"
+    with pytest.raises(RunError, match=said):
+        run(prepare, staleness=1, fields={"generator.dtype": "bfloat16"})
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_failed_pull_is_reported_once(run, staleness):
-    def prepare(trainer, generator, *_):
+    def prepare(trainer, generator):
         generator.pull_fails = True
 
     with pytest.raises(ZeroDivisionError, match="no pull today"):
@@ -210,26 +202,13 @@ def test_a_failed_pull_is_reported_once(run, staleness):
 
 
 def test_a_skipped_step_pushes_nothing_and_makes_nothing_stale(run):
-    def prepare(trainer, generator, *_):
+    def prepare(trainer, generator):
         trainer.skips = {1}
 
-    log, rows = run(prepare, steps=4, staleness=1)
+    log, rows = run(prepare, staleness=1)
     assert calls(log, "publish") == ["publish 0", "publish 1", "publish 2", "publish 3"]
     assert calls(log, "train") == ["train 0 on 0", "train 1 on 0", "train 1 on 1", "train 2 on 1"]
     assert [row["policy_version"] for row in rows] == [1, 1, 2, 3]
-
-
-@pytest.mark.parametrize("step", [1, 2, 4])
-def test_groups_sampled_ahead_are_trained_on_after_a_resume(run, step):
-    _, whole = run(steps=5, staleness=1, save_every=1)
-    saved = json.loads(json.dumps(run.saved[step]))
-    log, resumed = run(steps=5, staleness=1, saved={step: saved})
-    assert (
-        calls(log, "train")
-        == ["train 1 on 0", "train 2 on 1", "train 3 on 2", "train 4 on 3"][step - 1 :]
-    )
-    assert without_times(resumed) == without_times(whole)
-    assert run.loop.ledger.submitted == 10
 
 
 def test_a_resume_in_lockstep_puts_prompts_sampled_ahead_again(run):
@@ -237,10 +216,27 @@ def test_a_resume_in_lockstep_puts_prompts_sampled_ahead_again(run):
     saved = run.saved[2]
     assert saved["ledger"]["submitted"] == 6
     assert [*read_groups(run.record.checkpoints / "step-2" / ROLLOUTS)] == [4, 5]
-    log, rows = run(steps=5, staleness=0, saved={2: saved})
+    log, rows = run(steps=5, saved={2: saved})
     assert calls(log, "train") == ["train 2 on 2", "train 3 on 3", "train 4 on 4"]
     assert [row["rollout/staleness_max"] for row in rows] == [0, 1, 0, 0, 0]
     assert run.loop.ledger.submitted == 10
+
+
+@pytest.mark.parametrize(("staleness", "killed_after"), [(0, 3), (1, 4), (2, 1), (2, 5), (3, 3)])
+def test_stopped_anywhere_and_resumed_a_run_trains_on_the_same(run, staleness, killed_after):
+    """Some groups are replaced or lost, and the run evaluates."""
+    fields = evaluating() | {"rollout.max_resampled_groups": 2}
+    options = {"steps": 6, "staleness": staleness, "save_every": 1, "fields": fields}
+
+    def prepare(trainer, generator):
+        run.rewards.flat = (1, 4, 5, 13)
+        run.rewards.lost = (7,)
+
+    run(prepare, **options)
+    whole = results(run.record)
+    assert [row["step"] for row in run.record.read_evaluations()] == [2, 4]
+    run(prepare, **options, saved={killed_after: run.saved[killed_after]})
+    assert results(run.record) == whole
 
 
 def test_rollouts_of_weights_older_than_the_bound_are_never_trained_on(run):
@@ -250,43 +246,6 @@ def test_rollouts_of_weights_older_than_the_bound_are_never_trained_on(run):
     with pytest.raises(RunError, match="a token of policy version 1 reached version 3: bound=1"):
         run(prepare, steps=5, staleness=1)
     assert calls(run.log, "train")[-1] == "train 2 on 1"
-
-
-@pytest.mark.parametrize("staleness", [0, 1, 2, 3])
-def test_a_batch_comes_from_the_weights_of_as_many_steps_before_it_as_the_staleness_says(
-    run, staleness
-):
-    _, rows = run(steps=7, staleness=staleness)
-    assert calls(run.log, "train") == [f"train {k} on {max(0, k - staleness)}" for k in range(7)]
-    assert calls(run.log, "generate") == [f"generate {max(0, k - staleness)}" for k in range(7)]
-    assert [row["rollout/staleness_mean"] for row in rows] == [min(k, staleness) for k in range(7)]
-    assert run.generators[0].asked == [
-        f"train/{prompt_id}/{sample}" for prompt_id in range(14) for sample in range(2)
-    ]
-
-
-@pytest.mark.parametrize(("staleness", "killed_after"), [(0, 3), (2, 1), (2, 5), (3, 3)])
-def test_stopped_anywhere_and_resumed_a_run_trains_on_the_same(run, staleness, killed_after):
-    """Some groups are replaced or lost, and the run evaluates."""
-
-    def edit(config):
-        config.rollout.max_resampled_groups = 2
-        config.evaluation.every = 2
-        config.evaluation.prompts = 2
-
-    def prepare(trainer, generator):
-        run.rewards.flat = (1, 4, 5, 13)
-        run.rewards.lost = (7,)
-
-    _, whole = run(prepare, steps=6, staleness=staleness, save_every=1, edit=edit)
-    trained = whereabouts(run.record)
-    evaluated = run.record.read_evaluations()
-    assert [row["step"] for row in evaluated] == [2, 4]
-    saved = {killed_after: run.saved[killed_after]}
-    _, rows = run(prepare, steps=6, staleness=staleness, save_every=1, edit=edit, saved=saved)
-    assert without_times(rows) == without_times(whole)
-    assert whereabouts(run.record) == trained
-    assert run.record.read_evaluations() == evaluated
 
 
 @pytest.mark.parametrize("staleness", [2, 3])
@@ -326,21 +285,17 @@ def test_weights_that_arrive_while_the_trainer_leaves_them_are_not_compared(run)
     assert log.index("canary 1") < log.index("publish 2")
     compared = [entry.removeprefix("forward ") for entry in calls(log, "forward")]
     assert "1" not in compared
-    assert all(
-        log.index(f"canary {version}") < log.index(f"forward {version}") for version in compared
-    )
+    for version in compared:
+        assert log.index(f"canary {version}") < log.index(f"forward {version}")
 
 
-def test_checkpoints_are_saved_when_the_config_asks_for_them(run):
-    def edit(config):
-        config.trainer.checkpoint.enable_first_step_checkpoint = True
-
-    run(steps=5, save_every=3, edit=edit)
-    assert [*run.saved] == [1, 3, 5]
-    run(steps=5, save_every=3, folder="without")
-    assert [*run.saved] == [3, 5]
-    run(steps=5, save_every=0, edit=edit, folder="at the end")
-    assert [*run.saved] == [5]
+@pytest.mark.parametrize(
+    ("every", "first", "steps"), [(3, True, [1, 3, 5]), (3, False, [3, 5]), (0, True, [5])]
+)
+def test_checkpoints_are_saved_when_the_config_asks_for_them(run, every, first, steps):
+    first_step = {"trainer.checkpoint.enable_first_step_checkpoint": first}
+    run(steps=5, save_every=every, fields=first_step)
+    assert [*run.saved] == steps
 
 
 def test_requests_have_the_parameters_of_sampling_of_the_config(run):
@@ -355,19 +310,11 @@ def test_requests_have_the_parameters_of_sampling_of_the_config(run):
 
         generator.generate = generate_noted
 
-    def edit(config):
-        config.rollout.max_tokens = 5
-        config.rollout.temperature = 0.7
-        config.rollout.top_p = 0.8
-        config.rollout.top_k = 9
-        config.rollout.min_p = 0.1
-        config.evaluation.prompts = 2
-        config.evaluation.samples = 2
-
-    run(noted, steps=1, edit=edit)
-    names = ("max_tokens", "temperature", "top_p", "top_k", "min_p")
+    wanted = {"max_tokens": 5, "temperature": 0.7, "top_p": 0.8, "top_k": 9, "min_p": 0.1}
+    fields = {f"rollout.{name}": value for name, value in wanted.items()}
+    run(noted, steps=1, fields=fields | evaluating(every=0, samples=2))
     found = {
-        (each.request_id.rsplit("/", 2)[0], *(getattr(each.sampling, name) for name in names))
+        (each.request_id.rsplit("/", 2)[0], *(getattr(each.sampling, name) for name in wanted))
         for each in asked
     }
     assert found == {

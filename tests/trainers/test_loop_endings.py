@@ -7,7 +7,22 @@ from contextlib import nullcontext
 import pytest
 
 from rl.errors import ActorFailure, RunError
-from tests.trainers.loops import calls, free, ledger_of, without_times
+from tests.trainers.loops import (
+    EACH_PIPELINE,
+    calls,
+    evaluating,
+    generator_lost_once,
+    left,
+    trained,
+    without_times,
+)
+
+
+@pytest.fixture
+def replicas(run, monkeypatch):
+    """Function that sets the number of generators of the run, which it looks at often."""
+    monkeypatch.setattr("rl.session.pool.LOOK_EVERY_S", 0.005)
+    return lambda count: (run.record.folder / "replicas").write_text(f"{count}")
 
 
 @pytest.mark.parametrize("skipped", [{0, 1, 2, 3}, {1, 2}])
@@ -19,20 +34,12 @@ def test_the_summary_counts_the_steps_that_changed_weights(run, skipped):
     assert summary["steps_learned"] == 4 - len(skipped)
 
 
-@pytest.mark.parametrize("edit", [free, lambda config: None], ids=["asynchronous", "deterministic"])
+@EACH_PIPELINE
 @pytest.mark.parametrize(
     ("update", "during"), [("simultaneous", "pull"), ("rolling", "generate"), ("rolling", "pull")]
 )
-def test_a_lost_generator_is_restarted_and_its_requests_are_repeated(run, edit, during, update):
-    def rolling(config):
-        edit(config)
-        config.generator.update = update
-
+def test_a_lost_generator_is_restarted_and_its_requests_are_repeated(run, pipeline, during, update):
     def prepare(trainer, first, second):
-        async def generate(request):
-            if first.version == 2 and first.starts == 1:
-                first.lose("generate")
-
         pull = first.pull_weights
 
         async def pull_weights(version):
@@ -40,25 +47,21 @@ def test_a_lost_generator_is_restarted_and_its_requests_are_repeated(run, edit, 
                 raise first.lose("pull_weights")
             return await pull(version)
 
-        async def train():
-            await asyncio.sleep(0.01)  # so that there is still work when it is back
-
-        trainer.during["forward_backward"] = train
-        if during == "generate":
-            first.during = generate
-        else:
+        generator_lost_once(trainer, first)
+        if during == "pull":
+            first.during = None
             first.pull_weights = pull_weights
 
-    _, rows = run(prepare, steps=8, staleness=1, replicas=2, edit=rolling)
+    fields = {"generator.update": update}
+    _, rows = run(prepare, steps=8, staleness=1, replicas=2, pipeline=pipeline, fields=fields)
     assert run.generators[0].starts == 2
     assert rows[-1]["restarts/generators"] == 1
-    ledger = ledger_of(run.record)
-    assert sorted(prompt_id for row in ledger for prompt_id in row["trained_now"]) == [*range(16)]
+    assert trained(run.record) == [*range(16)]
     assert max(row["rollout/staleness_max"] for row in rows) <= 1
 
 
-@pytest.mark.parametrize("edit", [free, lambda config: None], ids=["asynchronous", "deterministic"])
-def test_weights_are_not_compared_with_a_generator_that_was_started_again(run, edit):
+@EACH_PIPELINE
+def test_weights_are_not_compared_with_a_generator_that_was_started_again(run, pipeline):
     """The generator is lost while the trainer computes its digests, and has no weights yet."""
 
     def prepare(trainer, generator):
@@ -81,44 +84,32 @@ def test_weights_are_not_compared_with_a_generator_that_was_started_again(run, e
         generator.connect = connect_and_tell
         generator.pulling = lambda: asyncio.sleep(0.02)
 
-    _, rows = run(prepare, steps=4, edit=edit, digests=True)
+    _, rows = run(prepare, pipeline=pipeline, fields={"weights.digests": True})
     assert run.generators[0].starts == 2
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
 
 
-def test_a_generator_that_is_lost_repeatedly_ends_the_run(run):
-    def prepare(trainer, generator):
-        async def generate(request):
-            generator.lose("generate")
-
-        generator.during = generate
-
-    with pytest.raises(RunError, match="generator-0 rank 0, generate: the process died") as info:
-        run(prepare)
-    assert info.value.__cause__.actor == "generator-0"
-    assert run.generators[0].starts == 4
-
-
-def test_a_generator_that_cannot_be_restarted_ends_the_run(run):
+@pytest.mark.parametrize("call", ["generate", "start"])
+def test_a_generator_that_is_lost_repeatedly_ends_the_run(run, call):
     def prepare(trainer, generator):
         start = generator.start
 
-        async def only_once():
+        async def start_once():
             await start()
-            if generator.starts > 1:
+            if call == "start" and generator.starts > 1:
                 raise generator.lose("start")
 
         async def generate(request):
-            if generator.version == 2:
+            if call == "generate" or generator.version == 2:
                 generator.lose("generate")
 
-        generator.start = only_once
+        generator.start = start_once
         generator.during = generate
 
-    with pytest.raises(
-        RunError, match="generator-0 rank 0, start: the process died\nit was lost 4 times"
-    ):
+    said = f"generator-0 rank 0, {call}: the process died\nit was lost 4 times"
+    with pytest.raises(RunError, match=said) as info:
         run(prepare)
+    assert info.value.__cause__.actor == "generator-0"
     assert run.generators[0].starts == 4
 
 
@@ -164,31 +155,27 @@ def test_an_exception_of_an_actor_ends_the_run_at_once(run):
     assert run.trainer.starts == 1
 
 
-@pytest.mark.parametrize("edit", [free, lambda config: None], ids=["asynchronous", "deterministic"])
-def test_generators_join_and_leave_during_a_run(run, edit, monkeypatch):
-    monkeypatch.setattr("rl.session.pool.LOOK_EVERY_S", 0.005)
-
+@EACH_PIPELINE
+def test_generators_join_and_leave_during_a_run(run, pipeline, replicas):
     def prepare(trainer, generator):
         async def train():
             if trainer.version in (2, 6):
-                (run.record.folder / "replicas").write_text({2: "2", 6: "1"}[trainer.version])
+                replicas({2: 2, 6: 1}[trainer.version])
             await asyncio.sleep(0.02)
 
         trainer.during["forward_backward"] = train
 
-    _, rows = run(prepare, steps=12, staleness=1, edit=edit)
+    _, rows = run(prepare, steps=12, staleness=1, pipeline=pipeline)
     first, second = run.generators
     assert (first.starts, second.starts, second.is_running) == (1, 1, False)
     assert second.number == 1
-    if edit is free:
+    if pipeline == "asynchronous":
         assert second.asked
         assert len({*first.asked, *second.asked}) == len(first.asked) + len(second.asked) >= 48
     assert max(row["rollout/staleness_max"] for row in rows) == 1
 
 
-def test_a_generator_that_leaves_while_the_trainer_dies_is_stopped(run, monkeypatch):
-    monkeypatch.setattr("rl.session.pool.LOOK_EVERY_S", 0.005)
-
+def test_a_generator_that_leaves_while_the_trainer_dies_is_stopped(run, replicas):
     def prepare(trainer, first, second):
         stop = second.stop
         stopping = asyncio.Event()
@@ -201,33 +188,31 @@ def test_a_generator_that_leaves_while_the_trainer_dies_is_stopped(run, monkeypa
 
         async def train():
             if trainer.version == 2 and trainer.starts == 1:
-                (run.record.folder / "replicas").write_text("1")
+                replicas(1)
                 await stopping.wait()
                 raise trainer.lose("forward_backward")
 
         second.stop = stop_slowly
         trainer.during["forward_backward"] = train
 
-    run(prepare, steps=4, replicas=2, save_every=1)
+    run(prepare, replicas=2, save_every=1)
     first, second = run.generators
     assert run.trainer.starts == 2
     assert (first.is_running, second.is_running, second.starts) == (True, False, 1)
     assert run.loop.session.pool.meshes == [first]
 
 
-def test_a_generator_may_leave_while_it_pulls(run, monkeypatch):
-    monkeypatch.setattr("rl.session.pool.LOOK_EVERY_S", 0.005)
-
+def test_a_generator_may_leave_while_it_pulls(run, replicas):
     def prepare(trainer, first, second):
         async def leave():
             if trainer.version == 2:
-                (run.record.folder / "replicas").write_text("1")
+                replicas(1)
                 while second.is_running:
                     await asyncio.sleep(0.005)
 
         second.pulling = leave
 
-    _, rows = run(prepare, steps=4, replicas=2)
+    _, rows = run(prepare, replicas=2)
     first, second = run.generators
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert (first.version, second.version) == (4, 1)
@@ -235,66 +220,43 @@ def test_a_generator_may_leave_while_it_pulls(run, monkeypatch):
     assert (rows[-1]["restarts/generators"], rows[-1]["restarts/trainer"]) == (0, 0)
 
 
-def over_a_network(config):
-    config.weights.transport = "rdma"
-
-
-def on_three_gpus(config):
-    config.hardware.device = "h100"
-    config.hardware.gpus_per_node = 3
-
-
-@pytest.mark.parametrize("edit", [over_a_network, on_three_gpus])
-def test_no_more_generators_join_than_have_places(run, monkeypatch, edit):
-    monkeypatch.setattr("rl.session.pool.LOOK_EVERY_S", 0.005)
-
+@pytest.mark.parametrize(
+    "fields",
+    [{"weights.transport": "rdma"}, {"hardware.device": "h100", "hardware.gpus_per_node": 3}],
+    ids=["over a network", "on three GPUs"],
+)
+def test_no_more_generators_join_than_have_places(run, replicas, fields):
     def prepare(trainer, *generators):
-        (run.record.folder / "replicas").write_text("3")
+        replicas(3)
+        trainer.during["forward_backward"] = lambda: asyncio.sleep(0.02)
 
-        async def train():
-            await asyncio.sleep(0.02)
-
-        trainer.during["forward_backward"] = train
-
-    run(prepare, replicas=2, edit=edit)
+    run(prepare, replicas=2, fields=fields)
     assert len(run.loop.session.pool.meshes) == len(run.generators) == 2
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
-@pytest.mark.parametrize("edit", [free, lambda config: None], ids=["asynchronous", "deterministic"])
-def test_leaving_finishes_the_step_and_saves_a_resumable_checkpoint(run, edit, staleness):
-    def prepare(trainer, generator):
-        async def train():
-            if trainer.version == 2:
-                run.loop.leave()
-
-        trainer.during["forward_backward"] = train
-
-    log, rows = run(prepare, steps=6, staleness=staleness, edit=edit)
+@EACH_PIPELINE
+def test_leaving_finishes_the_step_and_saves_a_resumable_checkpoint(run, pipeline, staleness):
+    options = {"steps": 6, "staleness": staleness, "pipeline": pipeline}
+    log, rows = run(left(run), **options)
     assert run.summary is None
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert calls(log, "save") == ["save 3"]
-    _, rows = run(steps=6, staleness=staleness, edit=edit, saved=run.saved)
+    _, rows = run(**options, saved=run.saved)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
-    ledger = ledger_of(run.record)
-    assert sorted(prompt_id for row in ledger for prompt_id in row["trained_now"]) == [*range(12)]
+    assert trained(run.record) == [*range(12)]
 
 
-@pytest.mark.parametrize("edit", [free, lambda config: None], ids=["asynchronous", "deterministic"])
-def test_evaluation_during_training_does_not_change_training(run, edit):
-    _, without = run(steps=6, staleness=1, edit=edit)
-
-    def evaluating(config):
-        edit(config)
-        config.evaluation.every = 2
-        config.evaluation.prompts = 3
-        config.record.rollouts = "none"  # a file takes longer than several of these steps
-
-    _, rows = run(steps=6, staleness=1, edit=evaluating, folder="evaluated")
+@EACH_PIPELINE
+def test_evaluation_during_training_does_not_change_training(run, pipeline):
+    options = {"steps": 6, "staleness": 1, "pipeline": pipeline}
+    _, without = run(**options)
+    fields = evaluating() | {"record.rollouts": "none"}  # a file takes longer than several steps
+    _, rows = run(**options, fields=fields, folder="evaluated")
     assert [row["step"] for row in run.record.read_evaluations()] == [2, 4]
     asked = [request for request in run.generators[0].asked if request.startswith("eval/greedy")]
     assert len(asked) == 3 * 3  # and once at the end
-    if edit is not free:
+    if pipeline == "deterministic":
         assert without_times(rows) == without_times(without)
 
 
@@ -302,29 +264,18 @@ def test_an_alarm_that_fails_ends_the_run_after_writing_metrics(run):
     def prepare(trainer, generator):
         run.rewards.flat = range(4, 100)
 
-    def edit(config):
-        config.watchdog.zero_std = "fail"
-        config.watchdog.zero_std_steps = 2
-
     with pytest.raises(RunError, match="step 4: zero_std: "):
-        run(prepare, steps=9, edit=edit)
+        run(prepare, steps=9, fields={"watchdog.zero_std": "fail", "watchdog.zero_std_steps": 2})
     assert [row["watchdog/zero_std"] for row in run.record.read_metrics()] == [0, 0, 0, 1]
 
 
 def test_a_run_that_stands_still_is_ended_by_the_watchdog(run):
     def prepare(trainer, generator):
-        async def hang(request):
-            await asyncio.sleep(60)
+        generator.during = lambda request: asyncio.sleep(60)
 
-        generator.during = hang
-
-    def edit(config):
-        config.watchdog.stalled_s = 0.5
-
-    with pytest.raises(
-        RunError, match=r"stalled: no step was done for \d+ s, watchdog.stalled_s=0.5"
-    ):
-        run(prepare, edit=edit)
+    said = r"stalled: no step was done for \d+ s, watchdog.stalled_s=0.5"
+    with pytest.raises(RunError, match=said):
+        run(prepare, fields={"watchdog.stalled_s": 0.5})
 
 
 def test_a_rank_that_dies_while_a_complete_run_closes_is_a_warning(run):
@@ -335,6 +286,6 @@ def test_a_rank_that_dies_while_a_complete_run_closes_is_a_warning(run):
         trainer.close = close
 
     run(prepare, save_every=1, close=True)
-    assert json.loads((run.record.folder / "summary.json").read_text())["steps"] == 4
+    assert run.summary["steps"] == 4
     said = run.record.events_path.read_text()
     assert "trainer rank 0, close: the process died; the run was complete by then" in said

@@ -11,7 +11,7 @@ import pytest
 from rl.errors import GroupLost, RankLost, RunError
 from rl.rollout.rollouter import Rollouter
 from rl.tasks.copy_digits import CopyDigits
-from tests.trainers.loops import calls, free, ledger_of
+from tests.trainers.loops import EACH_PIPELINE, calls, ledger_of, trained
 
 
 def test_the_share_of_each_replica_does_not_depend_on_timing(run):
@@ -27,10 +27,7 @@ def test_groups_of_equal_rewards_are_replaced_up_to_a_limit(run):
     def prepare(trainer, generator):
         run.rewards.flat = range(1, 100)
 
-    def edit(config):
-        config.rollout.max_resampled_groups = 3
-
-    _, rows = run(prepare, steps=2, edit=edit)
+    _, rows = run(prepare, steps=2, fields={"rollout.max_resampled_groups": 3})
     ledger = ledger_of(run.record)
     assert [row["trained_now"] for row in ledger] == [[0, 4], [8, 9]]
     assert [row["dropped_now"] for row in ledger] == [
@@ -46,36 +43,23 @@ def test_the_limit_of_resampling_holds_across_steps(run):
         generator.during = lambda request: asyncio.sleep(0.01)
         trainer.during["forward_backward"] = lambda: asyncio.sleep(0.015)
 
-    def edit(config):
-        config.rollout.max_resampled_groups = 1
-
-    run(prepare, steps=6, staleness=2, edit=edit)
-    assert [row["trained_now"] for row in ledger_of(run.record)] == [
-        [3 * k + 1, 3 * k + 2] for k in range(6)
-    ]
+    run(prepare, steps=6, staleness=2, fields={"rollout.max_resampled_groups": 1})
+    prompts = [row["trained_now"] for row in ledger_of(run.record)]
+    assert prompts == [[3 * k + 1, 3 * k + 2] for k in range(6)]
 
 
-@pytest.mark.parametrize("pipeline", ["deterministic", "asynchronous"])
+@EACH_PIPELINE
 def test_lost_groups_make_room_until_they_are_too_many(run, pipeline):
-    def edit(config):
-        config.rollout.pipeline = pipeline
+    def losing(*prompts):
+        return lambda *_: setattr(run.rewards, "lost", range(*prompts))
 
-    def prepare(trainer, generator):
-        run.rewards.lost = range(3, 30, 3)
-
-    run(prepare, steps=4, staleness=1, edit=edit)
+    run(losing(3, 30, 3), staleness=1, pipeline=pipeline)
     assert run.loop.ledger.counts()["trained"] == 8
     assert run.loop.ledger.dropped == {"reward raised": 3}
     assert run.summary["dropped"] == run.summary["lost"] == {"reward raised": 3}
-    with pytest.raises(
-        RunError, match=r"11 of the last \d+ groups were lost, .*max_lost=0.1.*no reward for 32"
-    ) as info:
-        run(
-            lambda *_: setattr(run.rewards, "lost", range(2, 100, 3)),
-            steps=20,
-            staleness=1,
-            edit=edit,
-        )
+    said = r"11 of the last \d+ groups were lost, .*max_lost=0.1.*no reward for 32"
+    with pytest.raises(RunError, match=said) as info:
+        run(losing(2, 100, 3), steps=20, staleness=1, pipeline=pipeline)
     assert isinstance(info.value.__cause__, GroupLost)
 
 
@@ -102,43 +86,34 @@ class Ending(CopyDigits):
         return super().prompt(prompt_id) if prompt_id < 5 else None
 
 
-@pytest.mark.parametrize("pipeline", ["deterministic", "asynchronous"])
+@EACH_PIPELINE
 def test_a_prompt_that_cannot_be_used_ends_the_run_by_name(run, pipeline):
-    def edit(config):
-        config.task = Ending.Config()
-        config.rollout.pipeline = pipeline
-
     with pytest.raises(RunError, match=r"task: Ending.prompt\(5\) is None; expected a Prompt"):
-        run(edit=edit)
+        run(pipeline=pipeline, fields={"task": Ending.Config()})
 
 
 @pytest.mark.parametrize(("staleness", "parts"), [(0, 2), (1, 1), (2, 2)])
-def test_an_asynchronous_run_trains_every_ordinal_once_within_the_bound(run, staleness, parts):
-    def edit(config):
-        free(config)
-        config.rollout.stream_chunks = parts
-
+def test_an_asynchronous_run_trains_every_prompt_once_within_the_bound(run, staleness, parts):
     def prepare(trainer, *generators):
-        async def slowly(request):
-            await asyncio.sleep(random.random() / 100)
-
         for generator in generators:
-            generator.during = slowly
+            generator.during = lambda request: asyncio.sleep(random.random() / 100)
 
-    _, rows = run(prepare, steps=12, staleness=staleness, replicas=2, edit=edit)
+    _, rows = run(
+        prepare,
+        steps=12,
+        staleness=staleness,
+        replicas=2,
+        pipeline="asynchronous",
+        fields={"rollout.stream_chunks": parts},
+    )
     assert max(row["rollout/staleness_max"] for row in rows) <= staleness
-    ledger = ledger_of(run.record)
-    assert sorted(prompt_id for row in ledger for prompt_id in row["trained_now"]) == [*range(24)]
-    assert all(len(row["trained_now"]) == 2 for row in ledger)
+    assert trained(run.record) == [*range(24)]
+    assert all(len(row["trained_now"]) == 2 for row in ledger_of(run.record))
     assert len(calls(run.log, "train")) == 12 * parts
     assert all(len(generator.asked) > 8 for generator in run.generators)
 
 
 def test_training_begins_while_the_rest_of_the_batch_is_generated(run):
-    def edit(config):
-        free(config)
-        config.rollout.stream_chunks = 2
-
     def prepare(trainer, generator):
         begun = asyncio.Event()
 
@@ -152,18 +127,14 @@ def test_training_begins_while_the_rest_of_the_batch_is_generated(run):
         trainer.during["forward_backward"] = train
         generator.during = generate
 
-    log, _ = run(prepare, steps=1, edit=edit)
-    assert calls(log, "generate", "train", "step") == [
-        "generate 0",
-        "generate 0",
-        "train 0 on 0",
-        "train 0 on 0",
-        "step",
-    ]
+    chunks = {"rollout.stream_chunks": 2}
+    log, _ = run(prepare, steps=1, pipeline="asynchronous", fields=chunks)
+    wanted = ["generate 0", "generate 0", "train 0 on 0", "train 0 on 0", "step"]
+    assert calls(log, "generate", "train", "step") == wanted
 
 
 def test_a_long_rollout_delays_no_step_within_its_bound(run):
-    """Ordinal 0 goes on until two steps are done, and is trained on at the last moment."""
+    """Prompt 0 goes on until two steps are done, and is trained on at the last moment."""
 
     def prepare(trainer, generator):
         async def generate(request):
@@ -173,7 +144,7 @@ def test_a_long_rollout_delays_no_step_within_its_bound(run):
 
         generator.during = generate
 
-    run(prepare, steps=4, staleness=2, edit=free)
+    run(prepare, staleness=2, pipeline="asynchronous")
     ledger = ledger_of(run.record)
     assert [row["trained_now"][0] for row in ledger].index(0) == 2
     assert ledger[2]["staleness"]["2"] > 0
@@ -217,24 +188,18 @@ def test_a_group_may_go_on_with_the_episodes_that_the_config_asks_for(run, monke
         asked.append(fewest)
         return await collect(self, *arguments, **options)
 
-    def edit(config):
-        config.rollout.min_episodes = 3
-
     monkeypatch.setattr(Rollouter, "collect", noted)
     monkeypatch.setattr("rl.trainers.trainer.validate", lambda config: None)  # no environment
-    run(steps=2, edit=edit)
+    run(steps=2, fields={"rollout.min_episodes": 3})
     assert asked == [3, 3]
 
 
 def test_groups_with_fewer_rollouts_are_in_the_ledger_and_count_by_their_share(run):
-    def edit(config):
-        config.rollout.samples_per_prompt = 4
-
     def prepare(*_):
         run.rewards.fewer = range(1, 100, 2)
 
-    run(prepare, steps=3, edit=edit)
+    run(prepare, steps=3, fields={"rollout.samples_per_prompt": 4})
     assert [row["episodes_lost_now"] for row in ledger_of(run.record)] == [1, 1, 1]
     assert [len(batch) for batch in run.trainer.batches] == [7, 7, 7]
     with pytest.raises(RunError, match=r"10.25 of the last 82 groups were lost, .*3 of its epis"):
-        run(prepare, steps=50, edit=edit)
+        run(prepare, steps=50, fields={"rollout.samples_per_prompt": 4})

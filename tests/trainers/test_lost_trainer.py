@@ -6,72 +6,63 @@ import pytest
 
 from rl.errors import ActorFailure, RunError
 from rl.step_folders import ROLLOUTS
-from tests.trainers.loops import calls, free, ledger_of, without_times
-
-
-@pytest.mark.parametrize("edit", [free, lambda config: None], ids=["asynchronous", "deterministic"])
-@pytest.mark.parametrize(
-    ("staleness", "call"), [(0, "push_weights"), (2, "forward_backward"), (2, "push_weights")]
+from tests.trainers.loops import (
+    EACH_PIPELINE,
+    calls,
+    dropped,
+    ledger_of,
+    lost_once,
+    results,
+    trained,
 )
-def test_a_lost_trainer_returns_the_run_to_the_newest_checkpoint(run, edit, staleness, call):
-    _, whole = run(steps=8, staleness=staleness, save_every=3, edit=edit)
 
-    def prepare(trainer, *generators):
+
+@EACH_PIPELINE
+@pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.parametrize("call", ["push_weights", "forward_backward"])
+def test_a_lost_trainer_returns_the_run_to_the_newest_checkpoint(run, pipeline, staleness, call):
+    """Some groups are replaced on the way."""
+    options = {"steps": 8, "staleness": staleness, "save_every": 3, "pipeline": pipeline}
+    options["fields"] = {"rollout.max_resampled_groups": 2}
+
+    def flat(*_):
+        run.rewards.flat = (1, 4, 5, 13)
+
+    run(flat, **options)
+    whole, ledger = results(run.record), ledger_of(run.record)
+
+    def prepare(trainer, *_):
+        flat()
+        lost_once(5, call)(trainer)
         start = trainer.start
-
-        async def die():
-            if trainer.version == 5 and trainer.starts == 1:
-                raise trainer.lose(call)
 
         async def start_while_nothing_is_lost_by_leaving():
             assert not run.loop.run.is_training
             await start()
 
-        trainer.during[call] = die
         trainer.start = start_while_nothing_is_lost_by_leaving
 
-    _, rows = run(prepare, steps=8, staleness=staleness, save_every=3, edit=edit, folder="other")
-    assert run.trainer.starts == 2
-    assert run.generators[0].starts == 1
+    _, rows = run(prepare, **options, folder="other")
+    assert (run.trainer.starts, run.generators[0].starts) == (2, 1)
     assert rows[-1]["restarts/trainer"] == 1
     assert [row["step"] for row in rows] == [*range(1, 9)]
-    ledger = ledger_of(run.record)
-    assert sorted(prompt_id for row in ledger for prompt_id in row["trained_now"]) == [*range(16)]
-    if edit is not free:
-        assert without_times(rows) == without_times(whole)
+    counted = [*trained(run.record), *(prompt_id for _, prompt_id in dropped(run.record))]
+    assert len(trained(run.record)) == 16
+    assert len({*counted}) == len(counted)
+    if pipeline == "deterministic":
+        assert results(run.record) == whole
+        assert ledger_of(run.record)[-1] == ledger[-1]
+        if not staleness:  # above 0, how far sampling is when a step ends depends on the clock
+            assert ledger_of(run.record) == ledger
 
 
+@EACH_PIPELINE
 @pytest.mark.parametrize("staleness", [0, 2])
-def test_a_trainers_death_leaves_no_trace_in_a_deterministic_ledger(run, staleness):
-    def edit(config):
-        config.rollout.max_resampled_groups = 2
-
-    def flat(*_):
-        run.rewards.flat = (1, 4, 5, 13)
-
-    def die_once(trainer, *_):
-        async def die():
-            if trainer.version == 5 and trainer.starts == 1:
-                raise trainer.lose("forward_backward")
-
-        flat()
-        trainer.during["forward_backward"] = die
-
-    run(flat, steps=8, staleness=staleness, save_every=3, edit=edit)
-    uninterrupted = ledger_of(run.record)
-    run(die_once, steps=8, staleness=staleness, save_every=3, edit=edit, folder="other")
-    rows = ledger_of(run.record)
-    assert run.trainer.starts == 2
-    assert rows[-1] == uninterrupted[-1]
-    if not staleness:  # above 0, how far sampling is when a step ends depends on the clock
-        assert rows == uninterrupted
-
-
-@pytest.mark.parametrize("staleness", [0, 2])
-@pytest.mark.parametrize("edit", [free, lambda config: None], ids=["asynchronous", "deterministic"])
-def test_an_unfinished_checkpoint_is_ignored(run, edit, staleness):
+def test_an_unfinished_checkpoint_is_ignored(run, pipeline, staleness):
     """The groups of step 4 are on disk, the weights are not: both are written again."""
-    _, whole = run(steps=6, staleness=staleness, save_every=2, edit=edit)
+    options = {"steps": 6, "staleness": staleness, "save_every": 2, "pipeline": pipeline}
+    run(**options)
+    whole = results(run.record)
 
     def prepare(trainer, *_):
         async def die():
@@ -81,29 +72,25 @@ def test_an_unfinished_checkpoint_is_ignored(run, edit, staleness):
 
         trainer.during["save_checkpoint"] = die
 
-    log, rows = run(prepare, steps=6, staleness=staleness, save_every=2, edit=edit, folder="other")
+    log, _ = run(prepare, **options, folder="other")
     assert run.trainer.starts == 2
     assert calls(log, "save") == ["save 2", "save 4", "save 4", "save 6"]
     assert run.loop.run.checkpoints.complete() == [2, 4, 6]
-    assert sorted(
-        prompt_id for row in ledger_of(run.record) for prompt_id in row["trained_now"]
-    ) == [*range(12)]
-    if edit is not free:
-        assert without_times(rows) == without_times(whole)
+    assert trained(run.record) == [*range(12)]
+    if pipeline == "deterministic":
+        assert results(run.record) == whole
 
 
 def test_a_checkpoint_without_its_groups_is_refused_with_a_remedy(run):
     run(steps=2, staleness=1, save_every=1)
     (run.loop.run.checkpoints.path(2) / ROLLOUTS).unlink()
-    with pytest.raises(
-        RunError,
-        match=r"step-2/rollouts.parquet cannot be read: FileNotFound.*; deleting .*/step-2 goes",
-    ):
+    said = r"step-2/rollouts.parquet cannot be read: FileNotFound.*; deleting .*/step-2 goes"
+    with pytest.raises(RunError, match=said):
         run(steps=4, staleness=1, saved=run.saved)
 
 
-@pytest.mark.parametrize("edit", [free, lambda config: None], ids=["asynchronous", "deterministic"])
-def test_a_pull_from_a_dead_trainer_is_no_failure_of_the_generator(run, edit):
+@EACH_PIPELINE
+def test_a_pull_from_a_dead_trainer_is_no_failure_of_the_generator(run, pipeline):
     """The connection is lost before the death of the trainer is known, as over a network."""
 
     def prepare(trainer, generator):
@@ -117,7 +104,7 @@ def test_a_pull_from_a_dead_trainer_is_no_failure_of_the_generator(run, edit):
 
         generator.pulling = lose_connection
 
-    _, rows = run(prepare, steps=8, staleness=1, save_every=3, edit=edit)
+    _, rows = run(prepare, steps=8, staleness=1, save_every=3, pipeline=pipeline)
     assert (run.trainer.starts, run.generators[0].starts) == (2, 1)
     assert [row["step"] for row in rows] == [*range(1, 9)]
 

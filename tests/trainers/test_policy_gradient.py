@@ -20,11 +20,14 @@ from rl.errors import ConfigError, RunError
 from rl.metrics import Value
 from rl.trainers.algorithm import Algorithm
 from tests.trainers.fakes import Critic
-from tests.trainers.loops import calls, free, updates
+from tests.trainers.loops import EACH_PIPELINE, calls, updates
+
+FOUR_UPDATES = updates(1, 1, prompts=4)
+CHUNKS = {"rollout.stream_chunks": 2}
 
 
 def test_two_epochs_over_mini_batches_of_a_quarter_are_eight_optimizer_steps(run):
-    log, rows = run(steps=2, edit=updates(2, 16))
+    log, rows = run(steps=2, fields=updates(2, 16))
     assert calls(log, "step") == ["step"] * 16
     assert [row["policy_version"] for row in rows] == [8, 16]
     assert calls(log, "publish") == ["publish 0", "publish 8", "publish 16"]
@@ -32,34 +35,24 @@ def test_two_epochs_over_mini_batches_of_a_quarter_are_eight_optimizer_steps(run
 
 
 def test_each_epoch_visits_every_rollout_once_in_its_own_order(run):
-    def seen(folder):
-        run(steps=2, edit=updates(2, 2, prompts=4), folder=folder)
-        return [
-            batch.columns["versions"].tolist() for batch in run.trainer.batches
-        ], run.trainer.batches
+    def advantages(folder):
+        fields = updates(2, 2, prompts=4) | {"rollout.samples_per_prompt": 8}
+        run(steps=2, fields=fields, folder=folder)
+        return [batch.columns["advantages"].tolist() for batch in run.trainer.batches]
 
-    def edit(config):
-        updates(2, 2, prompts=4)(config)
-        config.rollout.samples_per_prompt = 8
-
-    run(steps=2, edit=edit, folder="one")
-    batches = run.trainer.batches
-    advantages = [batch.columns["advantages"].tolist() for batch in batches]
-    whole = [
-        sorted(first + second)
-        for first, second in zip(advantages[::2], advantages[1::2], strict=True)
-    ]
-    assert whole[0] == whole[1] == whole[2] == whole[3]
-    assert len({tuple(each) for each in advantages}) == len(advantages)
-    run(steps=2, edit=edit, folder="two")
-    assert [batch.columns["advantages"].tolist() for batch in run.trainer.batches] == advantages
+    first = advantages("one")
+    halves = zip(first[::2], first[1::2], strict=True)
+    epochs = [sorted(one + other) for one, other in halves]
+    assert epochs == [epochs[0]] * 4
+    assert len({tuple(each) for each in first}) == len(first)
+    assert advantages("two") == first
 
 
 def test_metrics_of_a_step_count_all_of_its_updates(run):
     def losses(trainer, _):
         trainer.losses = dict(enumerate((1.0, 2.0, 3.0, 6.0), start=1))
 
-    _, rows = run(losses, steps=2, edit=updates(1, 1, prompts=4))
+    _, rows = run(losses, steps=2, fields=FOUR_UPDATES)
     assert [row["loss/mean"] for row in rows] == [3.0, 0.0]
     assert [row["ratio/max"] for row in rows] == [5.0, 9.0]
     assert [row["trainer/updates"] for row in rows] == [4.0, 4.0]
@@ -67,19 +60,15 @@ def test_metrics_of_a_step_count_all_of_its_updates(run):
 
 @pytest.mark.parametrize("bad", [1, 2, 4])
 def test_the_watchdog_looks_at_every_update_of_a_step(run, bad):
-    def edit(config):
-        updates(1, 1, prompts=4)(config)
-        config.watchdog.non_finite = "fail"
-
     def nan(trainer, _):
         trainer.losses = {bad: math.nan}
 
     with pytest.raises(RunError, match=f"step 1: non_finite: update {bad} of 4: loss/mean is nan"):
-        run(nan, steps=2, edit=edit)
+        run(nan, steps=2, fields=FOUR_UPDATES | {"watchdog.non_finite": "fail"})
 
 
 def test_the_loss_gets_the_staleness_of_each_token_at_its_update(run):
-    run(steps=2, staleness=1, edit=updates(2, 1, prompts=2))
+    run(steps=2, staleness=1, fields=updates(2, 1, prompts=2))
     stale = [
         batch.columns["staleness"][batch.loss_weights > 0].unique().tolist()
         for batch in run.trainer.batches
@@ -88,37 +77,31 @@ def test_the_loss_gets_the_staleness_of_each_token_at_its_update(run):
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
-@pytest.mark.parametrize("edit", [free, lambda config: None], ids=["asynchronous", "deterministic"])
-def test_several_updates_a_step_keep_the_bound_in_steps(run, staleness, edit):
-    def both(config):
-        edit(config)
-        updates(1, 1, prompts=3)(config)
-
-    _, rows = run(steps=6, staleness=staleness, edit=both)
+@EACH_PIPELINE
+def test_several_updates_a_step_keep_the_bound_in_steps(run, staleness, pipeline):
+    fields = updates(1, 1, prompts=3)
+    _, rows = run(steps=6, staleness=staleness, pipeline=pipeline, fields=fields)
     assert max(row["rollout/staleness_max"] for row in rows) <= 3 * staleness
     assert rows[-1]["policy_version"] == 18
 
 
-def test_the_ratio_uses_the_trainers_logprobs_if_configured(run):
-    def edit(config):
-        config.algorithm.old_logprobs = "recomputed"
-        updates(2, 2, prompts=4)(config)
-
-    log, _ = run(steps=1, edit=edit, canary_tolerance=0.0)
+@pytest.mark.parametrize(
+    ("fields", "columns"),
+    [
+        ({"algorithm.old_logprobs": "recomputed"}, {"proximal_logprobs"}),
+        (
+            {"algorithm.loss": DecoupledLoss.Config()},
+            {"proximal_logprobs", "behaviour_logprobs"},
+        ),
+    ],
+    ids=["recomputed", "decoupled"],
+)
+def test_the_loss_has_the_trainers_logprobs_before_the_step(run, fields, columns):
+    fields = fields | updates(2, 2, prompts=4) | {"weights.canary_tolerance": 0.0}
+    log, _ = run(steps=1, fields=fields)
     assert calls(log, "forward", "train", "step")[:3] == ["forward 0", "train 0 on 0", "step"]
     assert log.count("forward 0") == 1
-    assert all("proximal_logprobs" in batch.columns for batch in run.trainer.batches)
-
-
-def test_the_decoupled_loss_has_the_logprobs_of_the_trainer_before_the_step(run):
-    def edit(config):
-        config.algorithm.loss = DecoupledLoss.Config()
-        updates(2, 2, prompts=4)(config)
-
-    log, _ = run(steps=1, edit=edit, canary_tolerance=0.0)
-    assert log.count("forward 0") == 1
-    for batch in run.trainer.batches:
-        assert batch.columns.keys() >= {"proximal_logprobs", "behaviour_logprobs"}
+    assert all(batch.columns.keys() >= columns for batch in run.trainer.batches)
 
 
 @pytest.mark.parametrize("correction", [TruncatedIS.Config(), MaskedIS.Config()])
@@ -132,38 +115,24 @@ def test_the_decoupled_loss_refuses_a_second_behaviour_weight(correction):
 
 
 def test_corrections_weigh_tokens_by_the_ratio_of_trainer_and_generator(run):
-    def edit(config):
-        config.algorithm.corrections = (
-            TruncatedIS.Config(cap=2.0),
-            StalenessDecay.Config(decay=0.5),
-        )
-
+    corrections = (TruncatedIS.Config(cap=2.0), StalenessDecay.Config(decay=0.5))
     _, rows = run(
         lambda trainer, _: setattr(trainer, "wrong_since", 0),
         steps=3,
         staleness=1,
-        edit=edit,
-        canary_tolerance=0.0,
+        fields={"algorithm.corrections": corrections, "weights.canary_tolerance": 0.0},
     )
-    ratio = torch.tensor(-1.0).exp()
+    ratio = float(torch.tensor(-1.0).exp())
     for batch, decay in zip(run.trainer.batches, (1.0, 0.5, 0.5), strict=True):
-        spoken = batch.loss_weights > 0
-        torch.testing.assert_close(
-            batch.columns["correction"][spoken],
-            (ratio * decay).expand(int(spoken.sum())),
-            rtol=1e-4,
-            atol=0,
-        )
-        assert not batch.columns["correction"][~spoken].any()
-    assert rows[-1]["correction/mean"] == pytest.approx(float(ratio) / 2, rel=1e-4)
+        found = batch.columns["correction"]
+        expected = ratio * decay * (batch.loss_weights > 0)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=0)
+    assert rows[-1]["correction/mean"] == pytest.approx(ratio / 2, rel=1e-4)
 
 
 def test_a_fixed_length_divides_by_the_number_of_completions(run):
-    def edit(config):
-        config.algorithm.loss = ClippedLoss.Config(reduction="fixed_length")
-        updates(1, 2, prompts=4)(config)
-
-    run(steps=1, edit=edit)
+    loss = {"algorithm.loss": ClippedLoss.Config(reduction="fixed_length")}
+    run(steps=1, fields=loss | updates(1, 2, prompts=4))
     assert run.trainer.options == {"denominator": None}
     assert [float(batch.denominators.sum()) for batch in run.trainer.batches] == [4.0, 4.0]
 
@@ -191,51 +160,37 @@ def test_the_reduction_of_the_loss_acts_in_an_algorithm_of_the_users(
     run, reduction, weight, divisor
 ):
     """Every completion has two tokens of three."""
-
-    def edit(config):
-        config.rollout.max_tokens = 3
-        config.algorithm = Plain.Config(reduction=reduction)
-
-    run(steps=1, edit=edit)
+    algorithm = Plain.Config(reduction=reduction)
+    run(steps=1, fields={"rollout.max_tokens": 3, "algorithm": algorithm})
     (batch,) = run.trainer.batches
     assert batch.loss_weights[batch.loss_mask].tolist() == pytest.approx([weight] * 8)
     divisors = None if batch.denominators is None else batch.denominators.tolist()
     assert divisors == (divisor and [divisor] * 4)
 
 
-class Now(TruncatedIS):
-    """Has a metric in its first call only."""
+class Measured(TruncatedIS):
+    """Correction with metrics: one in its first call only, and others with reductions."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(TruncatedIS.Config):
         pass
 
-    def __call__(self, proximal, *others):
-        self.calls = getattr(self, "calls", 0) + 1
-        return torch.ones_like(proximal), {"first": 0.25} if self.calls == 1 else {}
-
-
-class Spread(TruncatedIS):
-    """Reports the largest number of tokens of a call, and how the numbers are spread."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(TruncatedIS.Config):
-        pass
+    calls = 0
 
     def __call__(self, proximal, *others):
+        self.calls += 1
         tokens = float(len(proximal))
         metrics = {"tokens/max": Value(tokens, "max"), "tokens/sum": Value(tokens, "sum")}
-        return torch.ones_like(proximal), metrics
+        first = {"first": 0.25} if self.calls == 1 else {}
+        return torch.ones_like(proximal), metrics | first
 
 
-def test_advantages_and_corrections_are_measured_over_all_chunks_of_a_step(run):
-    def edit(config):
-        free(config)
-        config.rollout.stream_chunks = 2
-        config.rollout.prompts_per_step = 4
-        config.algorithm.corrections = (Spread.Config(),)
-
-    _, (row,) = run(steps=1, edit=edit)
+def test_advantages_and_corrections_are_measured_over_the_chunks_of_a_step_that_have_them(run):
+    fields = CHUNKS | {
+        "rollout.prompts_per_step": 4,
+        "algorithm.corrections": (Measured.Config(),),
+    }
+    _, (row,) = run(steps=1, pipeline="asynchronous", fields=fields)
     parts = [batch.columns["advantages"][batch.loss_mask].double() for batch in run.trainer.batches]
     assert len(parts) == 2
     advantages = torch.cat(parts)
@@ -244,25 +199,20 @@ def test_advantages_and_corrections_are_measured_over_all_chunks_of_a_step(run):
     assert row["advantage/max"] == float(advantages.max()) > 0
     assert row["tokens/sum"] == len(advantages)
     assert row["tokens/max"] == max(map(len, parts))
+    assert row["first"] == 0.25
 
 
-def test_a_metric_is_averaged_over_the_parts_that_have_it(run):
-    def edit(config):
-        free(config)
-        config.rollout.stream_chunks = 2
-        config.algorithm.corrections = (Now.Config(),)
-
-    _, rows = run(steps=1, edit=edit)
-    assert rows[0]["first"] == 0.25
-
-
-def test_reinforce_without_a_baseline_trains_on_one_completion_of_each_prompt(run):
-    def alone(config):
-        config.rollout.samples_per_prompt = 1
-        config.rollout.prompts_per_step = 4
-        config.algorithm.advantage = ReinforcePlusPlus.Config()
-
-    log, rows = run(steps=2, edit=alone)
+@pytest.mark.parametrize(
+    "advantage", [ReinforcePlusPlus.Config(), GAE.Config()], ids=["reinforce", "ppo"]
+)
+def test_an_algorithm_without_groups_trains_on_one_completion_of_each_prompt(run, advantage):
+    fields = {
+        "rollout.samples_per_prompt": 1,
+        "rollout.prompts_per_step": 4,
+        "algorithm.advantage": advantage,
+    }
+    critic = {"critic": Critic([], {})} if isinstance(advantage, GAE.Config) else {}
+    log, rows = run(steps=2, fields=fields, models=lambda log: critic)
     assert [len(batch) for batch in run.trainer.batches] == [4, 4]
     assert all("advantages" in batch.columns for batch in run.trainer.batches)
     assert calls(log, "step") == ["step"] * 2
@@ -272,25 +222,18 @@ def test_reinforce_without_a_baseline_trains_on_one_completion_of_each_prompt(ru
 def test_long_completions_lose_reward(run):
     """Every completion has two tokens of three, so the penalty is -1/2 of a buffer of two."""
 
-    def edit(buffer):
-        def edited(config):
-            config.rollout.max_tokens = 3
-            config.algorithm.overlong_buffer = buffer
-            config.algorithm.advantage = GAE.Config(whiten=False, lam=1.0)
-
-        return edited
-
-    found = []
-    for buffer in (0, 2):
-        run(
-            steps=1,
-            edit=edit(buffer),
-            models=lambda log: {"critic": Critic(log, {})},
-            folder=f"buffer {buffer}",
-        )
+    def advantages(buffer):
+        fields = {
+            "rollout.max_tokens": 3,
+            "algorithm.overlong_buffer": buffer,
+            "algorithm.advantage": GAE.Config(whiten=False, lam=1.0),
+        }
+        critic = {"critic": Critic([], {})}
+        run(steps=1, fields=fields, models=lambda log: critic, folder=f"buffer {buffer}")
         (batch,) = run.trainer.batches
-        found.append(batch.columns["advantages"][batch.loss_weights > 0])
-    assert torch.allclose(found[0] - found[1], torch.tensor(0.5))
+        return batch.columns["advantages"][batch.loss_weights > 0]
+
+    assert torch.allclose(advantages(0) - advantages(2), torch.tensor(0.5))
 
 
 ADAPTIVE = {"adaptive_kl": AdaptiveKL.Config(target=0.5, rate=0.5, clip=1.0)}

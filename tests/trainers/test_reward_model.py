@@ -11,8 +11,7 @@ from safetensors.torch import load_file, save_file
 from torchtitan.components.lora import LoRAConverter
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from configs.gsm8k_jsonl import gsm8k_jsonl
-from rl.algorithms.advantages import GAE
+from rl.algorithms.advantages import GAE, GroupAdvantage
 from rl.cli import find_config
 from rl.config import RoleConfig
 from rl.errors import ConfigError
@@ -20,10 +19,10 @@ from rl.model.reward_model import describe_reward_model
 from rl.model.shape import ModelConfig
 from rl.session.session import Session
 from rl.trainers.preference import PreferenceTrainer
-from rl.trainers.rl import RLTrainer
 from rl.types import Batch
 from rl.validation import validate
-from tests.trainers.tiny_chat import preference_rows
+from tests.trainers.loops import set_fields
+from tests.trainers.tiny_chat import examples_fields, preference_rows
 
 HELD_OUT = preference_rows(48)[40:]
 
@@ -32,14 +31,13 @@ HELD_OUT = preference_rows(48)[40:]
 def trained(chat_model, tmp_path_factory):
     """A trainer of a reward model after eight steps, closed, and its final metrics."""
     config = find_config("reward_model_jsonl")()
-    config.model = ModelConfig(hf_path=str(chat_model), max_seq_len=128)
-    config.task.max_tokens = 96
-    config.examples_per_step = 4
-    config.steps = 8
+    own = {
+        "steps": 8,
+        "trainer.lr_scheduler.warmup_steps": 0,
+        "output_dir": str(tmp_path_factory.mktemp("judge") / "run"),
+    }
+    set_fields(config, examples_fields(chat_model) | own)
     config.trainer.optimizer.param_groups[0].optimizer_kwargs["lr"] = 1e-3
-    config.trainer.lr_scheduler.warmup_steps = 0
-    config.output_dir = str(tmp_path_factory.mktemp("judge") / "run")
-    config.quiet = True
     with PreferenceTrainer(config, preference_rows(40), HELD_OUT) as trainer:
         state = trainer.train()
     return trainer, state.metrics
@@ -99,32 +97,31 @@ def test_transformers_scores_as_the_reward_model(trained, export):
         assert loss.item() == pytest.approx(metrics["eval/loss"], abs=1e-5)
 
 
-def rl_config(chat_model, problems):
-    config = gsm8k_jsonl()
-    config.model = ModelConfig(hf_path=str(chat_model), max_seq_len=128)
-    config.task.path = str(problems)
-    config.task.max_prompt_tokens = 96
-    config.rollout.max_tokens = 16
-    config.rollout.prompts_per_step = 2
-    config.rollout.samples_per_prompt = 2
-    config.algorithm.advantage = GAE.Config()
-    config.generator.kv_cache_gib = 0.1
-    config.evaluation.prompts = 0
-    config.steps = 1
-    config.quiet = True
-    return config
-
-
 @pytest.fixture
 def ppo(trained, export, chat_model, tmp_path):
     """Config of PPO whose critic starts from the reward model, with two more copies as judges."""
-    config = rl_config(chat_model, chat_model.parent / "problems.jsonl")
-    config.output_dir = str(tmp_path / "ppo")
-    config.critic.checkpoint = str(export)
-    sizes = config.model
+    config = find_config("gsm8k_jsonl")()
     checkpoint = str(trained[0].run.checkpoints.path(8))
+    fields = {
+        "model": ModelConfig(hf_path=str(chat_model), max_seq_len=128),
+        "task.path": str(chat_model.parent / "problems.jsonl"),
+        "task.max_prompt_tokens": 96,
+        "rollout.max_tokens": 16,
+        "rollout.prompts_per_step": 2,
+        "rollout.samples_per_prompt": 2,
+        "algorithm.advantage": GAE.Config(),
+        "critic.checkpoint": str(export),
+        "generator.kv_cache_gib": 0.1,
+        "evaluation.prompts": 0,
+        "steps": 1,
+        "quiet": True,
+        "output_dir": str(tmp_path / "ppo"),
+    }
+    set_fields(config, fields)
     config.roles = {
-        "judge": RoleConfig(model=sizes, head="values", checkpoint=checkpoint, reward_weight=0.5),
+        "judge": RoleConfig(
+            model=config.model, head="values", checkpoint=checkpoint, reward_weight=0.5
+        ),
         "copy": RoleConfig(model=ModelConfig(hf_path=str(export), max_seq_len=128), head="values"),
     }
     return config
@@ -153,95 +150,57 @@ def test_critic_and_roles_start_from_a_reward_model(ppo, export, tmp_path):
         torch.testing.assert_close(own[~is_first], wanted, atol=1e-5, rtol=0)
 
 
-@pytest.mark.long
-def test_ppo_begins_with_the_values_of_the_reward_model_that_its_critic_starts_from(ppo, export):
-    batches = []
-
-    class Watched(RLTrainer):
-        async def learn(self, chunk):
-            prepare = self.algorithm.prepare
-
-            async def watched(session, rollouts):
-                batches.append((rollouts, await prepare(session, rollouts)))
-                return batches[-1][1]
-
-            self.algorithm.prepare = watched
-            await super().learn(chunk)
-
-    with Watched(ppo) as trainer:
-        trainer.train()
-        (row,) = trainer.run.record.read_metrics()
-    (rollouts, batch), *_ = batches
-    columns = batch.columns["old_values"].split(batch.lengths.tolist())
-    scores = []
-    for rollout, column in zip(rollouts, columns, strict=True):
-        (sequence,) = rollout.sequences
-        values = values_of(export, sequence.tokens.tolist())
-        scores.append(values[-1].item())
-        sampled = torch.from_numpy(sequence.sampled)[1:]
-        torch.testing.assert_close(column[1:][sampled], values[:-1][sampled], atol=1e-5, rtol=0)
-    assert row["judge/score"] == pytest.approx(sum(scores) / len(scores), abs=1e-5)
-
-
-def test_a_run_goes_on_from_an_exported_reward_model(trained, export, tmp_path):
-    trainer, metrics = trained
-    config = trainer.arguments
-    again = find_config("reward_model_jsonl")()
-    again.task = config.task
-    again.model = ModelConfig(hf_path=str(export), max_seq_len=128)
-    again.examples_per_step = 4
-    again.output_dir = str(tmp_path / "again")
-    again.quiet = True
-    with PreferenceTrainer(again, preference_rows(40), HELD_OUT) as second:
-        found = second.evaluate()
-    for name, value in found.items():
-        assert value == pytest.approx(metrics[name], abs=1e-5), name
-
-
-def edited(export, folder, **changes):
-    """Copy the reward model, with other tensors; None leaves one out."""
-    shutil.copytree(export, folder)
-    tensors = load_file(folder / "model.safetensors") | changes
-    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
-    return str(folder)
-
-
-def test_folders_that_cannot_be_a_reward_model_are_refused(ppo, export, chat_model, tmp_path):
-    language_model = str(chat_model)
-    two = edited(export, tmp_path / "two", **{"score.weight": torch.zeros(2, 64)})
-    for folder, message in (
-        (language_model, "critic.checkpoint: .* lacks score.weight: it is a language model"),
-        (two, r"critic.checkpoint: .* score.weight is \[2, \d+\], the model's is \[1, \d+\]"),
-        (str(tmp_path), "critic.checkpoint is .*; it must be the folder of a complete checkpoint"),
-    ):
-        ppo.critic.checkpoint = folder
-        with pytest.raises(ConfigError, match=message):
-            validate(ppo)
-    ppo.critic.checkpoint = str(export)
-    ppo.roles["copy"].model.hf_path = language_model
-    with pytest.raises(ConfigError, match="roles.copy.model.hf_path: .* lacks score.weight"):
-        validate(ppo)
-    ppo.roles["copy"] = RoleConfig(model=ppo.model, checkpoint=str(export), column="teacher")
-    with pytest.raises(ConfigError, match="roles.copy.checkpoint: .* holds score.weight: it is a"):
-        validate(ppo)
-    del ppo.roles["copy"]
-    ppo.model.hf_path = str(export)
-    with pytest.raises(ConfigError, match="model.hf_path: .* from which no policy can start"):
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"critic.checkpoint": "LANGUAGE"}, "critic.checkpoint: .* lacks score.weight: it is a l"),
+        (
+            {"critic.checkpoint": "TWO"},
+            r"critic.checkpoint: .* score.weight is \[2, \d+\], the model's is \[1, \d+\]",
+        ),
+        (
+            {"critic.checkpoint": "EMPTY"},
+            "critic.checkpoint is .*; it must be the folder of a complete checkpoint",
+        ),
+        ({"roles.copy.model.hf_path": "LANGUAGE"}, "copy.model.hf_path: .* lacks score.weight"),
+        (
+            {
+                "roles.copy.checkpoint": "REWARD",
+                "roles.copy.model.hf_path": "LANGUAGE",
+                "roles.copy.head": "logprobs",
+                "roles.copy.column": "teacher",
+            },
+            "roles.copy.checkpoint: .* holds score.weight: it is a",
+        ),
+        ({"model.hf_path": "REWARD"}, "model.hf_path: .* from which no policy can start"),
+        (
+            {"algorithm.advantage": GroupAdvantage.Config()},
+            "critic.checkpoint is .* it must be None: the alg",
+        ),
+    ],
+)
+def test_a_folder_that_cannot_be_what_a_run_needs_is_refused(
+    ppo, export, chat_model, tmp_path, fields, message
+):
+    two = tmp_path / "two"
+    if "TWO" in fields.values():
+        tensors = load_file(shutil.copytree(export, two) / "model.safetensors")
+        tensors["score.weight"] = torch.zeros(2, 64)
+        save_file(tensors, two / "model.safetensors", metadata={"format": "pt"})
+    folders = {"LANGUAGE": chat_model, "REWARD": export, "EMPTY": tmp_path, "TWO": two}
+    named = {name: str(folders[each]) for name, each in fields.items() if str(each) in folders}
+    set_fields(ppo, fields | named)
+    with pytest.raises(ConfigError, match=message):
         validate(ppo)
 
 
-def test_a_reward_model_that_a_run_cannot_use_is_refused(ppo, trained):
+def test_a_reward_model_with_an_adapter_is_refused(trained):
     reward_model = trained[0].arguments
     reward_model.trainer.lora = LoRAConverter.Config(rank=2, alpha=4.0)
-    with pytest.raises(
-        ConfigError, match="trainer.lora is LoRAC.*; it must be None with a reward mod"
-    ):
+    said = "trainer.lora is LoRAC.*; it must be None with a reward mod"
+    with pytest.raises(ConfigError, match=said):
         validate(reward_model)
     reward_model.trainer.lora = None
-    ppo.algorithm.advantage = gsm8k_jsonl().algorithm.advantage
-    with pytest.raises(ConfigError, match="critic.checkpoint is .* it must be None: the alg"):
-        validate(ppo)
 
 
 @pytest.mark.parametrize("where", ["tokenizer", "generation config"])

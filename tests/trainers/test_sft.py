@@ -1,13 +1,12 @@
 """Supervised fine-tuning on real engines and a tiny model."""
 
 import json
-import math
 import shutil
 
 import pytest
 import torch
 from datasets import Dataset
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rl
 from rl.cli import find_config, parse_config
@@ -22,82 +21,47 @@ from rl.trainers.dataset import split_examples
 from rl.trainers.sft import SFTTrainer
 from rl.trainers.trainer import TrainerState
 from tests.metric_names import undocumented
-from tests.trainers.tiny_chat import chat_rows, tiny_chat_model
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """Folder of a tiny Qwen3 with Qwen3's chat template."""
-    return tiny_chat_model(tmp_path_factory.mktemp("model"))
-
-
-def small(model, folder):
-    config = find_config("sft_jsonl")()
-    config.model.hf_path = str(model)
-    config.model.max_seq_len = 128
-    config.task.max_tokens = 96
-    config.task.held_out_fraction = 0.2
-    config.examples_per_step = 4
-    config.steps = 4
-    config.validate_every = 0
-    config.trainer.lr_scheduler.warmup_steps = 0
-    config.trainer.checkpoint.interval = 2
-    config.output_dir = str(folder)
-    config.quiet = True
-    return config
+from tests.trainers.loops import set_fields
+from tests.trainers.tiny_chat import chat_rows, examples_fields
 
 
 @pytest.fixture
-def config(model, tmp_path):
-    return small(model, tmp_path / "run")
-
-
-def last_step(trainer):
-    row = trainer.run.record.read_metrics()[-1]
-    assert not undocumented(row)
-    assert row["memory/peak"] > 0.1 and row["trainer/tflop"] > 0
-    return row
+def config(examples_config):
+    return examples_config("sft_jsonl")
 
 
 @pytest.fixture(scope="module")
-def whole(model, tmp_path_factory):
-    """A trainer after four steps, closed, its final state, and the scores of one more
-    evaluation.
-    """
-    config = small(model, tmp_path_factory.mktemp("whole") / "run")
+def whole(chat_model, tmp_path_factory):
+    """A trainer after four steps, closed, and its final state."""
+    config = find_config("sft_jsonl")()
+    config.output_dir = str(tmp_path_factory.mktemp("whole") / "run")
+    set_fields(config, examples_fields(chat_model) | {"trainer.lr_scheduler.warmup_steps": 0})
+    config.trainer.optimizer.param_groups[0].optimizer_kwargs["lr"] = 1e-3
     with SFTTrainer(config, chat_rows(40)) as trainer:
         state = trainer.train()
-        scores = trainer.evaluate()
         assert trainer.session.generator_versions == {}
     assert not [*trainer.run.record.logs.glob("generator*")]
-    return trainer, state, scores
+    return trainer, state
 
 
 def test_a_run_learns_and_its_validation_loss_is_that_of_transformers(whole):
-    from transformers import AutoModelForCausalLM
-
-    trainer, state, scores = whole
-    exported = AutoModelForCausalLM.from_pretrained(trainer.run.record.folder / "export")
+    trainer, state = whole
+    exported = AutoModelForCausalLM.from_pretrained(trainer.run.record.folder / "export").float()
     batch = batch_of(trainer.dataset_eval)
+    lengths = batch.lengths.tolist()
     expected = []
-    rows = zip(
-        batch.tokens.split(batch.lengths.tolist()),
-        batch.loss_mask.split(batch.lengths.tolist()),
-        strict=True,
-    )
     with torch.no_grad():
+        rows = zip(batch.tokens.split(lengths), batch.loss_mask.split(lengths), strict=True)
         for tokens, mask in rows:
             labels = tokens.masked_fill(~mask, -100)[None]
-            loss = exported.float()(input_ids=tokens[None], labels=labels).loss
+            loss = exported(input_ids=tokens[None], labels=labels).loss
             expected += [loss.double()] * int(mask.sum())
-    assert scores == pytest.approx(
-        {name: value for name, value in state.metrics.items() if name.startswith("eval/")}
-    )
-    assert state.metrics["eval/loss"] == pytest.approx(
-        float(torch.stack(expected).mean()), abs=1e-5
-    )
+    mean = float(torch.stack(expected).mean())
+    assert state.metrics["eval/loss"] == pytest.approx(mean, abs=1e-5)
     rows = trainer.run.record.read_metrics()
     assert rows[-1]["loss/mean"] < rows[0]["loss/mean"]
+    assert not undocumented(rows[-1])
+    assert rows[-1]["memory/peak"] > 0.1 and rows[-1]["trainer/tflop"] > 0
 
 
 def recorded_digests(trainer):
@@ -115,8 +79,8 @@ def test_a_run_without_rollouts_does_not_take_fields_of_their_record():
         parse_config(["--config", "sft_jsonl", "--record.rollouts", "all"], program="test")
 
 
-def digest(trainer):
-    return json.loads((trainer.run.record.folder / "summary.json").read_text())["policy_digest"]
+def summary_of(trainer):
+    return json.loads((trainer.run.record.folder / "summary.json").read_text())
 
 
 class Leaves(SFTTrainer):
@@ -142,14 +106,15 @@ def test_a_run_that_was_left_resumes_bit_for_bit_and_need_not_record_digests(con
     config.resume = True
     with SFTTrainer(config, chat_rows(40)) as resumed:
         assert resumed.train().step == 4
-    assert digest(resumed) == digest(whole[0])
+    assert summary_of(resumed)["policy_digest"] == summary_of(whole[0])["policy_digest"]
     assert recorded_digests(resumed) == []
 
 
 @pytest.mark.long
-def test_generators_evaluate_the_weights_of_a_step_and_change_nothing(config, model, whole):
+def test_generators_evaluate_the_weights_of_a_step_and_change_nothing(config, chat_model, whole):
+    problems = str(chat_model.parent / "problems.jsonl")
     config.evaluation = SampledEvaluationConfig(
-        task=Gsm8kJsonl.Config(path=str(model.parent / "problems.jsonl"), max_prompt_tokens=96),
+        task=Gsm8kJsonl.Config(path=problems, max_prompt_tokens=96),
         max_tokens=4,
         every=2,
         prompts=3,
@@ -167,33 +132,50 @@ def test_generators_evaluate_the_weights_of_a_step_and_change_nothing(config, mo
         (row,) = resumed.run.record.read_evaluations()
         again = resumed.evaluate(TrainerState(step=2, version=2))
     assert row["step"] == row["eval/version_min"] == row["eval/version_max"] == 2
-    summary = json.loads((resumed.run.record.folder / "summary.json").read_text())
+    summary = summary_of(resumed)
     assert summary["eval/version_min"] == summary["eval/version_max"] == 4
     assert {"eval/exact_match", "eval/pass@2", "eval/loss"} <= summary.keys()
     assert row == {"step": 2} | {name: again[name] for name in row if name != "step"}
     assert "eval/loss" not in row  # validate_every is 0
-    assert digest(resumed) == digest(whole[0])
+    assert summary["policy_digest"] == summary_of(whole[0])["policy_digest"]
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"prompts": 0}, "evaluation.prompts is 0; it must be above 0"),
-        ({"max_tokens": 999}, "evaluation: task.max_prompt_tokens=96 .* rollout.max_tokens=999"),
-        ({"colocate": "models"}, "evaluation.colocate is 'models'; it must be 'none' or 'all'"),
-        ({"generator": GeneratorConfig(block_size=7)}, "evaluation: generator.block_size is 7"),
+        ({"model.hf_path": None}, "model.hf_path is None; it must be the folder"),
+        ({"task.max_tokens": 999}, "task.max_tokens is 999; it must"),
+        ({"loss.kl_coef": 0.1}, "loss.kl_coef is 0.1; it must be 0"),
+        ({"task.held_out_fraction": 1.0}, "leaves no example"),
+        ({"task.loss_on": "words"}, "task.loss_on is 'words'"),
+        ({"evaluation.prompts": 0}, "evaluation.prompts is 0; it must be above 0"),
+        (
+            {"evaluation.max_tokens": 999},
+            "evaluation: task.max_prompt_tokens=96 .* rollout.max_tokens=999",
+        ),
+        ({"evaluation.colocate": "models"}, "evaluation.colocate is 'models'; it must be 'none'"),
+        (
+            {"evaluation.generator": GeneratorConfig(block_size=7)},
+            "evaluation: generator.block_size is 7",
+        ),
     ],
 )
-def test_an_evaluation_that_cannot_work_is_refused_before_anything_starts(config, fields, message):
+def test_a_config_that_cannot_work_is_refused_before_anything_starts(config, fields, message):
     task = CopyDigits.Config(max_prompt_tokens=96)
-    config.evaluation = SampledEvaluationConfig(task=task, **{"max_tokens": 4} | fields)
+    if any(name.startswith("evaluation.") for name in fields):
+        config.evaluation = SampledEvaluationConfig(task=task, max_tokens=4)
+    set_fields(config, fields)
     with pytest.raises(ConfigError, match=message):
         SFTTrainer(config, chat_rows(10))
 
 
+def test_without_rows_and_file_the_error_names_the_field(config):
+    with pytest.raises(ConfigError, match="task.path is not set; name a JSONL file, or give"):
+        SFTTrainer(config)
+
+
 def test_epochs_set_the_number_of_steps_and_each_has_each_example_once(config):
-    config.task.held_out_fraction = 0.0
-    config.epochs = 2
+    set_fields(config, {"task.held_out_fraction": 0.0, "epochs": 2})
     trainer = SFTTrainer(config, chat_rows(10))
     assert trainer.total_steps == 5
     assert trainer.dataset_eval == []
@@ -213,58 +195,25 @@ def test_a_dataset_is_rows_and_the_summary_counts_what_was_cut_or_left_out(confi
 
 def test_equal_examples_are_held_out_together(config):
     trainer = SFTTrainer(config, [*chat_rows(30), *chat_rows(30)])
-    train, held_out = ({each.tokens.tobytes() for each in side} for side in split(trainer))
+    examples = [*trainer.dataset_train, *trainer.dataset_eval]
+    split = split_examples(examples, 0.3, trainer.key)
+    train, held_out = ({each.tokens.tobytes() for each in side} for side in split)
     assert train and held_out and not train & held_out
 
 
 def test_a_file_of_its_own_holds_the_validation_examples(config, tmp_path):
     for name, rows in (("train", chat_rows(9)), ("held_out", chat_rows(4))):
-        lines = [json.dumps(row) for row in rows]
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     config.task.path = str(tmp_path / "train.jsonl")
     config.task.held_out_path = str(tmp_path / "held_out.jsonl")
     trainer = SFTTrainer(config)
     assert (len(trainer.dataset_train), len(trainer.dataset_eval)) == (9, 4)
-
-
-def split(trainer):
-    examples = [*trainer.dataset_train, *trainer.dataset_eval]
-    return split_examples(examples, 0.3, trainer.key)
-
-
-@pytest.mark.parametrize(
-    ("edit", "message"),
-    [
-        (
-            lambda config: setattr(config.model, "hf_path", None),
-            "model.hf_path is None; it must be the folder",
-        ),
-        (lambda config: setattr(config.task, "max_tokens", 999), "task.max_tokens is 999; it must"),
-        (lambda config: setattr(config.loss, "kl_coef", 0.1), "loss.kl_coef is 0.1; it must be 0"),
-        (lambda config: setattr(config.task, "held_out_fraction", 1.0), "leaves no example"),
-        (lambda config: setattr(config.task, "loss_on", "words"), "task.loss_on is 'words'"),
-    ],
-)
-def test_a_config_that_cannot_work_is_refused_before_anything_starts(config, edit, message):
-    edit(config)
-    with pytest.raises(ConfigError, match=message):
-        SFTTrainer(config, chat_rows(10))
-
-
-def test_without_rows_and_file_the_error_names_the_field(config):
-    with pytest.raises(ConfigError, match="task.path is not set; name a JSONL file, or give"):
-        SFTTrainer(config)
-
-
-def test_the_public_name_is_the_trainer():
     assert rl.SFTTrainer is SFTTrainer
-    assert math.isfinite(rl.SFTConfig().steps)
 
 
-def test_a_tokenizer_with_tokens_beyond_the_model_is_refused(config, model, tmp_path):
-    larger = tmp_path / "larger"
-    shutil.copytree(model, larger)
-    tokenizer = AutoTokenizer.from_pretrained(model)
+def test_a_tokenizer_with_tokens_beyond_the_model_is_refused(config, chat_model, tmp_path):
+    larger = shutil.copytree(chat_model, tmp_path / "larger")
+    tokenizer = AutoTokenizer.from_pretrained(chat_model)
     room = json.loads((larger / "config.json").read_text())["vocab_size"]
     tokenizer.add_tokens([f"<extra {number}>" for number in range(room + 1 - len(tokenizer))])
     tokenizer.save_pretrained(larger)

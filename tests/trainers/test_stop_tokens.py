@@ -7,7 +7,6 @@ import shutil
 import pytest
 from transformers import AutoTokenizer, GenerationConfig
 
-from rl.cli import find_config
 from rl.model.reward_model import describe_reward_model
 from rl.model.shape import ModelConfig
 from rl.model.tokenizer import read_stop_token_ids
@@ -36,15 +35,15 @@ async def nothing(*_, **__):
     return Nothing()
 
 
-def trainer_of(name, kind, folder, rows, tmp_path):
-    config = find_config(name)()
-    config.model.hf_path = str(folder)
-    config.model.max_seq_len = 128
-    config.task.max_tokens = 96
-    config.task.held_out_fraction = 0.0
-    config.output_dir = str(tmp_path / "run")
-    config.quiet = True
-    return kind(config, rows, make_session=nothing)
+@pytest.fixture
+def trainer_of(examples_config):
+    """Function that returns a trainer whose session has no processes."""
+
+    def trainer_of(name, kind, folder, rows):
+        fields = {"model.hf_path": str(folder), "task.held_out_fraction": 0.0}
+        return kind(examples_config(name, **fields), rows, make_session=nothing)
+
+    return trainer_of
 
 
 def warnings_of(trainer):
@@ -66,9 +65,9 @@ def warnings_of(trainer):
     ],
 )
 def test_an_export_of_a_base_model_stops_at_what_was_trained(
-    base_model, tmp_path, rows, stops, eos
+    trainer_of, base_model, tmp_path, rows, stops, eos
 ):
-    trainer = trainer_of("sft_jsonl", SFTTrainer, base_model, rows, tmp_path)
+    trainer = trainer_of("sft_jsonl", SFTTrainer, base_model, rows)
     warned = warnings_of(trainer)
     assert bool(warned) == isinstance(stops, list)
     assert all("the examples stop with" in text for text in warned)
@@ -81,8 +80,8 @@ def test_an_export_of_a_base_model_stops_at_what_was_trained(
     assert {*read_stop_token_ids(str(export), tokenizer)} == {*wanted}
 
 
-def test_an_export_of_a_chat_model_keeps_its_files(chat_model, tmp_path):
-    trainer = trainer_of("sft_jsonl", SFTTrainer, chat_model, CHATS, tmp_path)
+def test_an_export_of_a_chat_model_keeps_its_files(trainer_of, chat_model, tmp_path):
+    trainer = trainer_of("sft_jsonl", SFTTrainer, chat_model, CHATS)
     export = shutil.copytree(chat_model, tmp_path / "export")
     trainer.describe(export)
     assert warnings_of(trainer) == []
@@ -97,12 +96,14 @@ def test_an_export_of_an_agent_stops_where_its_dialect_stops(base_model, tmp_pat
     assert GenerationConfig.from_pretrained(export).eos_token_id == [END, TEXT]
 
 
-def test_a_reward_model_of_conversations_has_a_pad_token_that_stops_none(base_model, tmp_path):
+def test_a_reward_model_of_conversations_has_a_pad_token_that_stops_none(
+    trainer_of, base_model, tmp_path
+):
     folder = shutil.copytree(base_model, tmp_path / "model")
     path = folder / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"pad_token": "<|im_end|>"}))
     rows = preference_rows(9)
-    trainer = trainer_of("reward_model_jsonl", PreferenceTrainer, folder, rows, tmp_path)
+    trainer = trainer_of("reward_model_jsonl", PreferenceTrainer, folder, rows)
     export = shutil.copytree(folder, tmp_path / "export")
     describe_reward_model(export)  # as the ranks do
     trainer.describe(export)

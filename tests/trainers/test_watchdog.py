@@ -29,44 +29,27 @@ LIMITS = {
     "entropy_max": 2.0,
     "drift_max": 0.05,
 }
-# name of the condition, what a step's metrics then say, steps until it is an alarm, what the alarm
-# says
 CASES = [
-    (
-        "zero_std",
-        {"reward/zero_std_groups": 1.0},
-        3,
-        "reward/zero_std_groups is 1, .* 3 steps in a row, watchdog.zero_std_steps=3",
-    ),
-    (
-        "starving",
-        {"timing/starved": 0.95},
-        2,
-        (
-            "timing/starved is 95% of the step, above watchdog.starving_share=0.9, in 2 .*, "
-            "watchdog.starving_steps=2"
-        ),
-    ),
+    ("zero_std", {"reward/zero_std_groups": 1.0}, 3, "reward/zero_std_groups is 1, "),
+    ("starving", {"timing/starved": 0.95}, 2, "timing/starved is 95% of the step, above watch"),
     (
         "vanished",
         {"trainer/updates": 0.0, "trainer/grad_norm": 0.0},
         2,
-        "trainer/grad_norm is 0, so no weight changed, in 2 .*, watchdog.vanished_steps=2",
+        "trainer/grad_norm is 0, so no weight changed, in 2",
     ),
-    (
-        "vanished",
-        {"trainer/updates": 0.0},
-        2,
-        "trainer/updates is 0: the dtype of the parameters rounded .*, watchdog.vanished_steps=2",
-    ),
+    ("vanished", {"trainer/updates": 0.0}, 2, "trainer/updates is 0: the dtype of the parameters"),
     ("entropy", {"entropy/mean": 0.09}, 1, "entropy/mean is 0.09, below watchdog.entropy_min=0.1"),
     ("entropy", {"entropy/mean": 2.5}, 1, "entropy/mean is 2.5, above watchdog.entropy_max=2.0"),
     ("drift", {"kl/behaviour": 0.06}, 1, "kl/behaviour is 0.06, above watchdog.drift_max=0.05"),
     ("non_finite", {"loss/mean": math.nan}, 1, "loss/mean is nan"),
     ("non_finite", {"trainer/grad_norm": math.inf}, 1, "trainer/grad_norm is inf"),
 ]
+"""Name of the condition, what a step's metrics then say, steps until the condition is an alarm, and
+the beginning of the alarm.
+"""
 NAMES = {"stalled", "zero_std", "vanished", "starving", "entropy", "drift", "non_finite"}
-each_case = pytest.mark.parametrize(("name", "bad", "steps", "says"), CASES)
+EACH_CASE = pytest.mark.parametrize(("name", "bad", "steps", "says"), CASES)
 
 
 def watch(**config) -> Watchdog:
@@ -74,11 +57,8 @@ def watch(**config) -> Watchdog:
 
 
 def go(watchdog: Watchdog, first: int, *rows: dict[str, float]) -> list[list[str]]:
-    """Return the texts of the alarms of each step."""
-    checked = [
-        watchdog.check({"step": first + place, **GOOD, **row}) for place, row in enumerate(rows)
-    ]
-    return [[alarm.text for alarm in alarms] for alarms in checked]
+    """Return the alarms of each step."""
+    return [watchdog.check({"step": first + n, **GOOD, **row}) for n, row in enumerate(rows)]
 
 
 def counts(watchdog: Watchdog) -> dict[str, float]:
@@ -89,30 +69,30 @@ def counts(watchdog: Watchdog) -> dict[str, float]:
     }
 
 
-@each_case
+@EACH_CASE
 def test_a_warning_is_printed_once_until_its_condition_ends(name, bad, steps, says):
     watchdog = watch(**{name: "warn"})
     told = go(watchdog, 1, *[bad] * (steps + 2), {}, *[bad] * steps)
     [first], [again] = [alarms for alarms in told if alarms]
     assert (told.index([first]), told.index([again])) == (steps - 1, 2 * steps + 2)
-    assert first.startswith(f"step {steps}: {name}: ")
-    with pytest.raises(RunError, match=says):
-        raise RunError(first)
+    assert first.startswith(f"step {steps}: {name}: {says}")
+    assert steps == 1 or first.endswith(
+        f", in {steps} steps in a row, watchdog.{name}_steps={steps}"
+    )
     assert counts(watchdog) == {name: 4}
 
 
-@each_case
+@EACH_CASE
 def test_a_failure_names_step_condition_value_and_the_field_to_change(name, bad, steps, says):
     watchdog = watch(**{name: "fail"})
     assert not any(go(watchdog, 1, *[bad] * (steps - 1), {}, *[bad] * (steps - 1)))
-    with pytest.raises(
-        RunError, match=f"^step {2 * steps}: {name}: {says}; set watchdog.{name} to 'warn'"
-    ):
+    said = f"^step {2 * steps}: {name}: {says}.*; set watchdog.{name} to 'warn'"
+    with pytest.raises(RunError, match=said):
         go(watchdog, 2 * steps, bad)
     assert counts(watchdog) == {name: 1}
 
 
-@each_case
+@EACH_CASE
 def test_an_ignored_condition_is_counted(name, bad, steps, says):
     watchdog = watch(**{name: "ignore"})
     assert not any(go(watchdog, 1, *[bad] * (steps + 3)))
@@ -149,13 +129,8 @@ def test_all_conditions_of_a_step_are_counted_and_the_cause_fails_first():
     bad = {name: value for _, row, _, _ in CASES for name, value in row.items()}
     watchdog = watch(zero_std_steps=1, starving_steps=1)
     [told] = go(watchdog, 1, bad)
-    assert [text.split(": ")[1] for text in told] == [
-        "non_finite",
-        "drift",
-        "entropy",
-        "zero_std",
-        "starving",
-    ]
+    order = ["non_finite", "drift", "entropy", "zero_std", "starving"]
+    assert [text.split(": ")[1] for text in told] == order
     failing = watch(zero_std_steps=1, zero_std="fail", non_finite="fail")
     with pytest.raises(RunError, match="step 1: non_finite"):
         go(failing, 1, bad)
@@ -166,19 +141,16 @@ def test_a_stall_is_printed_and_counted_once_until_a_step_ends():
     watchdog = watch(stalled="warn", stalled_s=60.0)
     go(watchdog, 7, {})
     told = [watchdog.stalled(seconds) for seconds in (10.0, 59.9, 60.0, 70.0)]
-    assert [[alarm.text for alarm in alarms] for alarms in told] == [
-        *([], [], ["step 7: stalled: no step was done for 60 s, watchdog.stalled_s=60"], [])
-    ]
+    alarm = "step 7: stalled: no step was done for 60 s, watchdog.stalled_s=60"
+    assert told == [[], [], [alarm], []]
     go(watchdog, 8, {})
     assert [len(watchdog.stalled(seconds)) for seconds in (1.0, 61.0, 62.0)] == [0, 1, 0]
     assert counts(watchdog) == {"stalled": 2}
 
 
 def test_a_stall_ends_the_run_or_is_only_counted():
-    with pytest.raises(
-        RunError,
-        match=r"step 0: stalled: no step was done for 90 s.*set watchdog.stalled to 'warn'",
-    ):
+    said = r"step 0: stalled: no step was done for 90 s.*set watchdog.stalled to 'warn'"
+    with pytest.raises(RunError, match=said):
         watch(stalled="fail", stalled_s=60.0).stalled(90.0)
     silent = watch(stalled="ignore", stalled_s=60.0)
     assert (silent.stalled(90.0), silent.stalled(100.0), counts(silent)) == ([], [], {"stalled": 1})
@@ -186,18 +158,13 @@ def test_a_stall_ends_the_run_or_is_only_counted():
 
 def test_after_a_resume_counts_and_rows_of_bad_steps_go_on():
     watchdog = watch(drift="ignore")
-    go(
-        watchdog,
-        1,
-        {"kl/behaviour": 1.0},
-        {"reward/zero_std_groups": 1.0},
-        {"reward/zero_std_groups": 1.0},
-    )
+    flat = {"reward/zero_std_groups": 1.0}
+    go(watchdog, 1, {"kl/behaviour": 1.0}, flat, flat)
     state = json.loads(json.dumps(watchdog.to_dict()))
-    go(watchdog, 4, {"reward/zero_std_groups": 1.0})
+    go(watchdog, 4, flat)
     config = WatchdogConfig(**LIMITS, zero_std="fail")
     resumed = Watchdog.from_dict(config, state)
     assert counts(resumed) == {"drift": 1}
     with pytest.raises(RunError, match="step 4: zero_std: .* in 3 steps in a row"):
-        go(resumed, 4, {"reward/zero_std_groups": 1.0})
+        go(resumed, 4, flat)
     assert counts(Watchdog.from_dict(config, {})) == {}

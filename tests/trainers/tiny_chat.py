@@ -1,6 +1,7 @@
 """A tiny model that chats, and conversations for it."""
 
 from pathlib import Path
+from typing import Any
 
 from tests.tiny_tokenizers import make_model
 
@@ -10,6 +11,21 @@ def tiny_chat_model(folder: Path) -> Path:
     model = make_model(folder, "--lines", "200")
     (folder / "data").rename(folder / "problems.jsonl")
     return model.rename(folder / "tiny")
+
+
+def examples_fields(model: Path, **fields: Any) -> dict[str, Any]:
+    """Return the fields of a config of four steps on four examples each."""
+    return {
+        "model.hf_path": str(model),
+        "model.max_seq_len": 128,
+        "task.max_tokens": 96,
+        "task.held_out_fraction": 0.2,
+        "examples_per_step": 4,
+        "steps": 4,
+        "validate_every": 0,
+        "quiet": True,
+        **fields,
+    }
 
 
 def chat_rows(count: int) -> list[dict]:

@@ -53,7 +53,7 @@ config/test_sections.py
   test_sampled_evaluations_have_the_fields_of_their_section:
     SampledEvaluationConfig max_tokens temperature reward_workers colocate
 data/test_conversations.py
-  test_long_examples_may_be_cut_within_a_turn_and_are_counted: EncodingConfig max_tokens truncate
+  test_long_examples_may_be_dropped_or_cut_and_are_counted: EncodingConfig max_tokens truncate
   test_control_tokens_in_text_may_be_text: EncodingConfig control_tokens
   test_columns_may_have_other_names: EncodingConfig columns
   test_rows_have_the_mask_of_their_form: ConversationsConfig loss_on
@@ -63,9 +63,11 @@ data/test_turns.py
   test_turns_apart_train_every_answer_once_with_its_thinking: ConversationsConfig turns
 e2e/test_endings.py
   test_a_generator_that_hangs_is_found_and_named: DeadlineConfig heartbeat
+environments/test_adapters.py
+  test_an_episode_of_openenv_is_a_session_with_the_seed_of_its_prompt: OpenEnvTask.Config url
 environments/test_verifiers.py
   test_an_episode_has_the_data_of_its_task_and_the_rewards_of_the_server:
-    VerifiersTask.Config address renderer
+    VerifiersTask.Config address renderer solved_at
   test_training_and_evaluation_share_no_task: VerifiersTask.Config path held_out_fraction
 generation/test_engine.py
   test_a_push_in_bfloat16_leaves_the_rope_cache_in_float32: GeneratorConfig dtype
@@ -93,7 +95,7 @@ model/test_shape.py
     ModelConfig vocab_size dim n_layers n_heads n_kv_heads head_dim hidden_dim num_experts
     ModelConfig moe_hidden_dim tie_embeddings fuse_qkv
 observe/test_progress.py
-  test_quiet_shows_nothing: RunConfig quiet
+  test_any_run_is_shown_with_warnings_and_evaluations_and_a_quiet_one_is_not: RunConfig quiet
 observe/test_trackers.py
   test_the_config_says_which_sinks_a_run_has: SinksConfig tensorboard wandb trackio project
   test_an_offline_wandb_run_is_complete_and_resumed_as_itself: WeightsAndBiases.Config mode project
@@ -102,10 +104,10 @@ plan/test_generator.py
   test_a_generator_with_the_minimum_kv_cache_has_the_planned_memory:
     GeneratorConfig kv_cache_gib block_size
 plan/test_plan.py
-  test_a_slower_device_takes_longer:
-    HardwareConfig tflops memory_gb_s training_efficiency generation_efficiency
-  test_a_slower_network_takes_longer: HardwareConfig link_gb_s network_gb_s
-  test_a_generator_without_a_prefix_cache_takes_longer: GeneratorConfig prefix_caching
+  test_slower_hardware_takes_longer:
+    HardwareConfig tflops memory_gb_s training_efficiency generation_efficiency link_gb_s
+    HardwareConfig network_gb_s
+    GeneratorConfig prefix_caching
 plan/test_refusals.py
   test_a_run_that_does_not_fit_is_refused_and_its_advice_leads_to_one_that_fits:
     GeneratorConfig gpu_memory_utilization
@@ -114,7 +116,7 @@ rollout/test_episodes.py
     EnvironmentTask.Config max_turns max_episode_tokens episode_s
   test_an_environment_that_fails_costs_its_group_alone: EnvironmentTask.Config step_s
   test_no_more_episodes_are_open_than_the_limit_allows: EnvironmentTask.Config max_open_episodes
-  test_an_opening_is_as_long_as_the_config_allows: EnvironmentTask.Config max_prompt_tokens
+  test_all_episodes_of_a_group_may_be_lost: EnvironmentTask.Config max_prompt_tokens
   test_an_answer_without_thinking_follows_an_empty_thought: EnvironmentTask.Config enable_thinking
 session/test_blocking.py
   test_ranks_compute_with_the_threads_of_their_config:
@@ -134,44 +136,37 @@ session/test_push.py
   test_only_digests_find_old_weights_in_bf16: WeightPushConfig digests
 session/test_trainer.py
   test_garbage_is_collected_every_gc_freq_steps_and_at_no_other_time: TrainingConfig gc_freq
-tasks/test_calculator.py
-  test_expressions_are_a_function_of_the_seed_and_have_their_results:
-    Calculator.Config operations largest
 tasks/test_copy_digits.py
   test_a_config_that_cannot_work_is_refused: CopyDigits.Config max_prompt_tokens
+tasks/test_games.py
+  test_expressions_have_the_size_of_the_config_and_their_results:
+    Calculator.Config operations largest
+  test_each_wrong_guess_costs_reward: GuessingGame.Config numbers turn_cost
+  test_a_store_has_the_keys_of_the_config_and_no_other_episode_shares_it:
+    KeyValueWorld.Config keys changes
 tasks/test_gsm8k_jsonl.py
-  test_prompts_too_long_are_refused_with_line_and_lengths: Task.Config max_prompt_tokens
+  test_a_file_that_cannot_be_used_is_refused_with_its_line: Task.Config max_prompt_tokens
   test_training_and_evaluation_share_no_question_and_lose_none:
     ChatJsonl.Config path
     ChatTask.Config held_out_fraction
     Gsm8kJsonl.Config path
   test_prompts_are_the_chat_template_with_the_question_in_it:
-    ChatTask.Config system_prompt instruction
+    ChatTask.Config system_prompt instruction enable_thinking
     Gsm8kJsonl.Config instruction
-  test_a_prompt_with_thinking_leaves_the_thought_to_the_model: ChatTask.Config enable_thinking
-tasks/test_guessing_game.py
-  test_numbers_and_the_cost_of_a_guess_are_those_of_the_config:
-    GuessingGame.Config numbers turn_cost
-tasks/test_key_value_world.py
-  test_the_store_has_the_keys_and_changes_of_the_config: KeyValueWorld.Config keys changes
 tasks/test_mixture.py
-  test_a_curriculum_of_digits_goes_from_one_to_three:
-    CopyDigits.Config digits
+  test_prompts_of_a_task_are_those_of_its_own_seed: CopyDigits.Config digits
+  test_fields_of_inner_tasks_weights_and_stages_are_given_on_the_command_line:
     Stage first_prompt_id weights
   test_each_task_shows_its_prompts_in_order_across_stages: Mixture.Config weights
-tasks/test_openenv.py
-  test_an_episode_is_a_session_with_the_seed_of_its_prompt: OpenEnvTask.Config url
 tasks/test_python_puzzles.py
-  test_score_is_the_share_of_tests_that_pass: PythonPuzzles.Config path all_or_nothing
+  test_score_is_the_share_of_tests_that_pass: PythonPuzzles.Config path all_or_nothing instruction
   test_a_solution_has_the_time_and_the_memory_of_the_config: PythonPuzzles.Config seconds memory_mib
-  test_the_instruction_follows_each_puzzle: PythonPuzzles.Config instruction
   test_unsafe_allows_a_host_without_a_sandbox: PythonPuzzles.Config unsafe
 tasks/test_reasoning_gym.py
   test_items_are_asked_in_the_chat_template_and_their_answers_are_right:
     ReasoningGym.Config dataset items instruction
-  test_options_are_those_of_the_dataset: ReasoningGym.Config options
-tasks/test_verifiers.py
-  test_an_episode_is_solved_from_a_reward_on: VerifiersTask.Config solved_at
+  test_items_have_the_options_of_the_dataset_and_each_question_one_answer:
+    ReasoningGym.Config options
 test_choices.py
   test_a_gpu_of_the_right_kind_computes_in_float8_itself: Float8LinearConverter.Config emulate
 test_run.py
@@ -181,17 +176,12 @@ trainers/test_auxiliary_models.py
     PolicyGradientConfig reward_kl_coef reward_kl_estimator
   test_an_adaptive_penalty_follows_its_target_across_a_restart: AdaptiveKL.Config target
   test_a_reference_is_refreshed_at_its_interval_and_restored: ReferenceConfig refresh_every
-  test_custom_models_fill_columns_and_score_completions: RoleConfig head column
-  test_a_reward_models_score_is_added_to_the_reward: RoleConfig reward_weight
+  test_custom_models_fill_columns_and_score_completions: RoleConfig head column reward_weight
 trainers/test_cached_reference.py
   test_scores_that_were_computed_once_give_the_loss_of_those_of_each_step:
     InitialPolicyConfig scores
 trainers/test_conformance.py
   test_the_model_is_exported_every_so_many_steps: RunConfig export_every
-trainers/test_evaluation_at_start.py
-  test_the_initial_weights_are_evaluated_before_the_first_step: EvaluationConfig at_start
-  test_the_initial_weights_are_validated_once_although_the_run_is_left_and_fails:
-    DatasetRunConfig validate_at_start
 trainers/test_loop.py
   test_checkpoints_are_saved_when_the_config_asks_for_them:
     RunConfig steps
@@ -206,29 +196,30 @@ trainers/test_loop.py
 trainers/test_loop_endings.py
   test_a_lost_generator_is_restarted_and_its_requests_are_repeated: GeneratorConfig update
 trainers/test_loop_evaluation.py
+  test_the_initial_weights_are_evaluated_before_the_first_step: EvaluationConfig at_start
   test_evaluation_sends_no_more_requests_than_engines_run_at_once:
     GeneratorConfig max_running_requests
     EvaluationConfig prompts samples
   test_a_deterministic_evaluation_is_of_the_weights_of_its_step: EvaluationConfig every
 trainers/test_loop_sampling.py
-  test_an_asynchronous_run_trains_every_ordinal_once_within_the_bound: RolloutConfig pipeline
+  test_an_asynchronous_run_trains_every_prompt_once_within_the_bound: RolloutConfig pipeline
   test_training_begins_while_the_rest_of_the_batch_is_generated: RolloutConfig stream_chunks
   test_groups_of_equal_rewards_are_replaced_up_to_a_limit: RolloutConfig max_resampled_groups
   test_lost_groups_make_room_until_they_are_too_many: RolloutConfig max_lost
   test_a_group_may_go_on_with_the_episodes_that_the_config_asks_for: RolloutConfig min_episodes
   test_the_share_of_each_replica_does_not_depend_on_timing: GeneratorConfig replicas
 trainers/test_policy_gradient.py
-  test_the_ratio_uses_the_trainers_logprobs_if_configured: PolicyGradientConfig old_logprobs
+  test_the_loss_has_the_trainers_logprobs_before_the_step: PolicyGradientConfig old_logprobs
   test_long_completions_lose_reward: PolicyGradientConfig overlong_buffer
   test_each_epoch_visits_every_rollout_once_in_its_own_order:
     PolicyGradientConfig update_epochs prompts_per_minibatch
   test_corrections_weigh_tokens_by_the_ratio_of_trainer_and_generator: StalenessDecay.Config decay
-  test_reinforce_without_a_baseline_trains_on_one_completion_of_each_prompt:
+  test_an_algorithm_without_groups_trains_on_one_completion_of_each_prompt:
     RolloutConfig prompts_per_step samples_per_prompt
 trainers/test_recorded_steps.py
   test_digests_are_recorded_unless_the_config_says_no: RecordConfig digests
   test_rollouts_are_recorded_as_the_config_says: RolloutRecordConfig rollouts sample
-  test_the_oldest_steps_make_room: RolloutRecordConfig max_gib
+  test_the_oldest_steps_and_evaluations_make_room: RolloutRecordConfig max_gib
 trainers/test_reward_model.py
   test_critic_and_roles_start_from_a_reward_model: CriticConfig checkpoint
 trainers/test_sft.py
@@ -238,6 +229,9 @@ trainers/test_sft.py
   test_a_run_learns_and_its_validation_loss_is_that_of_transformers: DatasetRunConfig validate_every
   test_a_file_of_its_own_holds_the_validation_examples: DatasetConfig path held_out_path
   test_equal_examples_are_held_out_together: DatasetConfig held_out_fraction
+trainers/test_validation_at_start.py
+  test_the_initial_weights_are_validated_once_although_the_run_is_left_and_fails:
+    DatasetRunConfig validate_at_start
 trainers/test_watchdog.py
   test_a_stall_ends_the_run_or_is_only_counted: WatchdogConfig stalled stalled_s
   test_a_failure_names_step_condition_value_and_the_field_to_change:

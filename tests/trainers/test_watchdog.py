@@ -23,6 +23,7 @@ GOOD = {
 }
 LIMITS = {
     "zero_std_steps": 3,
+    "starving_share": 0.9,
     "starving_steps": 2,
     "vanished_steps": 2,
     "entropy_min": 0.1,

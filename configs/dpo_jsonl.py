@@ -5,7 +5,7 @@ from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from rl.algorithms.sequence_losses import DPOLoss
 from rl.config import PreferenceConfig, PreferenceDataConfig
 from rl.model.shape import ModelConfig
-from rl.training.config import TrainerConfig
+from rl.training.trainer_config import TrainerConfig
 
 
 def dpo_jsonl() -> PreferenceConfig:

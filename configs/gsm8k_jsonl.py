@@ -6,7 +6,7 @@ from rl.algorithms.losses import dapo
 from rl.config import EvaluationConfig, PolicyGradientConfig, RLConfig, RolloutConfig
 from rl.model.shape import ModelConfig
 from rl.tasks.gsm8k_jsonl import Gsm8kJsonl
-from rl.training.config import TrainerConfig
+from rl.training.trainer_config import TrainerConfig
 
 
 def gsm8k_jsonl() -> RLConfig:

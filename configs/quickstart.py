@@ -4,10 +4,10 @@ from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 
 from rl.algorithms.losses import grpo
 from rl.config import EvaluationConfig, PolicyGradientConfig, RLConfig, RolloutConfig
-from rl.generation.config import GeneratorConfig
+from rl.generation.generator_config import GeneratorConfig
 from rl.model.shape import ModelConfig
 from rl.tasks.copy_digits import CopyDigits
-from rl.training.config import TrainerConfig
+from rl.training.trainer_config import TrainerConfig
 
 
 def quickstart() -> RLConfig:

@@ -12,11 +12,11 @@ from torchtitan.distributed.activation_checkpoint import FullAC
 
 from rl.algorithms.losses import dapo
 from rl.config import EvaluationConfig, PolicyGradientConfig, RLConfig, RolloutConfig
-from rl.generation.config import GeneratorConfig
+from rl.generation.generator_config import GeneratorConfig
 from rl.model.shape import ModelConfig
 from rl.session.hardware import HardwareConfig
 from rl.tasks.gsm8k_jsonl import Gsm8kJsonl
-from rl.training.config import TrainerConfig
+from rl.training.trainer_config import TrainerConfig
 
 PROMPT = 1024
 COMPLETION = 3072

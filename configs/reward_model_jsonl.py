@@ -4,7 +4,7 @@ from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 
 from rl.config import PreferenceDataConfig, RewardModelConfig
 from rl.model.shape import ModelConfig
-from rl.training.config import TrainerConfig
+from rl.training.trainer_config import TrainerConfig
 
 
 def reward_model_jsonl() -> RewardModelConfig:

@@ -4,7 +4,7 @@ from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 
 from rl.config import SFTConfig, SFTDataConfig
 from rl.model.shape import ModelConfig
-from rl.training.config import TrainerConfig
+from rl.training.trainer_config import TrainerConfig
 
 
 def sft_jsonl() -> SFTConfig:

@@ -22,7 +22,7 @@ from rl.config import (
 )
 from rl.model.shape import ModelConfig
 from rl.tasks.calculator import Calculator
-from rl.training.config import TrainerConfig
+from rl.training.trainer_config import TrainerConfig
 
 LONGEST = 512
 """Length of an episode, in tokens. The schemas of three tools take most of it."""

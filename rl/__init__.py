@@ -6,7 +6,7 @@ The names below are imported at their first use, because importing torch takes s
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from rl.program import begin, is_starting
+from rl.cli.program import begin, is_starting
 
 if TYPE_CHECKING:
     import configs
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from rl.environments.protocol import EnvironmentTask, MessageEnvironment, Opening, Reply
     from rl.environments.task import Score, Task
     from rl.errors import InfrastructureError
-    from rl.generation.config import GeneratorConfig
+    from rl.generation.generator_config import GeneratorConfig
     from rl.model.shape import ModelConfig
-    from rl.session.config import Role, SessionConfig
     from rl.session.session import Session
+    from rl.session.session_config import Role, SessionConfig
     from rl.tasks.rewards import Rewards
     from rl.trainers.algorithm import Algorithm, PolicyGradient
     from rl.trainers.preference import PreferenceTrainer
     from rl.trainers.rl import RLTrainer
     from rl.trainers.sft import SFTTrainer
-    from rl.training.config import TrainerConfig
+    from rl.training.trainer_config import TrainerConfig
     from rl.types import (
         Batch,
         Completion,
@@ -84,7 +84,7 @@ _SOURCES = {
     "Completion": "rl.types:Completion",
     "EnvironmentTask": "rl.environments.protocol:EnvironmentTask",
     "GenerationRequest": "rl.types:GenerationRequest",
-    "GeneratorConfig": "rl.generation.config:GeneratorConfig",
+    "GeneratorConfig": "rl.generation.generator_config:GeneratorConfig",
     "InfrastructureError": "rl.errors:InfrastructureError",
     "MessageEnvironment": "rl.environments.protocol:MessageEnvironment",
     "ModelConfig": "rl.model.shape:ModelConfig",
@@ -98,7 +98,7 @@ _SOURCES = {
     "Reply": "rl.environments.protocol:Reply",
     "RewardModelConfig": "rl.config:RewardModelConfig",
     "Rewards": "rl.tasks.rewards:Rewards",
-    "Role": "rl.session.config:Role",
+    "Role": "rl.session.session_config:Role",
     "Rollout": "rl.types:Rollout",
     "SFTConfig": "rl.config:SFTConfig",
     "SFTTrainer": "rl.trainers.sft:SFTTrainer",
@@ -106,9 +106,9 @@ _SOURCES = {
     "Score": "rl.environments.task:Score",
     "Sequence": "rl.types:Sequence",
     "Session": "rl.session.session:Session",
-    "SessionConfig": "rl.session.config:SessionConfig",
+    "SessionConfig": "rl.session.session_config:SessionConfig",
     "Task": "rl.environments.task:Task",
-    "TrainerConfig": "rl.training.config:TrainerConfig",
+    "TrainerConfig": "rl.training.trainer_config:TrainerConfig",
     "WeightPushConfig": "rl.weights.transport:WeightPushConfig",
     "advantages": "rl.algorithms.advantages",
     "configs": "configs",

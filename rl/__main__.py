@@ -8,8 +8,8 @@ import runpy
 import sys
 from importlib.metadata import version
 
+from rl.cli.program import begin
 from rl.errors import EXIT_CONFIG, nearest
-from rl.program import begin
 
 PROGRAMS = {
     "train": "train a model as a config describes, on this host",

@@ -248,7 +248,7 @@ class RankLost(ActorFailure):
     - a generator: :class:`rl.session.pool.GeneratorPool` starts it again, and the router asks
       another one.
 
-    A reward worker is started again by :class:`rl.actors.reward.RewardWorkers`.
+    A reward worker is started again by :class:`rl.actors.reward_workers.RewardWorkers`.
     """
 
 

@@ -7,13 +7,13 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rl.cli.help import quick_help, run_parser, take_name
+from rl.cli.program import as_program
 from rl.errors import ConfigError, end_program, require
-from rl.help import quick_help, run_parser, take_name
-from rl.program import as_program
 
 if TYPE_CHECKING:
+    from rl.cli.saved_run import SavedRun
     from rl.config import RLConfig
-    from rl.saved_run import SavedRun
     from rl.session.session import Session
 
 PROGRAM = "python -m rl.evaluate"
@@ -117,7 +117,7 @@ def _open(folder: Path | None, name: str | None, step: int | None, rest: list[st
     """Return the checkpoint ``step`` of the run in ``folder``, or with the name of a config the
     model in ``folder``.
     """
-    from rl.saved_run import is_model, open_model, open_run
+    from rl.cli.saved_run import is_model, open_model, open_run
 
     if name is not None:
         require(step is None, f"--step {step} is of a run; leave out --config or --step")
@@ -137,9 +137,9 @@ def _open(folder: Path | None, name: str | None, step: int | None, rest: list[st
 
 def _on_prompts(run: "SavedRun", config: "RLConfig") -> dict[str, float]:
     """Return the scores of completions of held-out prompts."""
-    from rl.saved_run import run_session
+    from rl.cli.saved_run import run_session
     from rl.trainers.evaluation import Evaluation, held_out_prompts
-    from rl.trainers.start import build_task
+    from rl.trainers.trial import build_task
 
     require(
         config.evaluation.prompts > 0, "evaluation.prompts is 0; add --prompts P with P above 0"
@@ -156,7 +156,7 @@ def _on_prompts(run: "SavedRun", config: "RLConfig") -> dict[str, float]:
 
 def _on_examples(run: "SavedRun") -> dict[str, float]:
     """Return the scores of validation examples."""
-    from rl.saved_run import run_session
+    from rl.cli.saved_run import run_session
     from rl.trainers.dataset import DatasetTrainer
     from rl.trainers.trainer import trainer_of
 

@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rl.cli.help import run_parser
+from rl.cli.program import as_program
 from rl.errors import ConfigError, end_program, require
-from rl.help import run_parser
-from rl.program import as_program
 
 if TYPE_CHECKING:
     from rl.session.session import Session
@@ -37,11 +37,11 @@ def main(arguments: list[str]) -> None:
     from rl.actors import fork_server
 
     fork_server.start()
+    from rl.cli.saved_run import open_run, run_session
     from rl.config import DatasetRunConfig, RLConfig
-    from rl.disk import TemporaryFolder, replace_folder
+    from rl.host.disk import TemporaryFolder, replace_folder
     from rl.model.reward_model import describe_stops
-    from rl.saved_run import open_run, run_session
-    from rl.trainers.start import build_task
+    from rl.trainers.trial import build_task
 
     folder = own.folder.resolve()
     _require_empty(folder)

@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rl.cli.help import CONFIGS, quick_help
+from rl.cli.program import as_program
 from rl.errors import end_program, require
-from rl.help import CONFIGS, quick_help
-from rl.program import as_program
 
 if TYPE_CHECKING:
     from rl.config import RunConfig
@@ -60,7 +60,7 @@ def main(arguments: list[str]) -> None:
         return
     require(own.step is None, "--step needs --run RUN, whose checkpoint it names")
 
-    from rl.cli import parse_config  # imports torch, which --help does without
+    from rl.cli.arguments import parse_config  # imports torch, which --help does without
 
     task = _task_of(parse_config(rest, program=PROGRAM)[1])
 
@@ -74,9 +74,9 @@ def _play_run(folder: Path, step: int | None, prompt_id: int, overrides: list[st
     from rl.actors import fork_server
 
     fork_server.start()
+    from rl.cli.saved_run import open_run, run_session
     from rl.config import RLConfig
     from rl.rollout.rollouter import derive_seed
-    from rl.saved_run import open_run, run_session
     from rl.session.session import Session
     from rl.types import GenerationRequest
 
@@ -143,7 +143,7 @@ def strip(task: "EnvironmentTask", kind: str, tokens: Sequence[int]) -> str:
 def _task_of(config: "RunConfig") -> "EnvironmentTask":
     from rl.config import RLConfig
     from rl.environments.protocol import EnvironmentTask
-    from rl.trainers.start import build_task
+    from rl.trainers.trial import build_task
 
     has_environment = isinstance(config, RLConfig) and isinstance(
         config.task, EnvironmentTask.Config

@@ -10,17 +10,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rl.cli.help import CONFIGS, quick_help
+from rl.cli.program import as_program
 from rl.errors import end_program, require
-from rl.help import CONFIGS, quick_help
-from rl.listening import require_key
-from rl.program import as_program
+from rl.host.listening import require_key
 
 if TYPE_CHECKING:
     from rl.config import RunConfig
     from rl.dialects.dialect import Dialect
     from rl.gateway.gateway import Gateway
-    from rl.session.config import SessionConfig
     from rl.session.session import Session
+    from rl.session.session_config import SessionConfig
     from rl.types import Sampling
 
 PROGRAM = "python -m rl.serve"
@@ -69,8 +69,8 @@ def main(arguments: list[str]) -> None:
     from rl.actors import fork_server
 
     fork_server.start()
+    from rl.cli.saved_run import open_run, run_session
     from rl.gateway.http import serving
-    from rl.saved_run import open_run, run_session
 
     if own.run is not None:
         run = open_run(own.run, own.step, rest, program=PROGRAM)
@@ -129,8 +129,8 @@ def make_gateway(
 
 def _fresh(arguments: list[str]) -> "tuple[RunConfig, SessionConfig]":
     """Return a config, and a session with the weights that its run would start from."""
-    from rl.cli import parse_config
-    from rl.saved_run import require_one_host
+    from rl.cli.arguments import parse_config
+    from rl.cli.saved_run import require_one_host
 
     _, config = parse_config(arguments, program=PROGRAM)
     session = replace(config.session(), trainer=None, roles={})

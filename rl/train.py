@@ -4,9 +4,9 @@ Exit codes: 0 done, 1 failed, 2 the config or its input cannot work, 75 to be st
 ended by signal n.
 """
 
+from rl.cli.help import CONFIGS, check_arguments, quick_help
+from rl.cli.program import as_program
 from rl.errors import end_program
-from rl.help import CONFIGS, check_arguments, quick_help
-from rl.program import as_program
 
 PROGRAM = "python -m rl.train"
 USAGE = f"""\
@@ -37,7 +37,7 @@ def _train(arguments: list[str]) -> int:
     from rl.actors import fork_server
 
     fork_server.start()
-    from rl.run import run
+    from rl.cli.training_run import run
 
     return run(arguments, program=PROGRAM)
 

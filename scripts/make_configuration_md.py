@@ -1,5 +1,5 @@
 """Write docs/configuration.md: every config field with its type, default, bounds, effect and
-docstring. Write rl/common_fields.json: what ``--help`` shows of the shipped configs.
+docstring. Write rl/cli/common_fields.json: what ``--help`` shows of the shipped configs.
 """
 
 import dataclasses
@@ -21,10 +21,10 @@ import rl.algorithms
 import rl.environments
 import rl.tasks
 import rl.trainers.algorithm
-from rl.cli import common_fields, shipped_configs
+from rl.cli.arguments import common_fields, shipped_configs
+from rl.cli.help import COMMON_FIELDS, digest, shipped_sources
 from rl.config import PreferenceConfig, RewardModelConfig, RLConfig, SFTConfig
-from rl.help import COMMON_FIELDS, digest, shipped_sources
-from rl.rules import Bounds, Effect, Fixed, range_text, rule_of
+from rl.types.rules import Bounds, Effect, Fixed, range_text, rule_of
 from rl.validation.values import docstrings_of, fields_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"

@@ -19,11 +19,11 @@ import torch
 from torch.profiler import profile
 
 from rl.algorithms.batch import reduced
-from rl.cli import parse_config
+from rl.cli.arguments import parse_config
 from rl.config import RLConfig
 from rl.errors import EXIT_CONFIG, ConfigError
+from rl.host.platform import device_type
 from rl.model.shape import shape_of
-from rl.platform import device_type
 from rl.training.engine import TrainingEngine
 from rl.training.micro_batches import balanced
 from rl.types import Batch

@@ -14,7 +14,7 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 from rl.actors import fork_server
-from rl.program import COLLECT_AT
+from rl.host.process import COLLECT_AT
 from tests import warm
 
 pytest_plugins = ["tests.durations.plugin"]

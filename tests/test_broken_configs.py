@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from rl.cli import find_config, load_config, parse_config, shipped_configs
+from rl.cli.arguments import find_config, load_config, parse_config, shipped_configs
+from rl.cli.training_run import run
+from rl.config.frozen import frozen
 from rl.errors import ConfigError
-from rl.frozen import frozen
-from rl.run import run
 from rl.train import main
 
 PROGRAM = "python -m rl.train"
@@ -140,7 +140,7 @@ def test_a_config_json_with_a_wrong_value_names_the_field(tmp_path, field, value
 MINE = """
 from dataclasses import replace
 from rl.algorithms.losses import ClippedLoss
-from rl.cli import find_config
+from rl.cli.arguments import find_config
 from rl import Score
 
 class Mine(CopyDigits):

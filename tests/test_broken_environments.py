@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from rl.cli import load_config
+from rl.cli.arguments import load_config
 from rl.config import EvaluationConfig, RolloutConfig
 from rl.errors import ConfigError
 from rl.model.shape import ModelConfig
-from rl.trainers import start
+from rl.trainers import trial
 from rl.trainers.rl import RLTrainer
-from rl.trainers.start import MAX_TURNS
+from rl.trainers.trial import MAX_TURNS
 from tests.tiny_tokenizers import make_model
 
 TASK = """\
@@ -184,7 +184,7 @@ SOURCES = [
 def test_an_environment_that_fails_is_refused_before_anything_starts(
     construct, tmp_path, monkeypatch, source, said, fields
 ):
-    monkeypatch.setattr(start, "END_S", 0.0)
+    monkeypatch.setattr(trial, "END_S", 0.0)
     with pytest.raises(ConfigError) as error:
         construct(source, **fields)
     text = str(error.value)

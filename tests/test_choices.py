@@ -5,7 +5,7 @@ from torchtitan.components.lora import LoRAConverter
 from torchtitan.components.quantization import Float8LinearConverter
 from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC
 
-from rl.cli import find_config
+from rl.cli.arguments import find_config
 from rl.config import RLConfig
 from tests.config.command_line import parse, parse_line
 

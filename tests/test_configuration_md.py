@@ -2,7 +2,7 @@
 
 import pytest
 
-from rl.rules import Bounds, at_least
+from rl.types.rules import Bounds, at_least
 from rl.validation.values import values
 from tests.bench.programs import module
 from tests.validation.full_config import full_config

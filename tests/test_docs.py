@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from rl.cli import read_config
+from rl.cli.arguments import read_config
 from rl.config.algorithm import ALGORITHMS
 from rl.plan.__main__ import main as plan
 from tests import warm

@@ -41,7 +41,9 @@ def test_import_rl_loads_little_and_changes_nothing_else():
     same, loaded = json.loads(python(LOOK))
     assert same, "environment, signals, logging and streams are as they were"
     assert not [name for name in loaded if name.split(".")[0] in HEAVY]
-    assert {name for name in loaded if name.startswith("rl")} == {"rl", "rl.errors", "rl.program"}
+    assert {name for name in loaded if name.startswith("rl")} == {
+        *("rl", "rl.cli", "rl.cli.program", "rl.errors", "rl.host", "rl.host.process")
+    }
     assert len(loaded) < 100, loaded
 
 
@@ -75,9 +77,9 @@ import sys
 import torch
 import torchtitan.distributed.utils as before
 import torchtitan.tools.profiler as of_module
-import rl.training.config
+import rl.training.trainer_config
 import torchtitan.models.common.token_dispatcher as after
-from rl.platform import device_type
+from rl.host.platform import device_type
 kind = "cuda" if torch.cuda.is_available() else "cpu"
 assert before.device_type == after.device_type == device_type() == kind
 assert before.device_module is after.device_module is torch.get_device_module(kind)

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from rl.cli import parse_config
+from rl.cli.arguments import parse_config
 from rl.play import main
 from tests.tiny_tokenizers import make_model
 

@@ -24,8 +24,13 @@ if [ "$1" = -m ]; then exit 1; fi
 
 IMPORTED = (
     *("rl", "configs", "torch", "torchtitan.models.qwen3", "monarch.actor", "vllm"),
-    *("vllm.engine.llm_engine", "rl.actors.trainer", "rl.actors.generator", "rl.training.engine"),
-    *("rl.generation.engine", "rl.trainers.rl", "rl.weights.shared_memory", "rl.run"),
+    *(
+        "vllm.engine.llm_engine",
+        "rl.actors.policy_trainer",
+        "rl.actors.generator",
+        "rl.training.engine",
+    ),
+    *("rl.generation.engine", "rl.trainers.rl", "rl.weights.shared_memory", "rl.cli.training_run"),
 )
 
 

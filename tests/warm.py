@@ -22,8 +22,8 @@ from typing import NoReturn
 
 from rl.actors import fork_server
 from rl.actors.guard import PR_SET_PDEATHSIG
+from rl.cli.program import begin
 from rl.errors import end_program
-from rl.program import begin
 from tests.durations.inject import sitecustomize
 
 ROOT = Path(__file__).parents[1]
@@ -37,7 +37,7 @@ its parent."""
 FORK.set_forkserver_preload(
     [
         *fork_server.PRELOADED,
-        "rl.cli",
+        "rl.cli.arguments",
         "tests.training.scenes",
         "torchtitan.components.metrics",
         "torchtitan.components.quantization.utils",

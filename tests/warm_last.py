@@ -5,7 +5,7 @@ import gc
 import os
 import tempfile
 
-from rl.program import COLLECT_AT
+from rl.host.process import COLLECT_AT
 
 tempfile.tempdir = None  # an import may have looked it up; processes have variables of their own
 gc.set_threshold(*COLLECT_AT)

@@ -27,7 +27,7 @@ from typing import NoReturn
 
 from rl.actors.guard import PR_SET_PDEATHSIG, guard
 from rl.errors import EXIT_FAILED, at_end, end_program
-from rl.program import COLLECT_AT, LEAVING, steady
+from rl.host.process import COLLECT_AT, LEAVING, steady
 
 SERVER = "TILLER_FORK_SERVER"
 """Variable with the name of the server's socket."""
@@ -83,7 +83,7 @@ def start(*, preload: bool = True) -> None:
         return
     if preload:
         _preload()
-        from rl.platform import device_type
+        from rl.host.platform import device_type
 
         if device_type() != "cpu":
             return

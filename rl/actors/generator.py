@@ -11,13 +11,13 @@ from monarch.actor import Actor, concurrent_endpoint, current_rank
 
 from rl.actors.group import Timed
 from rl.actors.mesh import Mesh, log, log_memory
-from rl.generation.config import GeneratorConfig, environment, shared_memory
+from rl.generation.generator_config import GeneratorConfig, environment, shared_memory
+from rl.host.platform import memory_domain
 from rl.metrics import Metrics
 from rl.model.activations import Activations, joined
 from rl.model.digest import digests
 from rl.model.shape import ModelConfig, shape_of
 from rl.model.shards import Shard, layout_of
-from rl.platform import memory_domain
 from rl.types import Completion, GenerationRequest, GivenSequence
 from rl.weights.transport import Subscriber, Transfer, open_subscriber
 

@@ -18,7 +18,7 @@ from rl.actors.hosts import Hosts
 from rl.actors.processes import stop_procs
 from rl.compat.torch_rendezvous import EXISTING_STORE
 from rl.errors import ActorFailure, RankLost, RunError, said_by
-from rl.platform import memory_domain
+from rl.host.platform import memory_domain
 from rl.types import Place
 
 # An endpoint may raise because a peer died. On another host that death is known only this late.

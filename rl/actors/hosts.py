@@ -26,8 +26,8 @@ from rl.actors.fork_server import ENDURE, GUARDED, LOG
 from rl.actors.processes import ensure_runtime
 from rl.compat.monarch_internals import BootstrapCommand, failed_rank
 from rl.errors import NodeLost
-from rl.platform import device_type, thread_variables
-from rl.program import COLLECT_AT, LEAVING
+from rl.host.platform import device_type, thread_variables
+from rl.host.process import COLLECT_AT, LEAVING
 from rl.types import Place
 from rl.weights.streams import HOST
 

@@ -10,10 +10,10 @@ from monarch.actor import Actor
 from rl.actors.group import ActorGroup, Span
 from rl.actors.hosts import Hosts
 from rl.errors import ActorFailure
+from rl.host.platform import peak_memory
 from rl.model.digest import ShardDigests
 from rl.model.shards import Layout
 from rl.observe.spans import Stopwatch
-from rl.platform import peak_memory
 from rl.types import Place
 
 RECORDED_RANKS = 64  # the first ranks of a mesh, whose work is recorded: events grow with the ranks

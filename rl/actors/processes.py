@@ -9,7 +9,7 @@ from pathlib import Path
 
 from monarch.actor import ProcMesh, enable_transport, shutdown_context, this_host
 
-from rl.disk import TemporaryFolder
+from rl.host.disk import TemporaryFolder
 
 LONGEST_FOLDER = 60
 """Length of a path below which Monarch's sockets fit. The kernel allows 107 bytes for a socket."""

@@ -19,14 +19,14 @@ from torchtitan.config import Configurable
 
 from rl.actors.group import Timed
 from rl.actors.mesh import Mesh, log_memory
+from rl.host.platform import peak_memory, thread_variables
 from rl.metrics import Metrics, Value
 from rl.model.activations import Activations, Recorder, joined
 from rl.model.digest import ShardDigests, digests, merge_digests
 from rl.model.shape import ModelConfig, shape_of
 from rl.model.shards import Shards
-from rl.platform import peak_memory, thread_variables
-from rl.training.config import TrainerConfig, short_layout
 from rl.training.micro_batches import balanced
+from rl.training.trainer_config import TrainerConfig, short_layout
 from rl.types import Batch, Head
 
 T = TypeVar("T")

@@ -9,7 +9,7 @@ from torchtitan.config import Configurable
 
 from rl.algorithms.tokens import check_per_token, sum_by_sequence
 from rl.errors import RunError, naming, shown
-from rl.rules import SHARE
+from rl.types.rules import SHARE
 
 Unit = Literal["token", "turn"]
 """Unit of a discount: the discount applies once per sampled token or once per turn."""

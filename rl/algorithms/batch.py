@@ -9,9 +9,9 @@ from torchtitan.config import Configurable
 
 from rl.algorithms.losses import Reduction, token_weights
 from rl.errors import RunError
-from rl.sampling_mask import SamplingMask
 from rl.types import Batch, Rollout
 from rl.types import Sequence as Tokens
+from rl.types.sampling_mask import SamplingMask
 
 
 def make_batch(

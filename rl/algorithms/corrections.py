@@ -14,7 +14,7 @@ from torchtitan.config import Configurable
 from rl.algorithms.tokens import check_per_token, mean_by_sequence, sum_by_sequence
 from rl.errors import RunError, naming, shown
 from rl.metrics import Entry, Value
-from rl.rules import above, at_least
+from rl.types.rules import above, at_least
 
 Level = Literal["token", "sequence"]
 

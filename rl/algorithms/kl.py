@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import torch
 from torchtitan.config import Configurable
 
-from rl.rules import above, at_least
+from rl.types.rules import above, at_least
 
 Estimator = Literal["k1", "k2", "k3"]
 

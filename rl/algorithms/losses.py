@@ -14,7 +14,7 @@ from rl.algorithms.kl import Estimator, kl
 from rl.algorithms.loss_results import Metric as Metric
 from rl.algorithms.loss_results import PerToken as PerToken
 from rl.algorithms.tokens import Tokens, mean_by_sequence
-from rl.rules import SHARE, SIGNED, above, at_least
+from rl.types.rules import SHARE, SIGNED, above, at_least
 
 CLIP = at_least(0, 1e6)
 Reduction = Literal["sequence_mean", "token_mean", "fixed_length"]

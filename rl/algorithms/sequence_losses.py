@@ -15,8 +15,8 @@ from torchtitan.config import Configurable
 
 from rl.algorithms.loss_results import Metric
 from rl.errors import RunError
-from rl.rules import above, at_least
 from rl.types import Head
+from rl.types.rules import above, at_least
 
 SCALE = above(0, 1e6)
 WEIGHT = at_least(0, 1e6)

@@ -27,7 +27,7 @@ from rl.algorithms.losses import (
 )
 from rl.config.rollout import RolloutConfig
 from rl.errors import require
-from rl.rules import at_least
+from rl.types.rules import at_least
 
 
 @dataclass(kw_only=True, slots=True)

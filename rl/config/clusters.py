@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from rl.rules import MAX_NODES, YEAR_S, at_least
 from rl.session.hardware import MAX_GPUS
+from rl.types.rules import MAX_NODES, YEAR_S, at_least
 
 
 @dataclass(kw_only=True, slots=True)

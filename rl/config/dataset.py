@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from rl.config.run import RunConfig
-from rl.rules import COSMETIC, NUMERICS, SHARE, at_least
+from rl.types.rules import COSMETIC, NUMERICS, SHARE, at_least
 
 
 @dataclass(kw_only=True)  # without slots, which only one base of a class may have

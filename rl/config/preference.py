@@ -8,9 +8,9 @@ from torchtitan.config import ParallelismConfig
 from rl.algorithms.sequence_losses import BradleyTerryLoss, DPOLoss, SequenceLoss
 from rl.config.dataset import DatasetConfig, DatasetRunConfig
 from rl.data.examples import EncodingConfig
-from rl.rules import NUMERICS, PERFORMANCE
-from rl.session.config import Role
-from rl.training.config import one_rank
+from rl.session.session_config import Role
+from rl.training.trainer_config import one_rank
+from rl.types.rules import NUMERICS, PERFORMANCE
 
 
 @dataclass(kw_only=True, slots=True)

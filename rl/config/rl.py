@@ -17,10 +17,10 @@ from rl.config.algorithm import AlgorithmConfig, PolicyGradientConfig
 from rl.config.rollout import RolloutRecordConfig
 from rl.config.run import SamplingRunConfig
 from rl.model.shape import ModelConfig
-from rl.rules import COSMETIC, NUMERICS, SIGNED, at_least
-from rl.session.config import Role
-from rl.training.config import TrainerConfig, one_rank
+from rl.session.session_config import Role
+from rl.training.trainer_config import TrainerConfig, one_rank
 from rl.types import Head
+from rl.types.rules import COSMETIC, NUMERICS, SIGNED, at_least
 
 
 @dataclass(kw_only=True, slots=True)

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from rl.rules import COSMETIC, PERFORMANCE, SHARE, above, at_least
 from rl.types import MAX_TEMPERATURE, MIN_TEMPERATURE, Sampling
+from rl.types.rules import COSMETIC, PERFORMANCE, SHARE, above, at_least
 
 
 @dataclass(kw_only=True, slots=True)

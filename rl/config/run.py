@@ -8,14 +8,14 @@ from torchtitan.config import ParallelismConfig
 from rl.config.clusters import KubernetesConfig, SlurmConfig
 from rl.config.rollout import EvaluationConfig, RecordConfig, RolloutConfig
 from rl.environments.task import Task
-from rl.generation.config import GeneratorConfig
+from rl.generation.generator_config import GeneratorConfig
 from rl.model.shape import ModelConfig
 from rl.observe.sinks import Sink
 from rl.observe.trackers import TensorBoard, Trackio, WeightsAndBiases
-from rl.rules import COSMETIC, NUMERICS, PERFORMANCE, SECONDS, at_least, between
-from rl.session.config import Colocate, DeadlineConfig, Role, SessionConfig
 from rl.session.hardware import HardwareConfig
-from rl.training.config import TrainerConfig
+from rl.session.session_config import Colocate, DeadlineConfig, Role, SessionConfig
+from rl.training.trainer_config import TrainerConfig
+from rl.types.rules import COSMETIC, NUMERICS, PERFORMANCE, SECONDS, at_least, between
 from rl.weights.transport import WeightPushConfig
 
 Action = Literal["ignore", "warn", "fail"]

@@ -12,10 +12,10 @@ from rl.config.rollout import EvaluationConfig, RolloutConfig
 from rl.config.run import RunConfig
 from rl.data.conversations import ConversationsConfig
 from rl.environments.task import Task
-from rl.generation.config import GeneratorConfig
-from rl.rules import COSMETIC, NUMERICS, PERFORMANCE, at_least
-from rl.session.config import Colocate
+from rl.generation.generator_config import GeneratorConfig
+from rl.session.session_config import Colocate
 from rl.types import MAX_TEMPERATURE, MIN_TEMPERATURE
+from rl.types.rules import COSMETIC, NUMERICS, PERFORMANCE, at_least
 from rl.weights.transport import WeightPushConfig
 
 

@@ -13,7 +13,7 @@ from rl.data.jsonl import Row, Source, read_rows
 from rl.dialects.dialect import ConversationError, Dialect, usual_messages
 from rl.dialects.plain_text import ControlTokens
 from rl.errors import ConfigError, require, shown
-from rl.rules import at_least
+from rl.types.rules import at_least
 
 Truncate = Literal["error", "drop", "right"]
 WrittenControl = Literal["refuse", "text", "parse"]

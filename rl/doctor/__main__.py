@@ -8,10 +8,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
+from rl.cli.help import CONFIGS, asks_for_help, quick_help
+from rl.cli.program import exit_code
 from rl.doctor.findings import Finding
 from rl.errors import EXIT_CONFIG, counted, end_program
-from rl.help import CONFIGS, asks_for_help, quick_help
-from rl.program import exit_code
 
 PROGRAM = "python -m rl.doctor"
 USAGE = f"""\
@@ -43,7 +43,7 @@ def _doctor(arguments: list[str]) -> int:
         return 0
     rest = [each for each in arguments if each != "--json"]
     if asks_for_help(rest):
-        from rl.cli import parse_config
+        from rl.cli.arguments import parse_config
 
         parse_config(rest, program=PROGRAM)  # prints the help and exits
     from rl.doctor.host import Host, check_host  # imports torch, which --help does without

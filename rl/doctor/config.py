@@ -7,7 +7,7 @@ from rl.algorithms.losses import CrossEntropyLoss
 from rl.config import PolicyGradientConfig, RLConfig, RunConfig
 from rl.doctor.findings import Finding, refused, warning
 from rl.errors import ConfigError
-from rl.platform import device_type
+from rl.host.platform import device_type
 
 BFLOAT16_NOISE = 0.05  # log-probs of trainer and generators differ by up to half of it
 

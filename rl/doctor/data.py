@@ -14,8 +14,8 @@ from rl.errors import ConfigError, RunError, shown
 from rl.model.tokenizer import load_tokenizer
 from rl.rollout.prompts import training_prompt
 from rl.trainers.evaluation import held_out_prompts
-from rl.trainers.start import build_algorithm, build_task
 from rl.trainers.trainer import trainer_of
+from rl.trainers.trial import build_algorithm, build_task
 from rl.types import Prompt
 
 if TYPE_CHECKING:

@@ -5,17 +5,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from rl.cli import read_config
+from rl.cli.arguments import read_config
+from rl.cli.help import take_name
 from rl.config import RLConfig, RunConfig
 from rl.doctor.config import check_cluster, check_config, check_settings
 from rl.doctor.data import check_inputs, check_prompts, check_template, check_trainer
 from rl.doctor.findings import Finding, error, refused
 from rl.doctor.host import Host
+from rl.doctor.resources import check_memory, check_output, check_room
 from rl.doctor.reward import check_reward
-from rl.doctor.room import check_memory, check_output, check_room
 from rl.doctor.run import check_run
 from rl.errors import ConfigError
-from rl.help import take_name
 from rl.plan.plan import Plan
 from rl.validation import checks
 

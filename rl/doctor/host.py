@@ -17,10 +17,10 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
+from rl.cli.help import SHIPPED
 from rl.doctor.findings import Finding, error, warning
-from rl.help import SHIPPED
-from rl.listening import NO_LOOPBACK, has_loopback
-from rl.platform import device_count, device_type, has_rdma
+from rl.host.listening import NO_LOOPBACK, has_loopback
+from rl.host.platform import device_count, device_type, has_rdma
 
 CONSTRAINTS = SHIPPED.parent / "constraints.txt"
 SET_UP = "run scripts/setup.sh"

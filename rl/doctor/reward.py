@@ -6,11 +6,11 @@ import threading
 from collections.abc import Iterator
 
 from rl.config import RLConfig
+from rl.config.users_code import users_code
 from rl.doctor.findings import Finding, error, warning
 from rl.environments.protocol import EnvironmentTask
 from rl.environments.task import Task
 from rl.errors import ConfigError, GroupLost, shown
-from rl.frames import users_code
 from rl.rollout.episodes import played
 from rl.rollout.prompts import training_prompt
 from rl.rollout.scoring import score_group

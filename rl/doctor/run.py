@@ -8,10 +8,10 @@ from pathlib import Path
 from rl.config import RLConfig, RunConfig
 from rl.doctor.findings import Finding, error, refused, warning
 from rl.errors import RunError, said_by
+from rl.observe.checkpoint_folders import ROLLOUTS, StepFolders
 from rl.observe.owner import LEASE_S, read_owner
 from rl.observe.record import rows_of
-from rl.observe.rollouts import read_groups
-from rl.step_folders import ROLLOUTS, StepFolders
+from rl.observe.rollout_files import read_groups
 from rl.training.safe_reading import read_metadata
 
 ROWS = ("metrics.jsonl", "ledger.jsonl", "evaluations.jsonl", "digests.jsonl")

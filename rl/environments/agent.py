@@ -17,7 +17,7 @@ from rl.errors import RunError, said_by, shown
 from rl.gateway.gateway import Ask, Gateway, Limits
 from rl.gateway.http import serving
 from rl.gateway.protocol import ApiError, context_exceeded
-from rl.threads import DaemonThread
+from rl.host.threads import DaemonThread
 from rl.types import Completion, EpisodeStop, Prompt, Sampling
 
 MAX_OUTPUT = 2**20

@@ -14,8 +14,8 @@ from rl.errors import require
 from rl.metrics import Entry
 from rl.model.shape import ModelConfig
 from rl.model.tokenizer import write_stop_tokens
-from rl.rules import SECONDS, at_least
 from rl.types import Completion, EpisodeStop, Prompt
+from rl.types.rules import SECONDS, at_least
 
 Message = Mapping[str, Any]
 """Message in the form of the Chat Completions API, with ``reasoning_content`` for thinking."""

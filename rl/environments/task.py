@@ -14,8 +14,8 @@ from rl.errors import require, shown
 from rl.metrics import Entry
 from rl.model.shape import ModelConfig, shape_of
 from rl.model.tokenizer import require_room
-from rl.rules import at_least
 from rl.types import Completion, Prompt
+from rl.types.rules import at_least
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -20,8 +20,8 @@ from rl.environments.agent import AgentTask, Api
 from rl.environments.protocol import Reply
 from rl.errors import RunError, require_value, shown
 from rl.model.shape import ModelConfig
-from rl.rules import SHARE, SIGNED
 from rl.types import Prompt
+from rl.types.rules import SHARE, SIGNED
 
 ANSWER_S = 30.0
 """Time for the server to answer that it is well."""

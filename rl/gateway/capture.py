@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rl.dialects.dialect import AssistantTurn, ConversationError, Dialect, joined_text
-from rl.sequences import OpenSequence, SequenceLog
 from rl.types import Completion
+from rl.types.sequences import OpenSequence, SequenceLog
 
 TEXT = b"text"
 """Begin of the keys of plain texts."""

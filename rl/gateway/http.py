@@ -20,9 +20,9 @@ from rl.errors import RunError, said_by
 from rl.gateway.answers import DONE, Choice, event
 from rl.gateway.gateway import Gateway, Reply
 from rl.gateway.protocol import ApiError
-from rl.http_server import server_config
-from rl.listening import is_loopback, listen, require_key, url_of
-from rl.sequences import OpenSequence
+from rl.host.http_server import server_config
+from rl.host.listening import is_loopback, listen, require_key, url_of
+from rl.types.sequences import OpenSequence
 
 BODY_S = 60.0
 """Time for the body of a request to arrive."""

@@ -9,15 +9,15 @@ import torch.distributed as dist
 
 from rl.compat import vllm_internals
 from rl.errors import RunError
-from rl.generation.config import GeneratorConfig
+from rl.generation.generator_config import GeneratorConfig
 from rl.generation.requests import Requests
-from rl.generation.start import start_vllm
+from rl.generation.start_vllm import start_vllm
+from rl.host.platform import release_cached_memory
 from rl.model.activations import Activations, Recorder
 from rl.model.host_memory import HostMemory
 from rl.model.shape import ModelConfig, shape_of
 from rl.model.shards import Shard, local_shards
 from rl.model.tp_plan import check_generator, generator_layout
-from rl.platform import release_cached_memory
 from rl.types import (
     MAX_TEMPERATURE,
     MAX_TOP_LOGPROBS,
@@ -57,7 +57,7 @@ class GenerationEngine:
         """Start vLLM, which takes seconds. Its collectives wait ``timeout_s`` for a peer.
 
         Raises ConfigError if the tensor-parallel degree does not fit the model. The process must
-        have been launched with ``rl.generation.config.environment(config)``.
+        have been launched with ``rl.generation.generator_config.environment(config)``.
         """
         self.shape = shape_of(model)
         check_generator(

@@ -9,8 +9,8 @@ import numpy as np
 
 from rl.compat import vllm_internals, vllm_masks
 from rl.errors import RunError
-from rl.sampling_mask import SamplingMask, encode
 from rl.types import Completion, GenerationRequest, Sampling
+from rl.types.sampling_mask import SamplingMask, encode
 
 
 @dataclass(slots=True, eq=False)

@@ -10,9 +10,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from rl.cli.help import CONFIGS, check_arguments, quick_help
+from rl.cli.program import exit_code
 from rl.errors import end_program, nearest, require
-from rl.help import CONFIGS, check_arguments, quick_help
-from rl.program import exit_code
 
 PROGRAM = "python -m rl.launch"
 PLACES = ("local", "slurm", "kubernetes")
@@ -60,7 +60,7 @@ def _launch(arguments: list[str]) -> int:
     check_arguments(rest, program)
 
     # these import torch, which --help does without
-    from rl.cli import parse_config
+    from rl.cli.arguments import parse_config
     from rl.launch.freeze import Launch
     from rl.launch.targets import TARGETS, check
     from rl.observe.owner import claim

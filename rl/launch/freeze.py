@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rl.config import RunConfig
-from rl.disk import failing_loudly
+from rl.config.frozen import frozen
 from rl.errors import RunError
-from rl.frozen import frozen
+from rl.host.disk import failing_loudly
 
 SOURCE = Path(__file__).parents[2]
 """Folder of rl/ and configs/."""

@@ -1,5 +1,5 @@
 """Shape of the policy, its torchtitan config and the generator's tensor-parallel plan."""
 
-from rl.platform import import_attention  # before torchtitan and torchao
+from rl.host.platform import import_attention  # before torchtitan and torchao
 
 import_attention()

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 
 from rl.compat.torch_internals import local_tensor
-from rl.platform import release_cached_memory
+from rl.host.platform import release_cached_memory
 
 
 class HostMemory:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from rl.model.hugging_face import REWARD_MODELS, read_json
+from rl.model.hugging_face_config import REWARD_MODELS, read_json
 from rl.model.tokenizer import (
     load_tokenizer,
     name_special_token,

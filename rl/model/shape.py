@@ -5,8 +5,14 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from rl.errors import require
-from rl.model.hugging_face import ARCHITECTURES, EXPERT_SIZES, QWEN3_NORM_EPS, SIZES, read_config
-from rl.rules import PERFORMANCE, NeedsCuda, above, at_least
+from rl.model.hugging_face_config import (
+    ARCHITECTURES,
+    EXPERT_SIZES,
+    QWEN3_NORM_EPS,
+    SIZES,
+    read_config,
+)
+from rl.types.rules import PERFORMANCE, NeedsCuda, above, at_least
 
 
 @dataclass(kw_only=True, slots=True)

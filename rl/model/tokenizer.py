@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl.errors import ConfigError, require
-from rl.model.hugging_face import read_json
+from rl.model.hugging_face_config import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

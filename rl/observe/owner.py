@@ -12,8 +12,8 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any, Self
 
-from rl.disk import failing_loudly
 from rl.errors import EXIT_INTERRUPTED, ConfigError, FolderInUse, at_end, end_program, require
+from rl.host.disk import failing_loudly
 
 RENEW_S = 5.0
 FENCE_S = 30.0

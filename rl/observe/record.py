@@ -13,11 +13,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from rl.disk import failing_loudly, replace_folder, sync_file, sync_folder, write_whole
 from rl.errors import RunError
+from rl.host.disk import failing_loudly, replace_folder, sync_file, sync_folder, write_whole
+from rl.observe.checkpoint_folders import ROLLOUTS, StepFolders
 from rl.observe.events import Event, finite
-from rl.observe.rollouts import Chunk, RolloutFolder, delete_oldest, write_rollouts
-from rl.step_folders import ROLLOUTS, StepFolders
+from rl.observe.rollout_files import Chunk, RolloutFolder, delete_oldest, write_rollouts
 from rl.types import Rollout
 
 SYNCED = ("started", "checkpoint", "failed", "ended")

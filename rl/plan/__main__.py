@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from rl.cli.help import CONFIGS, check_arguments, quick_help
+from rl.cli.program import exit_code
 from rl.errors import EXIT_CONFIG, ConfigError, end_program, require
-from rl.help import CONFIGS, check_arguments, quick_help
-from rl.program import exit_code
 
 if TYPE_CHECKING:
     from rl.config import RunConfig
@@ -59,7 +59,7 @@ def _plan(arguments: list[str]) -> int:
         check_arguments(rest, PROGRAM)
 
     # these import torch, which --help does without
-    from rl.cli import load_config, parse_config
+    from rl.cli.arguments import load_config, parse_config
     from rl.plan.plan import Plan
     from rl.plan.report import changes, describe, describe_changes
 

@@ -20,7 +20,7 @@ from rl.plan.peak_memory import (
 )
 from rl.plan.planned_run import PlannedRun
 from rl.session.hardware import Device
-from rl.training.model import is_adapter
+from rl.training.sharded_model import is_adapter
 from rl.types import Place
 
 Axis = Literal["FSDP", "HSDP", "TP", "CP", "EP"]

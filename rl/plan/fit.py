@@ -7,7 +7,7 @@ from typing import Any, Literal
 from torchtitan.distributed.activation_checkpoint import FullAC
 
 from rl.errors import counted
-from rl.generation.config import kv_bytes_at_least
+from rl.generation.generator_config import kv_bytes_at_least
 from rl.plan.memory import GIB, Item, RankMemory, environment_workers, kv_bytes
 from rl.plan.planned_run import PlannedRun
 

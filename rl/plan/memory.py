@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from rl.generation.config import kv_blocks, kv_bytes_per_block
+from rl.generation.generator_config import kv_blocks, kv_bytes_per_block
 from rl.model.shards import Layout, local_shapes
 from rl.plan.peak_memory import (
     MemoryOfPasses,
@@ -16,8 +16,8 @@ from rl.plan.peak_memory import (
     rope_tables,
 )
 from rl.plan.planned_run import DTYPE_BYTES, LEARNING, PlannedRun, seat_of
-from rl.training.config import TrainerConfig
-from rl.training.model import is_adapter
+from rl.training.sharded_model import is_adapter
+from rl.training.trainer_config import TrainerConfig
 from rl.types import Place
 from rl.weights.routes import plan_blobs
 from rl.weights.shared_memory import HEADER_BYTES, slot_bytes

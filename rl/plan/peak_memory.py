@@ -15,8 +15,8 @@ from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC
 from rl.model.shape import ModelShape, shape_of
 from rl.model.shards import Layout
 from rl.plan.planned_run import DTYPE_BYTES, LEARNING, PlannedRun
-from rl.session.config import Role
-from rl.training.config import TrainerConfig
+from rl.session.session_config import Role
+from rl.training.trainer_config import TrainerConfig
 
 REDUCED = 4
 """Bytes of an element of a gradient while it is reduced."""

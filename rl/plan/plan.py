@@ -8,9 +8,9 @@ from rl.config import RunConfig
 from rl.plan.fit import lacks_of, memories
 from rl.plan.memory import all_ranks, environment_workers, kv_bytes, kv_sequences
 from rl.plan.planned_run import PlannedRun
-from rl.plan.push import push_of
+from rl.plan.push_cost import push_of
 from rl.plan.speed import sizes_of, step_of
-from rl.session.config import Role
+from rl.session.session_config import Role
 
 
 class Plan:

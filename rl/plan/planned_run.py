@@ -10,10 +10,10 @@ from rl.environments.protocol import EnvironmentTask
 from rl.model.shape import ModelShape, shape_of
 from rl.model.shards import Layout
 from rl.model.tp_plan import generator_layout
-from rl.session.config import Role
 from rl.session.placement import Placement
+from rl.session.session_config import Role
 from rl.training.layout import trainer_layout
-from rl.training.model import is_adapter
+from rl.training.sharded_model import is_adapter
 from rl.types import Place
 from rl.weights.transport import choose_transport
 

@@ -7,14 +7,14 @@ from operator import itemgetter
 from typing import Any
 
 from rl.config import RunConfig
+from rl.config.frozen import changed_fields, frozen
 from rl.errors import counted
-from rl.frozen import changed_fields, frozen
 from rl.plan.memory import GIB, RankMemory, environment_workers, kv_bytes, kv_sequences
 from rl.plan.plan import Plan, degrees_of
 from rl.plan.planned_run import PlannedRun, hosts_of
 from rl.plan.speed import sizes_of
-from rl.rules import Effect
 from rl.types import Place
+from rl.types.rules import Effect
 from rl.validation.values import values
 
 BAR = 30

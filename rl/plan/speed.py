@@ -13,14 +13,14 @@ from functools import cache
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
 from rl.config import PreferenceConfig, RLConfig
-from rl.generation.config import kv_bytes_per_token
+from rl.generation.generator_config import kv_bytes_per_token
 from rl.model.qwen3 import parameter_shapes
 from rl.model.shape import ModelShape, shape_of
 from rl.plan.collectives import Collective, collectives_of
 from rl.plan.memory import generator_weights, kv_sequences
 from rl.plan.peak_memory import micro_batch_cells
 from rl.plan.planned_run import LEARNING, PlannedRun
-from rl.plan.push import Push
+from rl.plan.push_cost import Push
 
 SELECTIVE = 7 / 6  # cost over that of forward and backward: half of the forward is recomputed
 MEAN_SHARE = 0.5

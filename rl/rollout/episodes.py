@@ -22,8 +22,8 @@ from rl.environments.protocol import (
 )
 from rl.environments.task import Score
 from rl.errors import GroupLost, said_by, shown, trace_of
+from rl.host.threads import DaemonThread
 from rl.rollout.scoring import InvalidScore, plain_score
-from rl.threads import DaemonThread
 from rl.types import (
     MAX_TOP_LOGPROBS,
     Completion,

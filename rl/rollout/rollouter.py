@@ -13,7 +13,6 @@ from typing import Protocol
 from rl.errors import GroupLost, RunError, WorkerLost
 from rl.observe.spans import Stopwatch
 from rl.rollout.scoring import unscored
-from rl.sequences import SequenceLog
 from rl.types import (
     Completion,
     EpisodeEnd,
@@ -23,6 +22,7 @@ from rl.types import (
     Rollout,
     Sampling,
 )
+from rl.types.sequences import SequenceLog
 
 MAX_DEATHS = 2
 """Number of workers that may be lost during calls of one episode, which is then tried again."""
@@ -34,8 +34,8 @@ Score = Callable[[Prompt, Sequence[Completion]], Awaitable[list[Rollout]]]
 
 class OpenEpisodes(Protocol):
     """Holder of the environments of open episodes, each under a key: in this process
-    :class:`rl.rollout.episodes.Environments`, in workers :class:`rl.actors.reward.RewardWorkers`.
-    ``open`` and ``step`` raise GroupLost.
+    :class:`rl.rollout.episodes.Environments`, in workers
+    :class:`rl.actors.reward_workers.RewardWorkers`. ``open`` and ``step`` raise GroupLost.
     """
 
     async def open(self, key: int, prompt: Prompt, sample: int) -> EpisodeTurn:

@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 from torchtitan.tools.utils import has_cuda_capability, has_rocm_capability
 
 from rl.errors import require
-from rl.listening import NO_LOOPBACK, has_loopback
-from rl.platform import device_count, device_name, device_type
-from rl.rules import above, at_least
+from rl.host.listening import NO_LOOPBACK, has_loopback
+from rl.host.platform import device_count, device_name, device_type
+from rl.types.rules import above, at_least
 
 DeviceName = Literal["cpu", "a100", "h100", "h200", "b200"]
 

@@ -4,13 +4,13 @@ from pathlib import Path
 
 from rl.actors.generator import GeneratorMesh
 from rl.actors.hosts import Hosts
-from rl.actors.reward import RewardWorkers
-from rl.actors.trainer import TrainerMesh
+from rl.actors.policy_trainer import TrainerMesh
+from rl.actors.reward_workers import RewardWorkers
 from rl.actors.worker import EngineArguments, WorkerGroup
 from rl.environments.task import Task
 from rl.observe.events import Events
-from rl.session.config import SessionConfig
 from rl.session.placement import Placement
+from rl.session.session_config import SessionConfig
 
 
 class Meshes:

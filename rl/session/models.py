@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from torchtitan.config import Configurable
 
-from rl.actors.trainer import TrainerMesh
+from rl.actors.policy_trainer import TrainerMesh
 from rl.actors.worker import Outputs, WorkerGroup
 from rl.algorithms.batch import reduced_for
 from rl.metrics import Metrics

@@ -2,8 +2,8 @@
 
 import math
 
-from rl.generation.config import GeneratorConfig
-from rl.session.config import SessionConfig
+from rl.generation.generator_config import GeneratorConfig
+from rl.session.session_config import SessionConfig
 from rl.types import Place
 
 

@@ -10,11 +10,11 @@ from rl.actors.generator import GeneratorMesh
 from rl.errors import ActorFailure
 from rl.observe.events import Events
 from rl.session.concurrency import background
-from rl.session.config import SessionConfig
 from rl.session.placement import Placement
 from rl.session.push import UNLIMITED, WeightPush
 from rl.session.recovery import Recovery, unless_lost
 from rl.session.router import Router
+from rl.session.session_config import SessionConfig
 
 LOOK_EVERY_S = 1.0
 

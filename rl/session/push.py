@@ -9,16 +9,16 @@ from itertools import chain
 from typing import Any
 
 from rl.actors.generator import GeneratorMesh
-from rl.actors.trainer import TrainerMesh
+from rl.actors.policy_trainer import TrainerMesh
 from rl.errors import ActorFailure, NodeLost
+from rl.host.platform import has_rdma
 from rl.observe.events import Events
 from rl.observe.spans import Stopwatch
-from rl.platform import has_rdma
 from rl.session.concurrency import Signal, background
-from rl.session.config import SessionConfig
 from rl.session.push_checks import Arrival, PushChecks
 from rl.session.recovery import unless_lost
 from rl.session.residency import Residency
+from rl.session.session_config import SessionConfig
 from rl.weights.transport import Transfer, TransferFailed, VersionGone, choose_transport
 
 UNLIMITED = 1000

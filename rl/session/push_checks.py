@@ -6,13 +6,13 @@ from typing import NamedTuple
 import torch
 
 from rl.actors.generator import GeneratorMesh
-from rl.actors.trainer import TrainerMesh
+from rl.actors.policy_trainer import TrainerMesh
 from rl.errors import RunError
 from rl.model.digest import ShardDigests, differing, merge_digests
 from rl.model.shape import shape_of
-from rl.session.config import SessionConfig
 from rl.session.recovery import unless_lost
 from rl.session.residency import Residency
+from rl.session.session_config import SessionConfig
 from rl.types import Batch, Completion, GenerationRequest, Sampling
 
 TOKENS = 4

@@ -11,23 +11,23 @@ from typing import Any, Self
 from rl.actors.hosts import Hosts, gather_hosts
 from rl.actors.processes import ensure_runtime
 from rl.actors.worker import WorkerGroup
-from rl.disk import TemporaryFolder
 from rl.environments.task import Task
 from rl.errors import ActorFailure, RunError, counted, require, shown
+from rl.host.disk import TemporaryFolder
 from rl.metrics import Metrics
 from rl.model.activations import Activations
 from rl.observe.events import Events, print_notes, print_warnings
 from rl.observe.spans import Stopwatch
 from rl.session.blocking import BlockingSession
 from rl.session.concurrency import background
-from rl.session.config import SessionConfig
 from rl.session.meshes import Meshes
 from rl.session.models import Models
 from rl.session.pool import GeneratorPool
 from rl.session.push import WeightPush
 from rl.session.recovery import Recovery
 from rl.session.router import Router
-from rl.session.scoring import TaskRollouters, rollouter_of
+from rl.session.session_config import SessionConfig
+from rl.session.task_rollouters import TaskRollouters, rollouter_of
 from rl.types import Completion, GenerationRequest, GivenSequence, Prompt, Rollout, Sampling
 
 

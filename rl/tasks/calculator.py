@@ -11,8 +11,8 @@ from typing import Annotated, Any
 from rl.environments.protocol import EnvironmentTask, MessageEnvironment, Reply, ToolEnvironment
 from rl.environments.tools import Tools
 from rl.errors import RunError
-from rl.rules import at_least
 from rl.types import Prompt
+from rl.types.rules import at_least
 
 HELD_OUT = 8
 """Inverse of the share of expressions that are held out, chosen by hash."""

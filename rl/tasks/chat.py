@@ -13,8 +13,8 @@ from rl.environments.task import Task
 from rl.errors import ConfigError
 from rl.model.shape import ModelConfig
 from rl.model.tokenizer import load_tokenizer, read_stop_token_ids, require_chat_template
-from rl.rules import SHARE
 from rl.types import Prompt
+from rl.types.rules import SHARE
 
 CHUNK = 2000  # prompts between two reports of progress
 

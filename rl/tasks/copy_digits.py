@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 from rl.environments.task import Score, Task
 from rl.errors import require
 from rl.model.shape import ModelConfig
-from rl.rules import at_least
 from rl.types import Completion, Prompt
+from rl.types.rules import at_least
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -9,8 +9,8 @@ from itertools import islice
 from typing import Annotated, Any
 
 from rl.environments.protocol import EnvironmentTask, MessageEnvironment, Opening, Reply
-from rl.rules import at_least
 from rl.types import Prompt
+from rl.types.rules import at_least
 
 HELD_OUT = 5
 """Inverse of the share of numbers that are held out, chosen by hash."""

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 from rl.environments.protocol import EnvironmentTask, MessageEnvironment, Reply, ToolEnvironment
 from rl.environments.tools import Tools
-from rl.rules import at_least
 from rl.types import Prompt
+from rl.types.rules import at_least
 
 LARGEST = 99
 INSTRUCTION = "Change the store with the tools. Change nothing else. Answer without a call to end."

@@ -14,8 +14,8 @@ from typing import Annotated, Any, ClassVar, cast
 from rl.environments.task import Score, Task
 from rl.errors import ConfigError, RunError, require, require_value
 from rl.model.shape import ModelConfig
-from rl.rules import at_least
 from rl.types import Completion, Prompt
+from rl.types.rules import at_least
 
 HELD_OUT = 10_000  # evaluation prompts of each task that the other tasks do not train on
 FAR = 10**9  # distance, in prompts, of the replacement of a prompt that another task holds out

@@ -15,11 +15,11 @@ from typing import Annotated, Any, ClassVar
 from rl.data.jsonl import Row, read_rows
 from rl.environments.task import Score
 from rl.errors import shown
-from rl.rules import above, at_least
 from rl.sandbox.sandbox import Sandbox, open_sandbox
 from rl.sandbox.sandboxed_program import Limits
 from rl.tasks.chat import ChatJsonl, Problem
 from rl.types import Completion, Prompt
+from rl.types.rules import above, at_least
 
 PROGRAMS = Path(__file__).parent / "puzzles"
 BLOCK = re.compile(r"^```(?:python|py)?[ \t]*\n(.*?)^```", re.DOTALL | re.MULTILINE)

@@ -12,9 +12,9 @@ from typing import Annotated, Any, ClassVar
 from rl.data.jsonl import tell_progress
 from rl.environments.task import Score
 from rl.errors import ConfigError, nearest, require, shown
-from rl.rules import at_least
 from rl.tasks.chat import ChatTask, Problem
 from rl.types import Completion, Prompt
+from rl.types.rules import at_least
 
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 SOLVED = 0.99  # a score of 1, up to rounding

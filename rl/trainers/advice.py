@@ -8,6 +8,7 @@ from typing import Literal
 from torch import OutOfMemoryError
 
 from rl.config import RLConfig
+from rl.config.users_code import is_users, place_of
 from rl.errors import (
     ActorFailure,
     AlarmRaised,
@@ -19,7 +20,6 @@ from rl.errors import (
     UserCodeFailed,
     is_full,
 )
-from rl.frames import is_users, place_of
 from rl.trainers.failed_call import FailedCall
 from rl.trainers.run_folder import RunFolder
 

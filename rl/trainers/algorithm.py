@@ -20,7 +20,7 @@ from rl.algorithms.loss_results import moments
 from rl.algorithms.losses import Reduction
 from rl.config import AlgorithmConfig, PolicyGradientConfig, RLConfig
 from rl.metrics import Entry, Metrics
-from rl.observe.rollouts import Chunk
+from rl.observe.rollout_files import Chunk
 from rl.session.session import Session
 from rl.types import Batch, Rollout
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from rl.config import RLConfig
+from rl.observe.checkpoint_folders import StepFolders
 from rl.session.session import Session
-from rl.step_folders import StepFolders
 
 
 class AuxiliaryModels:

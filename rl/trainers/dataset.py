@@ -21,8 +21,8 @@ from rl.model.shape import shape_of
 from rl.model.tokenizer import missing_stop_tokens, require_room
 from rl.session.session import Session
 from rl.trainers.failed_call import FailedCall
-from rl.trainers.start import reading
 from rl.trainers.trainer import Trainer
+from rl.trainers.trial import reading
 
 Config = TypeVar("Config", bound=DatasetRunConfig)
 Item = TypeVar("Item", bound="DatasetItem")

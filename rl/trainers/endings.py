@@ -6,6 +6,7 @@ import os
 import signal
 from typing import Any, Self
 
+from rl.config.users_code import place_of
 from rl.errors import (
     EXIT_AGAIN,
     EXIT_FAILED,
@@ -18,8 +19,7 @@ from rl.errors import (
     said_by,
     trace_of,
 )
-from rl.frames import place_of
-from rl.program import Signals
+from rl.host.process import Signals
 from rl.trainers.advice import advice_after
 from rl.trainers.failed_call import FailedCall, lost_group
 from rl.trainers.run import Run, Trained

@@ -9,7 +9,7 @@ from rl.config import EvaluationConfig, RLConfig, SamplingRunConfig
 from rl.environments.task import Task
 from rl.errors import ConfigError, GroupLost
 from rl.metrics import Metrics
-from rl.observe.rollouts import Chunk
+from rl.observe.rollout_files import Chunk
 from rl.rollout.prompts import eval_prompts
 from rl.session.concurrency import background
 from rl.session.session import Session

@@ -14,7 +14,7 @@ from safetensors.torch import save
 
 from rl.config import PreferenceConfig
 from rl.data.preferences import Labelled, Pair
-from rl.disk import write_whole
+from rl.host.disk import write_whole
 from rl.observe.record import failing_loudly
 
 EVERY_S = 5.0

@@ -12,17 +12,17 @@ import numpy as np
 from rl.config import RLConfig
 from rl.environments.task import Task
 from rl.errors import RunError
-from rl.observe.rollouts import Chunk, read_groups
+from rl.observe.checkpoint_folders import ROLLOUTS
+from rl.observe.rollout_files import Chunk, read_groups
 from rl.rollout.rollout_metrics import rollout_metrics
-from rl.step_folders import ROLLOUTS
 from rl.trainers.algorithm import Step
 from rl.trainers.auxiliary_models import AuxiliaryModels
 from rl.trainers.evaluation import Evaluation, EvaluationSchedule, held_out_prompts
 from rl.trainers.failed_call import FailedCall, lost_group
 from rl.trainers.ledger import Group, Ledger
 from rl.trainers.scheduler import RolloutScheduler
-from rl.trainers.start import build_algorithm, build_task, try_task
 from rl.trainers.trainer import MetricCalculator, Trainer
+from rl.trainers.trial import build_algorithm, build_task, try_task
 from rl.types import Prompt, Rollout
 
 

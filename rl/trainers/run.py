@@ -9,14 +9,14 @@ from typing import Any, Protocol
 from rl.config import RunConfig
 from rl.environments.task import Task
 from rl.errors import ActorFailure, NothingLearned, RunError, require
+from rl.observe.checkpoint_folders import StepFolders
 from rl.observe.events import Events
 from rl.observe.progress import Progress
 from rl.observe.record import RunRecord
 from rl.observe.spans import Stopwatch
 from rl.session.concurrency import Signal, background
-from rl.session.config import SessionConfig
 from rl.session.session import Session
-from rl.step_folders import StepFolders
+from rl.session.session_config import SessionConfig
 from rl.trainers.failed_call import FailedCall
 from rl.trainers.report import Report
 from rl.trainers.run_folder import RunFolder, claim_run

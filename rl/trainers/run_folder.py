@@ -5,17 +5,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rl.cli import read_config_file
 from rl.config import RunConfig
+from rl.config.frozen import changed_fields, frozen, read_config_file
 from rl.errors import counted, require, said_by
-from rl.frozen import changed_fields, frozen
+from rl.observe.checkpoint_folders import StepFolders
 from rl.observe.curves import write_curves_png
 from rl.observe.events import Events
 from rl.observe.owner import claim
 from rl.observe.progress import Progress, summary_text
 from rl.observe.record import RunRecord
 from rl.observe.sinks import Sinks
-from rl.step_folders import StepFolders
 
 UNCHANGED = ("resume", "quiet", "output_dir")
 """Fields that may differ between attempts without a note."""

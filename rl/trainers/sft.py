@@ -11,8 +11,8 @@ from rl.data.jsonl import Source
 from rl.dialects.dialect import Dialect
 from rl.trainers.dataset import DatasetTrainer, Evaluate
 from rl.trainers.evaluation import Evaluation, held_out_prompts
-from rl.trainers.start import build_task, try_task
 from rl.trainers.trainer import MetricCalculator
+from rl.trainers.trial import build_task, try_task
 
 MAX_EXPONENT = 700.0
 """Largest loss with an exponential that is a float64."""

@@ -17,8 +17,8 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from rl.config import RunConfig
 from rl.environments.task import Task
 from rl.errors import ConfigError, Interrupted
-from rl.session.config import SessionConfig
 from rl.session.session import Session
+from rl.session.session_config import SessionConfig
 from rl.trainers.endings import Interrupts, fail
 from rl.trainers.failed_call import FailedCall
 from rl.trainers.report import Report

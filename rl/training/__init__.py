@@ -1,5 +1,5 @@
 """Code of one trainer rank. It does not import Monarch and also runs under torch.distributed."""
 
-from rl.platform import import_attention  # before torchtitan and torchao
+from rl.host.platform import import_attention  # before torchtitan and torchao
 
 import_attention()

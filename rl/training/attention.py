@@ -14,7 +14,7 @@ from torchtitan.models.qwen3 import Qwen3Model
 from torchtitan.tools.utils import get_cuda_flash_attention_impl
 
 from rl.errors import require
-from rl.platform import device_type
+from rl.host.platform import device_type
 
 
 class DenseAttention(FlexAttention):

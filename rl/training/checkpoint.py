@@ -17,17 +17,17 @@ from torchtitan.components.checkpointer.dcp import CheckpointManager
 from torchtitan.components.checkpointer.utils import canonical_fqn
 
 from rl.compat.torch_internals import persistent_buffers
-from rl.disk import replace_folder
 from rl.errors import RunError
+from rl.host.disk import replace_folder
+from rl.host.platform import device_type
 from rl.model.shape import ModelConfig, shape_of
-from rl.platform import device_type
-from rl.step_folders import StepFolders
+from rl.observe.checkpoint_folders import StepFolders
 from rl.training.all_ranks import failures_as_run_error, on_first_rank
 from rl.training.engine import TrainingEngine
-from rl.training.hugging_face import HuggingFaceFolders
+from rl.training.hugging_face_folders import HuggingFaceFolders
 from rl.training.hugging_face_names import Shapes
-from rl.training.model import is_adapter
 from rl.training.safe_reading import load, read_metadata
+from rl.training.sharded_model import is_adapter
 
 
 class Checkpointer:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.distributed.context_parallel.api import cp_shard
 
-from rl.sampling_mask import SamplingMask
+from rl.types.sampling_mask import SamplingMask
 
 
 class SequenceShard:

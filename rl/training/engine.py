@@ -13,20 +13,19 @@ from torchtitan.tools.utils import get_local_device
 from rl.algorithms.loss_results import PerToken, check_loss_result
 from rl.algorithms.tokens import Tokens
 from rl.errors import GradientNotFinite
+from rl.host.platform import device_type
 from rl.metrics import Metrics, Value
 from rl.model.host_memory import HostMemory
 from rl.model.shape import ModelConfig
 from rl.model.shards import Shards
-from rl.platform import device_type
 from rl.training.attention import attention_masks, shares_rows
-from rl.training.config import TrainerConfig
 from rl.training.context import SequenceShard
 from rl.training.gradient import divide_and_clip, have_changed, rounding_elements
+from rl.training.kept_logits import kept_logits
 from rl.training.lora import MergedWeights
 from rl.training.matmul import kernel_in_use
-from rl.training.metrics import MetricTotals, WorkCount
 from rl.training.micro_batches import Cutting, MicroBatch, lay_out, outputs_of, plan
-from rl.training.model import (
+from rl.training.sharded_model import (
     build_model,
     gradient_shards,
     reduce_over_replicas,
@@ -34,7 +33,8 @@ from rl.training.model import (
     reshard,
     trained_shards,
 )
-from rl.training.sampling_mask import kept_logits
+from rl.training.token_metrics import MetricTotals, WorkCount
+from rl.training.trainer_config import TrainerConfig
 from rl.types import Batch, Head
 
 Loss = Callable[[Tokens], PerToken]

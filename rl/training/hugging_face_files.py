@@ -8,7 +8,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from rl.errors import ConfigError, require
-from rl.model.hugging_face import REWARD_MODELS, read_json
+from rl.model.hugging_face_config import REWARD_MODELS, read_json
 from rl.model.shape import ModelShape
 from rl.training.hugging_face_names import SCORE, Shapes, hugging_face_tensors
 from rl.types import Head

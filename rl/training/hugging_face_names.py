@@ -11,7 +11,7 @@ from rl.errors import RunError
 from rl.model.qwen3 import parameter_shapes, qwen3_config
 from rl.model.shape import ModelShape
 from rl.model.shards import Box
-from rl.training.values import ValueHead
+from rl.training.value_head import ValueHead
 
 SCORE = "score.weight"
 """Tensor of a value head in a folder of transformers' sequence classification, [1, dim]."""

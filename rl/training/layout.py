@@ -13,8 +13,8 @@ from rl.compat.torch_internals import part_at
 from rl.model.qwen3 import in_all_layers
 from rl.model.shape import ModelConfig, shape_of
 from rl.model.shards import Box, Layout, Region
-from rl.training.config import TrainerConfig
-from rl.training.model import named_adapters, named_weights, sharded_model
+from rl.training.sharded_model import named_adapters, named_weights, sharded_model
+from rl.training.trainer_config import TrainerConfig
 from rl.types import Head
 
 

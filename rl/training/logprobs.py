@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial
 from torchtitan.models.common import Linear
 
-from rl.training.sampling_mask import KeptLogits
+from rl.training.kept_logits import KeptLogits
 
 
 class LogProbHead(Linear):

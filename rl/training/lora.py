@@ -15,7 +15,7 @@ from torchtitan.components.lora import LoRAConverter
 
 from rl.model.shards import Box, Shards
 from rl.training.hugging_face_names import HuggingFaceNames
-from rl.training.model import shards_of
+from rl.training.sharded_model import shards_of
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Any]:

@@ -6,8 +6,8 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
-from rl.sampling_mask import SamplingMask
 from rl.types import Batch
+from rl.types.sampling_mask import SamplingMask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from torchtitan.components.optimizer.optimizer import ParamGroupConfig
 from torchtitan.components.quantization import Float8LinearConverter
 from torchtitan.distributed import activation_checkpoint as recompute
 
-from rl.rules import (
+from rl.types.rules import (
     COSMETIC,
     NUMERICS,
     PERFORMANCE,

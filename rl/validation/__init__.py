@@ -18,12 +18,12 @@ from rl.config import (
 )
 from rl.errors import ConfigError, require_value
 from rl.model.shape import shape_of
-from rl.rules import NeedsCuda, rule_of
-from rl.training.config import adaptable_layers
+from rl.training.trainer_config import adaptable_layers
+from rl.types.rules import NeedsCuda, rule_of
 from rl.validation.engines import validate_optimizers
 from rl.validation.folders import RESERVED, validate_folders
 from rl.validation.layouts import validate_devices, validate_layouts, validate_nodes
-from rl.validation.rollouts import ROLLOUT_CHECKS
+from rl.validation.rl_runs import ROLLOUT_CHECKS
 from rl.validation.values import check, validate_numbers, validate_types, validate_unused, values
 
 NEEDS_ROLLOUTS = (

@@ -2,9 +2,9 @@
 
 from rl.config import RLConfig, RunConfig
 from rl.errors import require, require_value
-from rl.generation.config import check_variables, kv_bytes_at_least
+from rl.generation.generator_config import check_variables, kv_bytes_at_least
 from rl.model.shape import shape_of
-from rl.session.config import Role
+from rl.session.session_config import Role
 from rl.validation.values import check
 
 ADAM_OPTIONS = (

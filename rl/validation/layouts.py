@@ -4,10 +4,10 @@ from rl.config import RLConfig, RunConfig
 from rl.errors import require, require_value
 from rl.model.shape import shape_of
 from rl.model.tp_plan import check_divides, check_generator, divisors
-from rl.session.config import Role
 from rl.session.placement import Placement
-from rl.training.config import ranks_of
+from rl.session.session_config import Role
 from rl.training.titan_fields import MAX_RANKS
+from rl.training.trainer_config import ranks_of
 from rl.validation.values import check
 
 MIN_PROCESS_GIB = 0.2

@@ -12,8 +12,8 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from rl.errors import require_value
-from rl.rules import Bounds, Effect, Fixed, defaults_of, rule_of
 from rl.training.titan_fields import titan_rules
+from rl.types.rules import Bounds, Effect, Fixed, defaults_of, rule_of
 
 FINITE = Bounds(-math.inf, math.inf, above=True, below=True)
 _NAMES = {

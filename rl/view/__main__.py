@@ -9,9 +9,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from rl.cli.program import exit_code
 from rl.errors import ConfigError, end_program, require, said_by
-from rl.listening import require_key
-from rl.program import exit_code
+from rl.host.listening import require_key
 
 PROGRAM = "python -m rl.view"
 KEY = "TILLER_API_KEY"

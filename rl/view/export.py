@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rl.disk import write_whole
+from rl.host.disk import write_whole
 from rl.view.run import Run
 from rl.view.server import PAGE, answer, to_json
 

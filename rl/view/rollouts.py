@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from rl.disk import steps_in
 from rl.errors import said_by
+from rl.host.disk import steps_in
 from rl.observe.events import finite
 
 ROWS = 4_096

@@ -21,8 +21,8 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from rl.errors import said_by
-from rl.http_server import server_config
-from rl.listening import is_loopback, listen, url_of
+from rl.host.http_server import server_config
+from rl.host.listening import is_loopback, listen, url_of
 from rl.view.run import POINTS, Run
 
 PAGE = Path(__file__).with_name("page")

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from rl.errors import RunError
+from rl.host.platform import memory_domain
 from rl.model.shards import Layout, Shard, layout_of
-from rl.platform import memory_domain
 from rl.weights.cuda_memory import DeviceMemory, pin, unpin
 from rl.weights.routes import packed_numel, packed_views, plan_routes
 from rl.weights.transport import SLOTS, Sent, Transfer, check_dtype, copy_all

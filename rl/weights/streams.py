@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from rl.listening import is_loopback
+from rl.host.listening import is_loopback
 
 HOST = "TILLER_HOST"
 """Environment variable with the name by which other ranks reach the host of this process."""

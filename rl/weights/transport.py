@@ -12,7 +12,7 @@ import torch
 
 from rl.errors import RunError, one_of
 from rl.model.shards import Layout, Shard
-from rl.rules import COSMETIC, PERFORMANCE, NeedsCuda, above, at_least
+from rl.types.rules import COSMETIC, PERFORMANCE, NeedsCuda, above, at_least
 from rl.weights.routes import plan_push
 
 TransportName = Literal["shared_memory", "cuda_ipc", "rdma", "tcp", "torchstore"]

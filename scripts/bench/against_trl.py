@@ -110,7 +110,7 @@ def write_model(folder: Path, fields: dict[str, Any] = MODEL) -> None:
 
 def run_trl(python: Path, model: Path, steps: int) -> list[float]:
     """Return the seconds of each of TRL's steps."""
-    from rl.platform import thread_variables
+    from rl.host.platform import thread_variables
 
     out = _run([python, HERE / "grpo_trl.py", model, str(steps)], **thread_variables(CORES))
     return list(json.loads(out.splitlines()[-1])["seconds"])

@@ -20,7 +20,7 @@ from torchtitan.models.qwen3 import Qwen3StateDictAdapter
 
 from rl.compat.vllm_internals import model_of
 from rl.errors import RunError
-from rl.generation.config import GeneratorConfig, environment
+from rl.generation.generator_config import GeneratorConfig, environment
 from rl.model.qwen3 import qwen3_config
 from rl.model.shape import ModelConfig, hf_config, shape_of
 from rl.types import Completion, GenerationRequest
@@ -123,7 +123,7 @@ def _start(kind: Kind, config: GeneratorConfig, model: ModelConfig, folder: Path
     """Return an engine with the same options as Tiller's engine."""
     from vllm import EngineArgs, LLMEngine
 
-    from rl.generation.model import ARCHITECTURE, LOAD_FORMAT, register
+    from rl.generation.vllm_model import ARCHITECTURE, LOAD_FORMAT, register
 
     register()
     shape = shape_of(model)

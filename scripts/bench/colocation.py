@@ -28,8 +28,8 @@ from rl.compat.torch_internals import local_tensor
 from rl.model.digest import digests, merge_digests, policy_digest
 from rl.model.shape import ModelConfig
 from rl.session.models import Models
-from rl.training.config import TrainerConfig
 from rl.training.engine import TrainingEngine
+from rl.training.trainer_config import TrainerConfig
 from rl.types import Batch, Head
 
 MODEL = ModelConfig(

@@ -39,7 +39,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 from instant_meshes import TOKENS, Generator, Marks, Rewards, Trainer
 
-from rl.cli import find_config
+from rl.cli.arguments import find_config
 from rl.config import RLConfig
 from rl.data.order import epoch_order
 from rl.observe.progress import Progress

@@ -40,13 +40,13 @@ from generator import MODEL, TINY_MODEL, random_weights
 import rl  # noqa: F401  # before anything imports torchtitan, which asks it for the device
 from rl.environments.protocol import EnvironmentTask, MessageEnvironment, Opening, Reply
 from rl.errors import RunError
-from rl.generation.config import GeneratorConfig
+from rl.generation.generator_config import GeneratorConfig
 from rl.model.shape import ModelConfig
 from rl.observe.spans import Stopwatch
 from rl.rollout.episodes import Environments
 from rl.rollout.rollouter import Rollouter
-from rl.session.config import SessionConfig
 from rl.session.session import Session
+from rl.session.session_config import SessionConfig
 from rl.types import (
     Completion,
     EpisodeEnd,

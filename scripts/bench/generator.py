@@ -33,11 +33,11 @@ from bare_engine import BareEngine, Work, write_model
 from torchtitan.models.common.attention import ScaledDotProductAttention
 
 import rl  # noqa: F401  # before anything imports torchtitan, which asks it for the device
-from rl.generation.config import GeneratorConfig
+from rl.generation.generator_config import GeneratorConfig
 from rl.model.qwen3 import qwen3_config
 from rl.model.shape import ModelConfig, shape_of
-from rl.session.config import SessionConfig
 from rl.session.session import Session
+from rl.session.session_config import SessionConfig
 from rl.types import GenerationRequest, Sampling
 
 SAMPLES = 8

@@ -22,9 +22,9 @@ from transformers import PreTrainedTokenizerFast
 from rl.algorithms.losses import dapo
 from rl.config import EvaluationConfig, PolicyGradientConfig, RLConfig, RolloutConfig
 from rl.environments.task import Score, Task
-from rl.generation.config import GeneratorConfig
+from rl.generation.generator_config import GeneratorConfig
 from rl.model.shape import ModelConfig
-from rl.training.config import TrainerConfig
+from rl.training.trainer_config import TrainerConfig
 from rl.types import Completion, Prompt
 
 

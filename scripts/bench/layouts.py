@@ -34,9 +34,9 @@ from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from rl.algorithms.losses import dapo
 from rl.model.shape import ModelConfig
 from rl.training.checkpoint import Checkpointer
-from rl.training.config import TrainerConfig
 from rl.training.engine import TrainingEngine
 from rl.training.micro_batches import balanced
+from rl.training.trainer_config import TrainerConfig
 from rl.types import Batch
 
 STEPS = 5

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from ranks import on_ranks
 
-from rl.training.config import TrainerConfig
 from rl.training.logprobs import LogProbHead
+from rl.training.trainer_config import TrainerConfig
 
 WIDTH = 64
 DEFAULT_MIB = TrainerConfig().logits_mib

@@ -139,8 +139,8 @@ class Ours:
     def _engine(self, name: str, head: Any) -> Any:
         from rl.model.shape import ModelConfig
         from rl.training.checkpoint import Checkpointer
-        from rl.training.config import TrainerConfig
         from rl.training.engine import TrainingEngine
+        from rl.training.trainer_config import TrainerConfig
 
         model = ModelConfig(hf_path=str(self._folder / name))
         folder = str(self._folder / f"{name}-{head}")

@@ -32,7 +32,7 @@ from same_processes import Processes
 from torchtitan.components.optimizer import default_adamw
 
 from rl.actors.processes import ensure_runtime, stop_runtime
-from rl.cli import find_config
+from rl.cli.arguments import find_config
 from rl.config import RLConfig
 from rl.model.shape import ModelConfig
 

@@ -22,7 +22,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 from same_processes import Processes
 
 from rl.actors.processes import ensure_runtime, stop_runtime
-from rl.cli import find_config
+from rl.cli.arguments import find_config
 from rl.config import RLConfig
 
 FILLING = 3  # first steps of a part, which are not measured

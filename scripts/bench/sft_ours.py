@@ -10,7 +10,7 @@ from rl.algorithms.sequence_losses import DPOLoss
 from rl.config import PreferenceConfig, PreferenceDataConfig, SFTConfig, SFTDataConfig
 from rl.config.preference import InitialPolicyConfig
 from rl.model.shape import ModelConfig
-from rl.training.config import TrainerConfig
+from rl.training.trainer_config import TrainerConfig
 
 DATA: dict[str, Any] = {"max_tokens": MAX_TOKENS, "held_out_fraction": 0.0}
 

@@ -33,8 +33,8 @@ from torchtitan.config import CompileConfig, TrainingConfig
 from training_sides import Case, Step, build
 
 from configs.qwen3 import qwen3_0_6b
+from rl.host.platform import device_type
 from rl.model.shape import ModelConfig
-from rl.platform import device_type
 from rl.training.matmul import Kernel, use_kernel
 
 

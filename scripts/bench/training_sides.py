@@ -17,12 +17,12 @@ from torchtitan.distributed import utils as titan_dist
 from torchtitan.models.qwen3 import Qwen3StateDictAdapter, parallelize_qwen3
 
 from rl.algorithms.losses import grpo
+from rl.host.platform import device_type
 from rl.model.qwen3 import qwen3_config
 from rl.model.shape import ModelConfig, hf_config, shape_of
-from rl.platform import device_type
 from rl.training.attention import attention_config, attention_masks
-from rl.training.config import TrainerConfig
 from rl.training.engine import TrainingEngine
+from rl.training.trainer_config import TrainerConfig
 from rl.types import Batch
 
 CLIP = 0.2

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rl.observe.rollouts import Chunk, write_rollouts
+from rl.observe.rollout_files import Chunk, write_rollouts
 from rl.types import Prompt, Rollout, Sequence
 
 METRICS = 60

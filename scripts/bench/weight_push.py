@@ -37,14 +37,14 @@ from push_plot import draw
 import rl  # noqa: F401  # before anything imports torchtitan, which asks it for the device
 from configs.qwen3 import qwen3_0_6b
 from rl.actors.hosts import Hosts
+from rl.actors.policy_trainer import StoreProcess
 from rl.actors.processes import ensure_runtime, stop_runtime
-from rl.actors.trainer import StoreProcess
 from rl.model.digest import ShardDigests, digests, merge_digests
 from rl.model.shape import ModelConfig, shape_of
 from rl.model.shards import Layout, Region, Shard
 from rl.model.tp_plan import generator_layout
-from rl.training.config import TrainerConfig
 from rl.training.layout import trainer_layout
+from rl.training.trainer_config import TrainerConfig
 from rl.types import Place
 from rl.weights.transport import NETWORKS, Transfer, open_publisher, open_subscriber
 

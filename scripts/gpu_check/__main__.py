@@ -17,8 +17,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from rl.cli.program import begin, exit_code
 from rl.errors import end_program, require
-from rl.program import begin, exit_code
 from scripts.gpu_check.checks import CHECKS, Check
 from scripts.gpu_check.processes import run_check
 from scripts.gpu_check.verdicts import Verdict
@@ -164,7 +164,7 @@ class Report:
 
 
 def _gpus() -> int:
-    from rl.platform import device_count  # imports torch, which --help and --list do without
+    from rl.host.platform import device_count  # imports torch, which --help and --list do without
 
     return device_count()
 

@@ -12,9 +12,9 @@ import torch
 from torchtitan.models.common.attention import FlexAttention
 
 import rl
+from rl.compare.comparison import Comparison, Example, comparable
 from rl.model.shape import shape_of
 from rl.session.session import Session
-from rl.trainers.compare import Comparison, Example, comparable
 from rl.training.attention import attention_config
 from rl.types import Completion, GenerationRequest, Prompt, Rollout, Sampling
 from rl.weights.transport import WeightPushConfig

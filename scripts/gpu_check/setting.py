@@ -8,10 +8,10 @@ from torchtitan.components.optimizer import default_adamw
 from torchtitan.config import TrainingConfig
 
 from configs.qwen3 import qwen3_0_6b
-from rl.generation.config import GeneratorConfig
+from rl.generation.generator_config import GeneratorConfig
 from rl.model.shape import ModelConfig
-from rl.session.config import DeadlineConfig, SessionConfig
-from rl.training.config import TrainerConfig
+from rl.session.session_config import DeadlineConfig, SessionConfig
+from rl.training.trainer_config import TrainerConfig
 from rl.weights.transport import WeightPushConfig
 
 QWEN3_0_6B = replace(qwen3_0_6b().model, max_seq_len=65_536)

@@ -13,9 +13,9 @@ from torchtitan.distributed.activation_checkpoint import FullAC
 
 import rl
 from rl.model.shape import shape_of
-from rl.session.config import Role
 from rl.session.hardware import HardwareConfig
 from rl.session.session import Session
+from rl.session.session_config import Role
 from rl.types import Batch
 from scripts.gpu_check import verdicts
 from scripts.gpu_check.sessions import gaps_of, judge_offload, sample, train

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rl.actors import fork_server
 from tests.actors.moody_task import FORKS
-from tests.actors.test_reward import COMPLETIONS, pids_of, workers_and_task
+from tests.actors.test_reward_workers import COMPLETIONS, pids_of, workers_and_task
 
 
 async def main(folder: Path) -> None:

@@ -16,12 +16,12 @@ from rl.observe.events import Events, print_warnings
 from rl.observe.spans import Stopwatch
 from rl.rollout.episodes import Environments
 from rl.rollout.rollouter import Rollouter
-from rl.session.config import DeadlineConfig, SessionConfig
 from rl.session.meshes import Meshes
+from rl.session.session_config import DeadlineConfig, SessionConfig
 from rl.tasks.guessing_game import GuessingGame
 from rl.types import Completion, Sampling
 from tests.actors.processes import assert_ended
-from tests.actors.test_reward import forked, pids_of
+from tests.actors.test_reward_workers import forked, pids_of
 from tests.rollout import moody_environment as moody
 from tests.rollout import wild_tools as wild
 from tests.rollout.test_episodes import Engine

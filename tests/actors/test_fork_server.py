@@ -166,7 +166,7 @@ print(children())
 def test_programs_have_one_thread_when_they_fork():
     code = f"""
 import os, sys
-from rl.program import begin
+from rl.cli.program import begin
 begin()
 for module in {fork_server.PRELOADED}:
     __import__(module)

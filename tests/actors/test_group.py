@@ -26,7 +26,7 @@ from rl.actors.guard import parent_of
 from rl.actors.hosts import Hosts
 from rl.actors.processes import ensure_runtime
 from rl.errors import ActorFailure, RankLost, end_program
-from rl.program import LEAVING
+from rl.host.process import LEAVING
 from rl.types import Place
 from tests import warm
 from tests.actors.processes import assert_ended, wait_until_delivered

@@ -9,7 +9,7 @@ import torch
 
 from rl.algorithms.advantages import GAE, GroupAdvantage, LeaveOneOut, ReinforcePlusPlus, Scored
 from rl.algorithms.batch import counts_of, make_batch, turn_ends, turn_rewards
-from rl.cli import find_config
+from rl.cli.arguments import find_config
 from rl.errors import RunError
 from rl.rollout.rollouter import Episode
 from rl.types import Completion, EpisodeEnd, EpisodeTurn, Prompt, Rollout, Sequence

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from rl.cli import parse_config
+from rl.cli.arguments import parse_config
 from rl.types import Completion
 from tests.bench.programs import module
 

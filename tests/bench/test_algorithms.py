@@ -23,7 +23,7 @@ def test_an_algorithm_has_solved_the_task_when_every_seed_has(monkeypatch, tmp_p
 
 @pytest.mark.parametrize("kind", ["ON_POLICY", "OFF_POLICY"])
 def test_every_config_is_one_that_a_run_accepts(monkeypatch, kind):
-    from rl.cli import parse_config
+    from rl.cli.arguments import parse_config
 
     for name in getattr(module(SCRIPT, monkeypatch), kind):
         parse_config(["--config", f"algorithm_configs.{name}"], program="rl.train")

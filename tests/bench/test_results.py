@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rl.weights.transport import NETWORKS
 from tests.bench.programs import ROOT, module, python
 
 Result = dict[str, Any]
@@ -143,13 +144,13 @@ def check_view(result: Result, table: list[str]) -> None:
 
 def check_weight_push(result: Result, table: list[str]) -> None:
     transports = result["transports"]
-    assert [*transports] == ["shared_memory", "tcp", "rdma", "torchstore"]
+    assert [*transports] == ["shared_memory", *NETWORKS]
     for row in transports.values():
         assert 0 < row["pull_over_memcpy"] < row["total_over_memcpy"]
     assert result["pull_over_memcpy"] == transports["shared_memory"]["pull_over_memcpy"]
     assert result["torchstore_over_ours"] > 1
     assert [row["generators"] for row in result["sizes"]] == [1, 2, 4]
-    assert len(table) == 2 + 4 + 3
+    assert len(table) == 2 + len(result["transports"]) + 3
 
 
 BENCHMARKS = {

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from rl.cli import parse_config
+from rl.cli.arguments import parse_config
 from rl.trainers.preference import PreferenceTrainer
 from rl.trainers.sft import SFTTrainer
 from tests.bench.programs import module

@@ -179,7 +179,7 @@ BREAKS = (
         "trainers/test_watchdog.py",
     ),
     Break(
-        "rl/step_folders.py",
+        "rl/observe/checkpoint_folders.py",
         "kept = complete[-keep:]",
         "kept = complete[:keep]",
         "training/test_checkpoint.py trainers",
@@ -211,10 +211,10 @@ BREAKS = (
         "rollout",
     ),
     Break(
-        "rl/sequences.py",
+        "rl/types/sequences.py",
         "sequence = max(found, key=lambda each: len(each.tokens))",
         "sequence = min(found, key=lambda each: len(each.tokens))",
-        "test_sequences.py",
+        "types/test_sequences.py",
     ),
     Break(
         "rl/tasks/copy_digits.py",
@@ -261,27 +261,32 @@ BREAKS = (
         "observe/test_owner.py",
     ),
     Break(
-        "rl/step_folders.py",
+        "rl/observe/checkpoint_folders.py",
         'return (self.path(step) / ".metadata").is_file()',
         "return True",
         "training/test_checkpoint.py trainers observe",
     ),
-    Break("rl/disk.py", "if os.getpid() == self._owner:", "if True:", "test_program.py"),
+    Break("rl/host/disk.py", "if os.getpid() == self._owner:", "if True:", "cli/test_program.py"),
     # config, command line, plan, doctor, launch
     Break(
-        "rl/validation/rollouts.py",
+        "rl/validation/rl_runs.py",
         '"0 with rollout.samples_per_prompt=1"',
         '"anything"',
         "config validation test_choices.py test_broken_configs.py",
     ),
     Break(
-        "rl/program.py",
+        "rl/cli/program.py",
         "return _report(str(error), EXIT_CONFIG)",
         "return _report(str(error), EXIT_FAILED)",
-        "e2e/test_endings.py test_program.py config",
+        "e2e/test_endings.py cli/test_program.py config",
     ),
-    Break("rl/frozen.py", "return [frozen(v) for v in value]", "return [*value]", "test_frozen.py"),
-    Break("rl/errors.py", "n=3, cutoff=0.5", "n=3, cutoff=1.0", "config test_program.py"),
+    Break(
+        "rl/config/frozen.py",
+        "return [frozen(v) for v in value]",
+        "return [*value]",
+        "config/test_frozen.py",
+    ),
+    Break("rl/errors.py", "n=3, cutoff=0.5", "n=3, cutoff=1.0", "config cli/test_program.py"),
     Break("rl/config/clusters.py", "if len(parts) > 3:", "if len(parts) > 4:", "launch config"),
     Break(
         "rl/plan/collectives.py", 'passes = 2 if kind == "all-reduce" else 1', "passes = 1", "plan"

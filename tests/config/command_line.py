@@ -1,6 +1,6 @@
 """Config of a command line."""
 
-from rl.cli import parse_config
+from rl.cli.arguments import parse_config
 from rl.config import RLConfig
 
 PROGRAM = "python -m rl.train"

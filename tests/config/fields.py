@@ -5,7 +5,7 @@ with the fields that it is the test of. A field has one test.
 """
 
 ACTS = """\
-actors/test_reward.py
+actors/test_reward_workers.py
   test_reward_that_kills_or_blocks_its_worker_is_tried_twice: DeadlineConfig reward
   test_lost_worker_is_started_again_while_another_goes_on: RolloutConfig reward_workers
 algorithms/test_advantages.py
@@ -169,7 +169,7 @@ tasks/test_reasoning_gym.py
     ReasoningGym.Config options
 test_choices.py
   test_a_gpu_of_the_right_kind_computes_in_float8_itself: Float8LinearConverter.Config emulate
-test_run.py
+cli/test_training_run.py
   test_a_folder_that_another_run_writes_to_is_refused: RunConfig output_dir
 trainers/test_auxiliary_models.py
   test_a_penalty_in_the_reward_lowers_the_advantage:

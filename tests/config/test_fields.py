@@ -13,9 +13,9 @@ from torchtitan.distributed.activation_checkpoint import MemoryBudgetAC
 
 from rl.algorithms.losses import ClippedLoss, PolicyLoss
 from rl.algorithms.sequence_losses import DPOLoss, SimPOLoss
-from rl.cli import find_config
+from rl.cli.arguments import find_config
 from rl.errors import ConfigError
-from rl.rules import Fixed, rule_of
+from rl.types.rules import Fixed, rule_of
 from rl.validation import validate
 from rl.validation.values import values
 from tests.bench.programs import module
@@ -27,6 +27,7 @@ from tests.validation.full_config import full_config
 from tests.validation.test_values import put
 
 TESTS = Path(__file__).parents[1]
+LOSSES = "algorithms/test_losses.py::test_loss_and_gradient_match_the_papers"
 KINDS = {
     "RLConfig": "quickstart",
     "SFTConfig": "sft_jsonl",

@@ -15,13 +15,13 @@ from torchtitan.distributed.activation_checkpoint import MemoryBudgetAC
 
 from rl.algorithms.advantages import GAE, GroupAdvantage, LeaveOneOut, ReinforcePlusPlus
 from rl.algorithms.losses import ClippedLoss, DistillationLoss
-from rl.cli import find_config
+from rl.cli.arguments import find_config
 from rl.config import RLConfig, RoleConfig
 from rl.errors import ConfigError
 from rl.tasks.guessing_game import GuessingGame
-from rl.training.config import ranks_of
+from rl.training.trainer_config import ranks_of
 from rl.validation import validate
-from rl.validation.rollouts import validate_episodes
+from rl.validation.rl_runs import validate_episodes
 from rl.weights.transport import NETWORKS
 from tests.config.command_line import parse
 from tests.tables import check_rows

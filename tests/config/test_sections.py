@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from torchtitan.components.checkpointer import base as checkpointing
 
-from rl.cli import find_config
+from rl.cli.arguments import find_config
 from rl.config import RunConfig, SampledEvaluationConfig
 from rl.tasks.copy_digits import CopyDigits
 from tests.trainers.tiny_chat import tiny_chat_model

@@ -11,7 +11,7 @@ from rl.data.batches import batch_of, batch_of_pairs
 from rl.data.conversations import ConversationsConfig, read_conversations
 from rl.data.examples import EncodingConfig
 from rl.data.preferences import read_preferences
-from rl.session.config import DeadlineConfig
+from rl.session.session_config import DeadlineConfig
 from rl.types import Completion, Prompt, Rollout
 from tests.dialects.conversations import said, user
 

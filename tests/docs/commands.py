@@ -2,7 +2,7 @@
 
 from functools import cache
 
-from rl.cli import parse_config, shipped_configs
+from rl.cli.arguments import parse_config, shipped_configs
 from rl.launch.targets import TARGETS
 from tests.docs.pages import ROOT
 

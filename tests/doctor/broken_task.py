@@ -4,7 +4,7 @@ import random
 import time
 from dataclasses import dataclass, replace
 
-from rl.cli import find_config
+from rl.cli.arguments import find_config
 from rl.config import RLConfig
 from rl.environments.protocol import EnvironmentTask, MessageEnvironment, Opening, Reply
 from rl.environments.task import Score

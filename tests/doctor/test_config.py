@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from rl.cli import find_config
+from rl.cli.arguments import find_config
 from rl.config import RoleConfig
+from rl.config.frozen import frozen
 from rl.doctor.__main__ import main
 from rl.doctor.config import check_settings
-from rl.frozen import frozen
 from rl.model.shape import ModelConfig
 
 DP = "--trainer.parallelism.data_parallel_shard_degree"

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from configs.quickstart import quickstart
-from rl.cli import find_config
+from rl.cli.arguments import find_config
 from rl.doctor.host import Host, check_host, driver_of
-from rl.doctor.room import check_memory, check_output, check_room
+from rl.doctor.resources import check_memory, check_output, check_room
 from rl.plan.plan import Plan
 from rl.validation.values import value_of
 from tests.tables import check_rows

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rl.cli import find_config, shipped_configs
+from rl.cli.arguments import find_config, shipped_configs
 from rl.doctor import reward
 from tests.doctor import broken_task
 from tests.tables import check_rows

@@ -12,11 +12,11 @@ import torch.distributed.checkpoint as dcp
 
 from configs.quickstart import quickstart
 from configs.sft_jsonl import sft_jsonl
+from rl.config.frozen import frozen
 from rl.doctor.run import check_run
-from rl.frozen import frozen
+from rl.observe.checkpoint_folders import ROLLOUTS
 from rl.observe.owner import FolderOwner
-from rl.observe.rollouts import Chunk, write_rollouts
-from rl.step_folders import ROLLOUTS
+from rl.observe.rollout_files import Chunk, write_rollouts
 from tests.tables import check_rows
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pyarrow.parquet as parquet
 
 from rl.observe.record import rows_of
-from rl.observe.rollouts import RolloutFolder
+from rl.observe.rollout_files import RolloutFolder
 from tests import warm
 from tests.warm import Program
 

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 import rl
 from rl.algorithms.losses import grpo
-from rl.cli import find_config
+from rl.cli.arguments import find_config
 from rl.config import PreferenceDataConfig, SFTDataConfig
 from rl.tasks.copy_digits import TOKEN, WORDS, is_held_out, word_tokenizer
 

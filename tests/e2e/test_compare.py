@@ -2,7 +2,7 @@
 
 import pytest
 
-from rl.compare import main
+from rl.compare.__main__ import main
 from tests.e2e.pipelines import LONG
 from tests.e2e.test_programs import accepted, answer_of
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from torch.distributed.checkpoint import FileSystemReader
 
-from rl.observe.rollouts import read_rollouts, write_rollouts
-from rl.replay import main
+from rl.observe.rollout_files import read_rollouts, write_rollouts
+from rl.replay.__main__ import main
 from tests.e2e.pipelines import LONG, each_kind
 from tests.e2e.runs import TINY, Run, words
 from tests.e2e.test_episodes import EPISODES

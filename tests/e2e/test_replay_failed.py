@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rl.observe.rollouts import read_rollouts
+from rl.observe.rollout_files import read_rollouts
 from tests.e2e.runs import TINY, Run, words
 from tests.e2e.test_programs import answer_of
 

@@ -10,12 +10,12 @@ import numpy as np
 import openai
 import pytest
 
-from rl import http_server
 from rl.errors import ConfigError, RunError
 from rl.gateway import gateway as sessions
 from rl.gateway.http import serving
 from rl.gateway.protocol import ApiError
-from rl.sampling_mask import SamplingMask
+from rl.host import http_server
+from rl.types.sampling_mask import SamplingMask
 from tests.gateway.agent_tasks import Clock
 from tests.gateway.agents import LONGEST, Policy, awaited, collected, make_gateway, server, session
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rl.generation.config import GeneratorConfig
+from rl.generation.generator_config import GeneratorConfig
 from rl.model.shape import ModelConfig
 from tests.generation.policies import NARROW, TIED_FUSED, TIED_SPLIT, Policy
 from tests.generation.ranks import INTERPRETED, GeneratorRanks, push

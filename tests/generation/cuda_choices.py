@@ -76,7 +76,7 @@ def believe_in_gpus() -> None:
 
     driver = SimpleNamespace(is_active=lambda: True)
     triton.backends.backends["cpu"] = SimpleNamespace(driver=driver)  # vLLM's CPU build asks for it
-    importlib.import_module("rl.generation.model")  # with the kernels of this build
+    importlib.import_module("rl.generation.vllm_model")  # with the kernels of this build
     for name in KERNELS:
         sys.modules[name] = Kernels(name)
     pretend(H100)
@@ -130,7 +130,7 @@ def choices(config: Any, backend: str) -> dict[str, Any]:
 
 def chosen(config: RLConfig, changes: dict[str, Any]) -> dict[str, Any]:
     """Return vLLM's choices for the generators of ``config`` with ``changes``."""
-    from rl.generation.start import vllm_config
+    from rl.generation.start_vllm import vllm_config
 
     model = config.model
     shape = shape_of(model)

@@ -16,7 +16,7 @@ import torch
 from torch.distributed import TCPStore
 
 from rl.compat.vllm_internals import kv_caches
-from rl.generation.config import GeneratorConfig, environment
+from rl.generation.generator_config import GeneratorConfig, environment
 from rl.model.shape import ModelConfig
 from rl.model.shards import Box
 from rl.types import Completion, GenerationRequest, Sampling

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rl.generation.config import GeneratorConfig, environment
+from rl.generation.generator_config import GeneratorConfig, environment
 
 
 @pytest.mark.parametrize(("dtype", "precision"), [("float32", "ieee"), ("bfloat16", None)])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rl.generation.config import GeneratorConfig, environment
+from rl.generation.generator_config import GeneratorConfig, environment
 
 GOLDEN = Path(__file__).with_name("cuda_choices.json")
 COMMAND = ("-m", "tests.generation.cuda_choices")

@@ -13,8 +13,8 @@ import torch
 
 from rl.compat.vllm_internals import kv_caches
 from rl.errors import ConfigError, RunError
-from rl.generation.config import GeneratorConfig
-from rl.generation.start import RUNNER, vllm_config
+from rl.generation.generator_config import GeneratorConfig
+from rl.generation.start_vllm import RUNNER, vllm_config
 from tests.generation.policies import EXPERTS, TIED_SPLIT, UNTIED_SPLIT, Policy, error
 from tests.generation.ranks import generate, push, request
 
@@ -242,7 +242,7 @@ def rope_caches(engine):
 
 
 def with_first_words(engine, rows: torch.Tensor) -> torch.Tensor:
-    from rl.generation.model import first_word_if_nan
+    from rl.generation.vllm_model import first_word_if_nan
 
     return first_word_if_nan(rows)
 

@@ -11,7 +11,7 @@ import torch
 
 from rl.compat.vllm_internals import model_of
 from rl.errors import ConfigError
-from rl.generation.config import GeneratorConfig
+from rl.generation.generator_config import GeneratorConfig
 from tests.generation.policies import (
     EXPERTS,
     NARROW,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rl.cli import parse_config
+from rl.cli.arguments import parse_config
 from rl.model.shape import shape_of
 from rl.plan.speed import sizes_of
 from rl.validation import validate

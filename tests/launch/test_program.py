@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from rl.cli import parse_config
-from rl.frozen import frozen
+from rl.cli.arguments import parse_config
+from rl.config.frozen import frozen
 from rl.launch.__main__ import PLACES, main
 from rl.launch.targets import TARGETS
 from rl.observe.owner import FolderOwner

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rl.cli import find_config
+from rl.cli.arguments import find_config
 from rl.config import RLConfig
 from rl.errors import ConfigError, RunError
 from rl.launch import kubernetes, node, slurm

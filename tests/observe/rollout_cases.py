@@ -5,9 +5,9 @@ import math
 import numpy as np
 
 from rl.metrics import Value
-from rl.observe.rollouts import Chunk
-from rl.sampling_mask import SamplingMask
+from rl.observe.rollout_files import Chunk
 from rl.types import Completion, Prompt, Rollout, Sequence
+from rl.types.sampling_mask import SamplingMask
 
 
 def sequence(given: int, sampled: int) -> Sequence:

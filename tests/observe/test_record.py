@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rl.disk import failing_loudly
 from rl.errors import ConfigError, RunError
+from rl.host.disk import failing_loudly
 from rl.observe.owner import run_folder
 from rl.observe.record import RunRecord
 

@@ -3,9 +3,9 @@
 import pytest
 
 from rl.errors import RunError
+from rl.observe.checkpoint_folders import ROLLOUTS, StepFolders
 from rl.observe.record import RunRecord
-from rl.observe.rollouts import read_groups
-from rl.step_folders import ROLLOUTS, StepFolders
+from rl.observe.rollout_files import read_groups
 from tests.observe.rollout_cases import rollout
 
 

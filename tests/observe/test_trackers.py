@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rl.cli import find_config
+from rl.cli.arguments import find_config
 from rl.config import SinksConfig
 from rl.errors import ConfigError
 from rl.observe.sinks import Sinks

@@ -8,7 +8,7 @@ import torch
 from rl.compat.torch_internals import local_tensor
 from rl.config import RLConfig
 from rl.training.engine import TrainingEngine
-from rl.training.model import named_adapters, named_weights
+from rl.training.sharded_model import named_adapters, named_weights
 from rl.types import Batch
 from rl.weights.shared_memory import SharedMemoryPublisher
 from rl.weights.transport import Transfer

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from rl.algorithms.sequence_losses import KTOLoss
-from rl.cli import find_config, parse_config
+from rl.cli.arguments import find_config, parse_config
 from rl.config import SampledEvaluationConfig
-from rl.generation.config import GeneratorConfig
+from rl.generation.generator_config import GeneratorConfig
 from rl.plan.__main__ import main
 from rl.plan.plan import Plan
 from rl.plan.report import describe

@@ -7,12 +7,12 @@ import pytest
 from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC
 
 from rl.algorithms.losses import CISPOLoss
-from rl.cli import find_config, shipped_configs
+from rl.cli.arguments import find_config, shipped_configs
 from rl.config import RLConfig
-from rl.frozen import frozen
+from rl.config.frozen import frozen
 from rl.plan.__main__ import main
 from rl.plan.report import changes
-from rl.rules import Fixed, rule_of
+from rl.types.rules import Fixed, rule_of
 from rl.validation.values import values
 from tests.validation.full_config import full_config, with_converters
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rl.cli import find_config
+from rl.cli.arguments import find_config
 from rl.plan.fit import lacks_of, memories
 from rl.plan.memory import GIB, WORKER_PROCESS, all_ranks
 from rl.plan.plan import Plan

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rl.generation.config import GeneratorConfig, kv_bytes_at_least
+from rl.generation.generator_config import GeneratorConfig, kv_bytes_at_least
 from rl.model.shape import ModelConfig, shape_of
 from rl.plan.memory import GIB, all_ranks, kv_sequences
 from rl.plan.planned_run import PlannedRun

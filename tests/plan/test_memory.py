@@ -10,7 +10,7 @@ from torchtitan.components.lora import LoRAConverter
 from torchtitan.distributed.activation_checkpoint import FullAC
 
 from rl.algorithms.advantages import GAE
-from rl.cli import find_config
+from rl.cli.arguments import find_config
 from rl.config import RLConfig
 from rl.model.shape import ModelConfig
 from rl.model.shards import Layout, Shard

@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 
-from rl.cli import parse_config, shipped_configs
+from rl.cli.arguments import parse_config, shipped_configs
 from rl.config import RLConfig
 from rl.plan.__main__ import main
 from rl.plan.plan import Plan

@@ -36,7 +36,7 @@ RULES = {
     "qwen3_8b --deadlines.reward 0": "deadlines.reward is 0.0; it must be above 0",
     "qwen3_8b --hardware.training_efficiency 40": "is 40.0; it must be at",
     "qwen3_8b_2_nodes --weights.transport shared_memory": "is 'shared_memory'; it must be 'auto', "
-    "'tcp', 'rdma' or 'torchstore' with trainer.nodes=1 and generator.nodes=1",
+    "'tcp', .* with trainer.nodes=1 and generator.nodes=1",
     EXPERTS: r"is 4; it must be a divisor of model.num_experts=8 and .*=2: one of \[1, 2\]",
 }
 """Command lines, and the sentences that refuse them."""

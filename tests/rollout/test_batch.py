@@ -9,8 +9,8 @@ import torch
 from rl.algorithms.batch import make_batch
 from rl.metrics import Value
 from rl.rollout.rollout_metrics import rollout_metrics
-from rl.sampling_mask import SamplingMask
 from rl.types import Batch, Rollout
+from rl.types.sampling_mask import SamplingMask
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ from contextlib import contextmanager
 import pytest
 
 from rl.actors.generator import GeneratorMesh
-from rl.actors.trainer import TrainerMesh
-from rl.generation.config import GeneratorConfig
-from rl.trainers.compare import comparable
+from rl.actors.policy_trainer import TrainerMesh
+from rl.compare.comparison import comparable
+from rl.generation.generator_config import GeneratorConfig
 from tests.session.open_actors import OpenGenerator, OpenTrainer
 from tests.session.sessions import Sessions, config_of, trainer_config
 

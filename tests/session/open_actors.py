@@ -12,7 +12,7 @@ import torch.distributed as dist
 from monarch.actor import concurrent_endpoint
 
 from rl.actors.generator import Generator
-from rl.actors.trainer import PolicyTrainer
+from rl.actors.policy_trainer import PolicyTrainer
 from rl.model.shards import Box, Shard
 from rl.types import Batch
 from rl.weights.transport import Sent

@@ -13,10 +13,10 @@ from torchtitan.components.lora import LoRAConverter
 
 from rl.actors.hosts import Hosts
 from rl.model.shape import ModelConfig
-from rl.session.config import DeadlineConfig, SessionConfig
 from rl.session.meshes import Meshes
 from rl.session.session import Session
-from rl.training.config import TrainerConfig, default_adamw
+from rl.session.session_config import DeadlineConfig, SessionConfig
+from rl.training.trainer_config import TrainerConfig, default_adamw
 from rl.types import Batch
 
 DEADLINES = DeadlineConfig(start=300.0, call=301.0, heartbeat=0.0)

@@ -12,7 +12,7 @@ import torch
 
 import rl
 from rl.errors import ConfigError, RankLost, RunError
-from rl.session.config import DeadlineConfig
+from rl.session.session_config import DeadlineConfig
 from rl.tasks.copy_digits import CopyDigits
 from tests.actors.processes import assert_ended, pids_of
 

@@ -9,8 +9,8 @@ import torch
 
 from rl.algorithms.batch import make_batch
 from rl.algorithms.losses import grpo
-from rl.generation.config import GeneratorConfig
-from rl.trainers.compare import Comparison, Example, comparable, stale_cache_findings
+from rl.compare.comparison import Comparison, Example, comparable, stale_cache_findings
+from rl.generation.generator_config import GeneratorConfig
 from rl.types import GenerationRequest, Prompt, Rollout, Sampling, Sequence
 from tests.session import faults
 from tests.session.sessions import DEADLINES, config_of, model_config, on_its_loop, trainer_config

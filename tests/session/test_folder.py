@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl.session.config import SessionConfig
 from rl.session.session import Session
+from rl.session.session_config import SessionConfig
 from tests import warm
 
 

@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 import pytest
 import torch
 
-from rl.trainers.compare import comparable
+from rl.compare.comparison import comparable
 from scripts.gpu_check.sessions import judge_offload, judge_parity, judge_push
 from scripts.gpu_check.setting import Setting
 from scripts.gpu_check.trained import judge_graphs

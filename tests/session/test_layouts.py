@@ -5,7 +5,7 @@ import torch
 from torchtitan.components.lora import LoRAConverter
 
 from rl.algorithms.losses import grpo
-from rl.generation.config import GeneratorConfig
+from rl.generation.generator_config import GeneratorConfig
 from rl.model.digest import merge_digests
 from rl.types import Batch, GenerationRequest, Sampling
 from tests.session.open_actors import shards_of, whole

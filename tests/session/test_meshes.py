@@ -7,7 +7,7 @@ import pytest
 
 from rl.actors.hosts import Hosts
 from rl.algorithms.advantages import GAE
-from rl.cli import find_config
+from rl.cli.arguments import find_config
 from rl.config import RLConfig, RoleConfig
 from rl.session.session import Session
 

@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from rl.errors import ActorFailure, NodeLost
-from rl.generation.config import GeneratorConfig
+from rl.generation.generator_config import GeneratorConfig
 from rl.model.shards import Box, Region
+from rl.observe.checkpoint_folders import StepFolders
 from rl.observe.events import WARNINGS, Event, Events
 from rl.observe.spans import Stopwatch
 from rl.session import push
 from rl.session.concurrency import background
-from rl.session.config import SessionConfig
 from rl.session.push import WeightPush
 from rl.session.residency import Residency
-from rl.step_folders import StepFolders
+from rl.session.session_config import SessionConfig
 from rl.weights.transport import TransferFailed, VersionGone, WeightPushConfig
 from tests.loops import in_a_loop
 from tests.trainers.fakes import WAIT_S, Generator, Trainer

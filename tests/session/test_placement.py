@@ -2,7 +2,7 @@
 
 import pytest
 
-from rl.cli import find_config
+from rl.cli.arguments import find_config
 from rl.config import RLConfig
 from rl.errors import ConfigError
 from rl.session.placement import Placement

@@ -7,7 +7,7 @@ import torch
 
 from rl.algorithms.losses import grpo
 from rl.errors import RunError
-from rl.generation.config import GeneratorConfig
+from rl.generation.generator_config import GeneratorConfig
 from rl.model.digest import merge_digests
 from rl.session.session import Session
 from rl.types import GenerationRequest, Sampling

@@ -13,7 +13,7 @@ import torch
 
 from rl.algorithms.losses import grpo
 from rl.errors import ActorFailure, RankLost
-from rl.generation.config import GeneratorConfig
+from rl.generation.generator_config import GeneratorConfig
 from rl.types import Completion, GenerationRequest, Sampling
 from tests.actors.processes import assert_ended, pids_of
 from tests.session.sessions import DEADLINES, PROMPTS, batch, on_its_loop, trainer_config

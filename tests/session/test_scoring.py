@@ -13,7 +13,7 @@ from rl.observe.spans import Stopwatch
 from rl.rollout.rollouter import Rollouter
 from rl.rollout.scoring import rollouts_of
 from rl.session.meshes import Meshes
-from rl.session.scoring import TaskRollouters, rollouter_of
+from rl.session.task_rollouters import TaskRollouters, rollouter_of
 from rl.tasks.copy_digits import CopyDigits
 from rl.types import Completion, Sampling
 

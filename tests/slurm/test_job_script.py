@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rl.cli import find_config
+from rl.cli.arguments import find_config
 from rl.launch.freeze import Launch
 from rl.launch.slurm import script
 from tests.slurm.cluster import Cluster

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl.cli import parse_config
+from rl.cli.arguments import parse_config
 from rl.config import RLConfig
+from rl.config.frozen import frozen
 from rl.data.order import epoch_index
 from rl.environments.task import Score, Task
 from rl.errors import ConfigError, RunError
-from rl.frozen import frozen
 from rl.model.shape import ModelConfig
 from rl.rollout.scoring import is_async, score_group
 from rl.tasks.copy_digits import TOKEN, CopyDigits, word_tokenizer

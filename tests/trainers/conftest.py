@@ -8,12 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl.cli import find_config
+from rl.cli.arguments import find_config
 from rl.errors import Interrupted
+from rl.observe.checkpoint_folders import StepFolders
 from rl.observe.progress import Progress
 from rl.observe.record import RunRecord
 from rl.session.session import Session
-from rl.step_folders import StepFolders
 from rl.trainers.rl import RLTrainer
 from rl.trainers.run_folder import RunFolder
 from tests.trainers.fakes import Generator, Rewards, Trainer

@@ -12,7 +12,7 @@ import torch
 from rl.errors import ActorFailure, GroupLost, RankLost
 from rl.metrics import Metrics, Value
 from rl.model.shards import Box, Region
-from rl.step_folders import StepFolders
+from rl.observe.checkpoint_folders import StepFolders
 from rl.types import Batch, Completion, GenerationRequest, Prompt, Rollout
 from rl.weights.transport import Sent
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from rl.cli import find_config
+from rl.cli.arguments import find_config
 from rl.config import RLConfig, RunConfig
 from rl.trainers.trainer import Trainer
 from rl.types import Batch

@@ -11,9 +11,9 @@ from configs.quickstart import quickstart
 from rl.algorithms.batch import counts_of
 from rl.algorithms.losses import ImportanceSamplingLoss
 from rl.config import RLConfig
-from rl.rules import at_least
 from rl.trainers.algorithm import Algorithm
 from rl.types import Batch, Rollout
+from rl.types.rules import at_least
 
 
 class RejectionSampling(Algorithm):

@@ -7,7 +7,8 @@ import shlex
 import pytest
 from torch import OutOfMemoryError
 
-from rl.cli import find_config
+from rl.cli.arguments import find_config
+from rl.config.frozen import frozen
 from rl.errors import (
     ActorFailure,
     AlarmRaised,
@@ -19,7 +20,6 @@ from rl.errors import (
     RunError,
     UserCodeFailed,
 )
-from rl.frozen import frozen
 from rl.observe.progress import Progress
 from rl.observe.record import RunRecord, failing_loudly
 from rl.trainers import advice, run_folder

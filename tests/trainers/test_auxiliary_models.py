@@ -8,7 +8,7 @@ import torch
 from rl.algorithms.advantages import GAE, GroupAdvantage, LeaveOneOut
 from rl.algorithms.kl import AdaptiveKL
 from rl.algorithms.losses import ClippedLoss
-from rl.cli import find_config
+from rl.cli.arguments import find_config
 from rl.config import RoleConfig
 from tests.trainers.fakes import Critic, Reference
 from tests.trainers.loops import calls, left, lost_once, updates

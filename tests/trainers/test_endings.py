@@ -11,13 +11,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl import errors, frames
+from rl import errors
 from rl.algorithms.advantages import GAE
-from rl.cli import find_config
+from rl.cli.arguments import find_config
+from rl.config import users_code
 from rl.errors import NodeLost, RunError
+from rl.host.process import LEAVING
 from rl.observe.progress import Progress
 from rl.observe.record import RunRecord
-from rl.program import LEAVING
 from rl.trainers.endings import Interrupts, fail
 from rl.trainers.run_folder import RunFolder, claim_run
 from tests.actors.processes import wait_until_delivered
@@ -146,17 +147,20 @@ def test_the_place_is_the_innermost_frame_of_the_users_own_code(monkeypatch):
     """
     # json is a library: the frame that called it is the user's.
     error = raised_by("import json\ndef read(): json.loads('{')\nread()", "/home/me/my_task.py")
-    assert frames.place_of(error) == "/home/me/my_task.py, line 2, in read"
+    assert users_code.place_of(error) == "/home/me/my_task.py, line 2, in read"
     try:
         boom()
     except ZeroDivisionError:
         text = traceback.format_exc()
     error = raised_by("raise Error(text)", errors.__file__, Error=RunError, text=text)
-    assert frames.place_of(error) == f"{__file__}, line {boom.__code__.co_firstlineno + 1}, in boom"
-    monkeypatch.setattr(frames, "_FOREIGN", (*frames._FOREIGN, __file__))
+    assert (
+        users_code.place_of(error)
+        == f"{__file__}, line {boom.__code__.co_firstlineno + 1}, in boom"
+    )
+    monkeypatch.setattr(users_code, "_FOREIGN", (*users_code._FOREIGN, __file__))
     error = raised_by("import json; json.loads('{')", "<string>")
-    assert "json/decoder.py, line" in frames.place_of(error)
-    assert frames.place_of(RunError("never raised")) == "an unknown place"
+    assert "json/decoder.py, line" in users_code.place_of(error)
+    assert users_code.place_of(RunError("never raised")) == "an unknown place"
 
 
 def interrupted(

@@ -6,8 +6,8 @@ import json
 import pytest
 
 from rl.errors import ActorFailure, ConfigError, RankLost, RunError
-from rl.observe.rollouts import read_rollouts
-from rl.trainers.failed import RepeatedCall, read_failure
+from rl.observe.rollout_files import read_rollouts
+from rl.replay.repeated_call import RepeatedCall, read_failure
 
 NO_RESTARTS = {"max_restarts": 0}
 

@@ -7,8 +7,8 @@ import pytest
 
 from rl.errors import RunError
 from rl.model.shards import Box
-from rl.observe.rollouts import read_groups
-from rl.step_folders import ROLLOUTS
+from rl.observe.checkpoint_folders import ROLLOUTS
+from rl.observe.rollout_files import read_groups
 from tests.trainers.loops import calls, evaluating, results
 
 CANARY = {"weights.digests": False}

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from rl.errors import ActorFailure, RunError
-from rl.step_folders import ROLLOUTS
+from rl.observe.checkpoint_folders import ROLLOUTS
 from tests.trainers.loops import (
     EACH_PIPELINE,
     calls,

@@ -14,7 +14,7 @@ from rl.algorithms.batch import counts_of
 from rl.algorithms.corrections import MaskedIS, StalenessDecay, TruncatedIS
 from rl.algorithms.kl import AdaptiveKL
 from rl.algorithms.losses import ClippedLoss, DecoupledLoss, grpo
-from rl.cli import find_config
+from rl.cli.arguments import find_config
 from rl.config import PolicyGradientConfig, RolloutConfig
 from rl.errors import ConfigError, RunError
 from rl.metrics import Value

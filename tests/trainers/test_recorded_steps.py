@@ -6,7 +6,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rl.errors import RunError
 from rl.observe.record import rows_of
-from rl.observe.rollouts import read_rollouts
+from rl.observe.rollout_files import read_rollouts
 from rl.trainers.report import Report
 from tests.trainers.loops import evaluating, lost_once
 

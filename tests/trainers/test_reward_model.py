@@ -12,7 +12,7 @@ from torchtitan.components.lora import LoRAConverter
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rl.algorithms.advantages import GAE, GroupAdvantage
-from rl.cli import find_config
+from rl.cli.arguments import find_config
 from rl.config import RoleConfig
 from rl.errors import ConfigError
 from rl.model.reward_model import describe_reward_model

@@ -9,11 +9,11 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rl
-from rl.cli import find_config, parse_config
+from rl.cli.arguments import find_config, parse_config
 from rl.config import SampledEvaluationConfig
 from rl.data.batches import batch_of
 from rl.errors import ConfigError, Interrupted
-from rl.generation.config import GeneratorConfig
+from rl.generation.generator_config import GeneratorConfig
 from rl.observe.record import rows_of
 from rl.tasks.copy_digits import CopyDigits
 from rl.tasks.gsm8k_jsonl import Gsm8kJsonl

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import pytest
 
-from rl.cli import find_config
+from rl.cli.arguments import find_config
 from rl.config import SampledEvaluationConfig
 from rl.errors import Interrupted
 from rl.tasks.gsm8k_jsonl import Gsm8kJsonl

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import torch
 
-from rl.sampling_mask import SamplingMask, encode
 from rl.types import Batch
+from rl.types.sampling_mask import SamplingMask, encode
 
 VOCAB_SIZE = 30
 

@@ -18,10 +18,10 @@ from rl.model.digest import digests
 from rl.model.shape import ModelConfig
 from rl.model.shards import Shards
 from rl.training.checkpoint import Checkpointer
-from rl.training.config import TrainerConfig
 from rl.training.engine import TrainingEngine
 from rl.training.micro_batches import balanced
-from rl.training.model import shard_of
+from rl.training.sharded_model import shard_of
+from rl.training.trainer_config import TrainerConfig
 from rl.types import Batch, Head
 from tests.training.batches import (
     VOCAB_SIZE,

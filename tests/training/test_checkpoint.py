@@ -12,7 +12,7 @@ import torch
 
 from rl.errors import RunError
 from rl.model.digest import ShardDigests, digests, merge_digests
-from rl.step_folders import ROLLOUTS
+from rl.observe.checkpoint_folders import ROLLOUTS
 from rl.training.checkpoint import Checkpointer
 from tests.training.batches import ragged_batch
 from tests.training.layouts import LAYOUTS
@@ -219,7 +219,7 @@ def test_a_deletion_that_is_killed_leaves_nothing_that_looks_complete(one, monke
         checkpointer.save(step, {"step": step})
     with monkeypatch.context() as killed:
         first_file = lambda path, **_: next(path.iterdir()).unlink()  # noqa: E731
-        killed.setattr("rl.step_folders.shutil.rmtree", first_file)
+        killed.setattr("rl.observe.checkpoint_folders.shutil.rmtree", first_file)
         checkpointer.save(3, {"step": 3})
     assert (checkpoints / "step-1").is_dir()
     assert checkpointer.load() == {"step": 3}

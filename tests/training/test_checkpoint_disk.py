@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from rl.errors import RunError, StorageFull
 from rl.model.digest import digests, merge_digests
-from rl.step_folders import StepFolders
+from rl.observe.checkpoint_folders import StepFolders
 from rl.training.all_ranks import failures_as_run_error
 from tests.training.batches import ragged_batch
 from tests.training.layouts import LAYOUTS
@@ -125,7 +125,7 @@ def test_a_checkpoint_is_on_disk_before_older_ones_are_deleted(one, synced, monk
         rmtree(path, **options)
 
     synced.clear()
-    monkeypatch.setattr("rl.step_folders.shutil.rmtree", delete)
+    monkeypatch.setattr("rl.observe.checkpoint_folders.shutil.rmtree", delete)
     checkpointer.save(3, {})
     assert sorted(os.listdir(checkpoints)) == ["step-2", "step-3"]
 

@@ -18,9 +18,9 @@ from torchtitan.models.common.attention import FlexAttention, VarlenAttention
 from rl.errors import ConfigError
 from rl.training import attention as attention_module
 from rl.training.attention import DenseAttention, attention_config
-from rl.training.config import TrainerConfig, one_rank
 from rl.training.context import SequenceShard
 from rl.training.engine import TrainingEngine
+from rl.training.trainer_config import TrainerConfig, one_rank
 from tests.training.ranks import on_ranks
 from tests.training.scenes import TIED_FUSED
 

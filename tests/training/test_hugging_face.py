@@ -17,9 +17,9 @@ from torchtitan.components.lora import LoRAConverter
 
 from rl.errors import RunError
 from rl.model.shape import ModelConfig
-from rl.training import hugging_face
+from rl.training import hugging_face_folders
 from rl.training.hugging_face_names import TensorPiece
-from rl.training.model import is_adapter
+from rl.training.sharded_model import is_adapter
 from tests.training.batches import ragged_batch
 from tests.training.layouts import LAYOUTS, Layout
 from tests.training.model_folders import (
@@ -105,7 +105,7 @@ def test_a_checkpoint_of_the_run_precedes_the_initial_folder(tmp_path, source):
 
 
 def test_large_weights_are_split_over_files_as_hugging_face_does(tmp_path, monkeypatch):
-    monkeypatch.setattr("rl.training.hugging_face.FILE_BYTES", 20_000)
+    monkeypatch.setattr("rl.training.hugging_face_folders.FILE_BYTES", 20_000)
     model = ModelConfig(**SIZES, max_seq_len=64)
     out = exported(engine_of(model, folder=str(tmp_path)), model, tmp_path)
     files = sorted(out.glob("*.safetensors"))
@@ -202,10 +202,10 @@ def adopt_and_count(folder: str, layout: str, export: str) -> dict[str, Any]:
         written.append(values.numel())
         write_piece(file, piece, start, values)
 
-    write_piece = hugging_face._write_piece
+    write_piece = hugging_face_folders._write_piece
     with (
-        mock.patch.object(hugging_face, "safe_open", open_counted),
-        mock.patch.object(hugging_face, "_write_piece", write_counted),
+        mock.patch.object(hugging_face_folders, "safe_open", open_counted),
+        mock.patch.object(hugging_face_folders, "_write_piece", write_counted),
     ):
         return adopted(folder, LAYOUTS[layout], export) | {"read": read, "written": written}
 

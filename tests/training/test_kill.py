@@ -15,7 +15,7 @@ import pytest
 
 from rl.model.digest import digests, merge_digests
 from rl.model.shape import ModelConfig
-from rl.step_folders import StepFolders
+from rl.observe.checkpoint_folders import StepFolders
 from tests.training.batches import ragged_batch
 from tests.training.layouts import LAYOUTS
 from tests.training.ranks import Ranks, on_ranks

@@ -10,9 +10,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import profile
 from torch.testing import assert_close
 
-from rl.sampling_mask import SamplingMask, encode
+from rl.training.kept_logits import KeptLogits
 from rl.training.logprobs import linear_logprobs
-from rl.training.sampling_mask import KeptLogits
+from rl.types.sampling_mask import SamplingMask, encode
 from tests.training.ranks import on_ranks
 
 TOKENS = 10

@@ -17,7 +17,7 @@ from rl.model.shape import ModelConfig
 from rl.model.shards import Box
 from rl.training.checkpoint import Checkpointer
 from rl.training.engine import TrainingEngine
-from rl.training.model import is_adapter, local_box
+from rl.training.sharded_model import is_adapter, local_box
 from tests.training.batches import ragged_batch
 from tests.training.layouts import LAYOUTS
 from tests.training.model_folders import Folder, tensors_of, transformers_logits

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 from torchtitan.config import TrainingConfig
 
-from rl.rules import Bounds, Effect, Fixed, rule_of
 from rl.training.titan_fields import HONOURED, INSTEAD
+from rl.types.rules import Bounds, Effect, Fixed, rule_of
 from rl.validation.values import fields_of, is_number_field
 
 FILE = "rl/training/titan_fields.py"

@@ -9,7 +9,7 @@ from torchtitan.distributed.activation_checkpoint import MemoryBudgetAC
 
 from rl.algorithms.advantages import GAE
 from rl.algorithms.corrections import MaskedIS, StalenessDecay, TruncatedIS
-from rl.cli import find_config
+from rl.cli.arguments import find_config
 from rl.config import RLConfig, RoleConfig
 
 

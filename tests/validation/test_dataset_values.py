@@ -3,7 +3,7 @@
 import pytest
 
 from rl.algorithms.sequence_losses import KTOLoss
-from rl.cli import find_config
+from rl.cli.arguments import find_config
 from rl.errors import ConfigError
 from rl.validation import validate
 from tests.trainers.tiny_chat import tiny_chat_model

@@ -11,7 +11,7 @@ from rl.algorithms.kl import AdaptiveKL
 from rl.algorithms.losses import CISPOLoss, ClippedLoss
 from rl.config import RLConfig
 from rl.errors import ConfigError
-from rl.rules import Bounds, Fixed, rule_of
+from rl.types.rules import Bounds, Fixed, rule_of
 from rl.validation import validate
 from rl.validation.values import (
     fields_of,

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import uvicorn
 
-from rl.listening import listen, url_of
+from rl.host.listening import listen, url_of
 from rl.view.export import export
 from rl.view.run import Run
 from rl.view.server import make_app

@@ -11,8 +11,8 @@ from torchtitan.components.lora import LoRAConverter
 from rl.model.shape import ModelConfig, shape_of
 from rl.model.shards import Layout
 from rl.model.tp_plan import generator_layout
-from rl.training.config import TrainerConfig
 from rl.training.layout import trainer_layout
+from rl.training.trainer_config import TrainerConfig
 from rl.weights.routes import plan_push
 from tests.training.layouts import Layout as TrainerLayout
 from tests.training.ranks import on_ranks

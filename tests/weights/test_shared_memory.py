@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from rl.errors import RunError
+from rl.host.platform import memory_domain
 from rl.model.shards import Box, Region, Shard
-from rl.platform import memory_domain
 from rl.weights import shared_memory
 from rl.weights.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber
 from rl.weights.transport import Transfer

@@ -17,7 +17,7 @@ from rl.compat.fake_cuda import (
     tree_map_only,
 )
 from rl.plan.rehearsal import shadows
-from rl.plan.rehearsal.ledger import Ledger
+from rl.plan.rehearsal.device_ledger import Ledger
 from rl.plan.rehearsal.shadows import set_shadow, shadow_of
 
 ITEMS = ("aten._local_scalar_dense.default", "aten.item.default", "aten.is_nonzero.default")

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-import rl.training.model as model_module
-from rl.cli import parse_config
+import rl.training.sharded_model as model_module
+from rl.cli.arguments import parse_config
 from rl.compat import fake_flex
 from rl.compat.fake_cuda import pretend
 from rl.compat.titan import tell_device
@@ -25,9 +25,9 @@ from rl.config import RLConfig
 from rl.errors import end_program
 from rl.plan.memory import GIB
 from rl.plan.planned_run import LEARNING, PlannedRun
-from rl.plan.rehearsal.batches import Work, work_of
 from rl.plan.rehearsal.device import FakeCuda
-from rl.plan.rehearsal.ledger import Ledger, line_of_error
+from rl.plan.rehearsal.device_ledger import Ledger, line_of_error
+from rl.plan.rehearsal.rehearsed_batches import Work, work_of
 from rl.training.engine import TrainingEngine
 
 STEPS = 2

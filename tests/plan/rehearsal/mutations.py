@@ -46,7 +46,7 @@ class Together:
 
 ENGINE = "rl.training.engine:TrainingEngine"
 HEAD = "rl.training.logprobs:"
-METRICS = "rl.training.metrics:totals_of"
+METRICS = "rl.training.token_metrics:totals_of"
 MICRO = "rl.training.micro_batches:MicroBatch"
 ONE_DTYPE = "a product takes one dtype"
 

@@ -8,7 +8,7 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import Any
 
-from rl.plan.rehearsal.batches import MICRO_BATCHES
+from rl.plan.rehearsal.rehearsed_batches import MICRO_BATCHES
 from rl.plan.rehearsal.start import NOT_REHEARSED
 from rl.plan.report import NAMES
 from tests.warm import FORK
@@ -20,7 +20,7 @@ KNOWN = {
     "rl/training/engine.py _over_batch",  # number of micro-batches; weight of the whole batch
     "rl/training/micro_batches.py outputs_of",
     "rl/training/gradient.py _norm",
-    "rl/training/metrics.py reduce",
+    "rl/training/token_metrics.py reduce",
     # torchtitan's, in each micro-batch
     "torchtitan/models/common/attention.py create_varlen_metadata_for_document",
     "torchtitan/models/common/token_dispatcher.py _sync_token_count_exchange",
@@ -117,7 +117,7 @@ def _send(writes: Any, *job: Any) -> None:
 def _rehearsed(arguments: str, rank: int, role: str, change: Change | None) -> dict[str, Any]:
     import warnings
 
-    from rl.cli import parse_config
+    from rl.cli.arguments import parse_config
     from rl.plan.memory import all_ranks
     from rl.plan.planned_run import PlannedRun
     from rl.plan.rehearsal.rehearse import fake_device, rehearse

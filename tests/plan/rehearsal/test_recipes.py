@@ -4,7 +4,7 @@ model, since theirs is the user's.
 
 import pytest
 
-from rl.cli import shipped_configs
+from rl.cli.arguments import shipped_configs
 from rl.config import RLConfig
 from tests.plan.rehearsal.test_layouts import check_run
 

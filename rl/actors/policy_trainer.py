@@ -1,0 +1,114 @@
+"""PolicyTrainer, whose weights are pushed to generators, and the handle to its mesh."""
+
+import asyncio
+import contextlib
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+from monarch.actor import ProcMesh, concurrent_endpoint
+
+from rl.actors.group import Timed
+from rl.actors.hosts import Hosts
+from rl.actors.processes import stop_procs
+from rl.actors.worker import ModelWorker, WorkerGroup
+from rl.host.platform import memory_domain
+from rl.model.shards import Layout, layout_of
+from rl.types import Place
+from rl.weights.transport import Publisher, Transfer, open_publisher
+
+CLOSE_STORE_S = 10.0
+
+
+class PolicyTrainer(ModelWorker):
+    """One rank.
+
+    ``forward`` and ``forward_backward`` may run during a push. Calls that change or move the
+    weights wait for the push.
+    """
+
+    publisher: Publisher | None = None
+
+    @concurrent_endpoint
+    async def layout(self) -> tuple[str, Layout]:
+        return memory_domain(), layout_of((await self._in_engine(self.engine.shards)).values())
+
+    @concurrent_endpoint
+    async def open_publisher(self, transfer: Transfer) -> Any:
+        shards = list((await self._in_engine(self.engine.shards)).values())
+        await self._close_publisher()
+        self.publisher = open_publisher(transfer, shards, rank=dist.get_rank())
+        return self.publisher.address
+
+    @concurrent_endpoint
+    async def push_weights(self) -> Timed:
+        async with self._weights:
+            assert self.publisher is not None, "open_publisher comes first"
+            self.engine.require_resident("push_weights", "model")
+            begin = time.time()
+            sent = await self.publisher.publish(self.engine.version)
+            return Timed(sent, [("publish", begin, time.time())])
+
+    @concurrent_endpoint
+    async def excuse(self, generator: int) -> None:
+        if self.publisher is not None:
+            self.publisher.excuse(generator)
+
+    @concurrent_endpoint
+    async def close(self) -> None:
+        await self._close_publisher()
+        await self._in_engine(self._close)
+
+    async def _close_publisher(self) -> None:
+        async with self._weights:
+            if self.publisher is not None:
+                self.publisher.close()
+            self.publisher = None
+
+
+@dataclass(kw_only=True, eq=False)
+class TrainerMesh(WorkerGroup):
+    """Worker group of the policy, which also pushes weights."""
+
+    actor = PolicyTrainer
+    _store: "StoreProcess | None" = field(default=None, init=False)
+
+    async def open_publishers(self, transfer: Transfer) -> list[Any]:
+        """Make each rank ready to push; return the addresses that generators connect to."""
+        if transfer.transport == "torchstore" and self._store is None:
+            self._store = await StoreProcess.start(self.hosts)
+        return await self.call("open_publisher", transfer)
+
+    async def stop(self) -> None:
+        """End the processes, whatever they are doing. Raises nothing."""
+        await super().stop()
+        store = self._store
+        self._store = None
+        if store is not None:
+            await store.stop()
+
+
+class StoreProcess:
+    """A process with torchstore's volume, which every rank of the run finds by name."""
+
+    def __init__(self, procs: ProcMesh):
+        self._procs = procs
+
+    @classmethod
+    async def start(cls, hosts: Hosts) -> "StoreProcess":
+        """Spawn the process on the first host and open an empty store in it."""
+        from rl.weights.store import open_store
+
+        procs = hosts.spawn("store", Place(ranks=1), env={})
+        await open_store(procs)
+        return cls(procs)
+
+    async def stop(self) -> None:
+        """End the process and drop its contents; another can be started after it."""
+        from rl.weights.store import close_store
+
+        with contextlib.suppress(Exception):  # the process has ended
+            async with asyncio.timeout(CLOSE_STORE_S):
+                await close_store()
+        await stop_procs(self._procs)

@@ -1,0 +1,400 @@
+"""Processes that run the user's task: they score completions, or hold environments of episodes."""
+
+import asyncio
+import math
+import os
+import time
+from collections import deque
+from collections.abc import Awaitable, Coroutine, Iterable, Sequence
+from concurrent.futures import Executor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from monarch.actor import Actor, concurrent_endpoint
+
+from rl.actors.fork_server import GUARDED
+from rl.actors.group import ActorGroup
+from rl.actors.hosts import Hosts
+from rl.actors.mesh import Deadlines
+from rl.environments.protocol import EnvironmentTask
+from rl.environments.task import Task
+from rl.errors import ActorFailure, GroupLost, RankLost, RunError, WorkerLost
+from rl.host.threads import DaemonThread
+from rl.model.shape import ModelConfig
+from rl.observe.events import Events
+from rl.rollout.episodes import Environments
+from rl.rollout.scoring import LocalReward, Scored, is_async, rollouts_of, score_awaited
+from rl.types import Completion, EpisodeTurn, Place, Prompt, Rollout
+
+MESSAGE_S = 0.1  # time for the groups of a message, but at least one: quick groups share messages
+GRACE_S = 10.0  # for a busy worker to find that a call took too long
+MAX_HUNG = 8  # threads of calls that hang; more of them would slow down the other episodes
+LEAVE_S = 0.5  # for the answers of the last calls to be sent
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False)
+class RewardWorker(Actor):
+    """Process with a task of its own, which scores completions or has open episodes."""
+
+    config: Task.Config
+    seed: int
+    model: ModelConfig
+
+    @concurrent_endpoint
+    async def start(self) -> bool:
+        """Build the task; return whether it scores many groups at once."""
+        self._task: Task = self.config.build_scorer(seed=self.seed, model=self.model)
+        if isinstance(self._task, EnvironmentTask):
+            self._environments = Environments(self._task)
+        self._calls = 0
+        return is_async(self._task)
+
+    @concurrent_endpoint
+    async def score(
+        self, groups: list[tuple[Prompt, Sequence[Completion]]], limit: float
+    ) -> list[Scored | GroupLost]:
+        """Score the first groups: as many as there is time for, but at least one. A coroutine
+        function scores them all at once, each in at most ``limit`` seconds.
+        """
+        work = (_outcome(score_awaited(self._task, *group, limit=limit)) for group in groups)
+        if is_async(self._task):
+            return await asyncio.gather(*work)
+        ends = time.monotonic() + MESSAGE_S
+        answers = list[Scored | GroupLost]()
+        for each in work:
+            answers.append(await each)
+            if time.monotonic() > ends:
+                break
+        return answers
+
+    @concurrent_endpoint
+    async def open(self, key: int, prompt: Prompt, sample: int) -> EpisodeTurn | GroupLost:
+        return await self._answered(self._environments.open(key, prompt, sample))
+
+    @concurrent_endpoint
+    async def step(self, key: int, answer: Completion) -> EpisodeTurn | GroupLost:
+        return await self._answered(self._environments.step(key, answer))
+
+    @concurrent_endpoint
+    async def close(self, keys: list[int]) -> None:
+        await self._environments.close(keys)
+
+    async def _answered(self, call: Awaitable[EpisodeTurn]) -> EpisodeTurn | GroupLost:
+        """Return the result of ``call``. If too many calls hang in this process, it ends after the
+        calls under way, which may hang too: each is lost for its own reason.
+        """
+        self._calls += 1
+        try:
+            return await _outcome(call)
+        finally:
+            self._calls -= 1
+            if self._environments.hung > MAX_HUNG:
+                asyncio.get_running_loop().call_later(LEAVE_S, self._leave)
+
+    def _leave(self) -> None:
+        if not self._calls or self._environments.hung > MAX_HUNG**2:
+            os._exit(1)
+
+
+async def _outcome(call: Awaitable[T]) -> T | GroupLost:
+    """Return the result of ``call``, or the GroupLost that it raises."""
+    try:
+        return await call
+    except GroupLost as lost:
+        return lost
+
+
+def local_rewards(task: Task, limit: float, thread: Executor) -> Any:
+    """Return what scores completions of ``task`` in this process, or holds its environments: see
+    :class:`rl.rollout.scoring.LocalReward`.
+    """
+    if isinstance(task, EnvironmentTask):
+        return Environments(task)
+    return LocalReward(task, limit, thread)
+
+
+@dataclass(eq=False, slots=True)
+class _Job:
+    """Group of completions to score."""
+
+    prompt: Prompt
+    completions: Sequence[Completion]
+    scored: asyncio.Future[Scored]
+    alone: bool = False
+    """Whether this is the second try, because the worker that had the job first was lost."""
+
+    def settle(self, answer: Scored | Exception) -> None:
+        """Set the result unless it is already set."""
+        if self.scored.done():
+            return
+        if isinstance(answer, Exception):
+            self.scored.set_exception(answer)
+        else:
+            self.scored.set_result(answer)
+
+
+@dataclass(kw_only=True, eq=False)
+class RewardWorkers:
+    """Workers with a copy of the task each; with ``count`` 0, the task is in this process. ::
+
+        workers = RewardWorkers(config=config.task, model=config.model, count=2, ...)
+        await workers.start()
+        rollouts = await workers.score(prompt, completions)
+        turn = await workers.open(1, prompt, sample=0)      # of a task with environments
+        while turn.end is None:
+            turn = await workers.step(1, answer)
+        await workers.stop()
+
+    A worker that dies or hangs is started again.
+
+    - Groups to score wait in a queue, and an idle worker takes its share of them. A worker whose
+      ``score`` is a coroutine function always takes more. If a worker is lost, each of its groups
+      is tried once more, alone, so that only the group that is to blame is lost.
+    - An episode stays with one worker, the one with the fewest open episodes at its begin. If the
+      worker is lost, the next call of each of its episodes raises WorkerLost. Such an episode can
+      be opened once more under the same key.
+    """
+
+    config: Task.Config
+    model: ModelConfig
+    hosts: Hosts
+    count: int
+    seed: int
+    deadlines: Deadlines
+    events: Events
+    restarts: int = field(default=0, init=False)
+    """Number of times that a worker was started again."""
+
+    def __post_init__(self) -> None:
+        self._groups: dict[str, ActorGroup] = {}
+        self._load: dict[ActorGroup, int] = {}
+        """Number of open episodes, or of calls to score, of each worker that takes more work."""
+        self._homes: dict[int, ActorGroup] = {}
+        """Worker of each open episode."""
+        self._waiting: deque[_Job] = deque()
+        self._again: deque[_Job] = deque()
+        self._held: set[_Job] = set()
+        """Jobs that workers have."""
+        self._scores_at_once = False
+        self._started = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._thread = DaemonThread("reward")  # of a reward in this process
+        self._broken: RunError | None = RunError("the reward workers were not started")
+
+    async def start(self) -> None:
+        """Start the workers and build their tasks. Workers that still run are stopped first."""
+        await self.stop()
+        if self.count == 0:
+            task: Task = self.config.build_scorer(seed=self.seed, model=self.model)
+            self._here = local_rewards(task, self.deadlines.reward, self._thread)
+        names = [f"reward-{number}" for number in range(self.count)]
+        await asyncio.gather(*map(self._spawn, names))
+        self._broken = None
+        for name in names:
+            self._create_task(self._keep(name))
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the workers were started, and neither stopped nor given up since."""
+        return self._broken is None
+
+    async def stop(self) -> None:
+        """End the workers, whatever they are doing, and fail pending calls. Raises nothing."""
+        self._give_up(RunError("the reward workers were stopped"))
+        tasks = [*self._tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(group.stop() for group in self._groups.values()))
+        self._load.clear()
+        self._thread.shutdown()
+
+    async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Rollout]:
+        """Return the group's rollouts.
+
+        Raises:
+
+        - GroupLost if the reward raised, hung, died or returned no score.
+        - ActorFailure if a lost worker could not be started again.
+        """
+        if self.count == 0:
+            return await self._here.score(prompt, completions)
+        self._require()
+        sent = [completion.without_mask() for completion in completions]
+        job = _Job(prompt, sent, asyncio.get_running_loop().create_future())
+        self._waiting.append(job)
+        self._dispatch()
+        return rollouts_of(prompt, completions, await job.scored)
+
+    async def open(self, key: int, prompt: Prompt, sample: int) -> EpisodeTurn:
+        """Begin an episode; return the tokens before its first answer. Raises GroupLost."""
+        if self.count == 0:
+            return await self._here.open(key, prompt, sample)
+        self._require()
+        while (group := self._least_loaded()) is None:
+            self._started.clear()
+            await self._started.wait()
+            self._require()
+        self._homes[key] = group
+        self._load[group] += 1
+        return await self._ask(key, "open", key, prompt, sample)
+
+    async def step(self, key: int, answer: Completion) -> EpisodeTurn:
+        """Give the environment an answer of the policy; return the tokens before the next one, or
+        the end of the episode. Raises GroupLost.
+        """
+        if self.count == 0:
+            return await self._here.step(key, answer)
+        self._require()
+        return await self._ask(key, "step", key, answer.without_mask())
+
+    async def close(self, keys: Iterable[int]) -> None:
+        """Close the open episodes among ``keys``, without waiting for their workers. Raises
+        nothing.
+        """
+        if self.count == 0:
+            await self._here.close(keys)
+            return
+        homes: dict[ActorGroup, list[int]] = {}
+        for key in keys:
+            if (group := self._forget(key)) is not None:
+                homes.setdefault(group, []).append(key)
+        for group, own in homes.items():
+            self._create_task(self._close(group, own))
+
+    def _require(self) -> None:
+        if self._broken is not None:
+            raise self._broken.with_traceback(None)
+
+    def _least_loaded(self) -> ActorGroup | None:
+        running = [group for group in self._load if not group.is_over]
+        return min(running, key=self._load.__getitem__, default=None)
+
+    def _dispatch(self) -> None:
+        """Send waiting jobs to workers, second tries first and alone."""
+        while self._again or self._waiting:
+            group = self._least_loaded()
+            takes_more = self._scores_at_once and not self._again
+            if group is None or (self._load[group] and not takes_more):
+                return
+            if self._again:
+                jobs = [self._again.popleft()]
+                del self._load[group]  # it takes no more work
+            else:
+                jobs = self._share()
+                self._load[group] += 1
+            self._create_task(self._score(group, jobs))
+
+    def _share(self) -> list[_Job]:
+        """Take one worker's share of the waiting jobs."""
+        count = math.ceil(len(self._waiting) / self.count)
+        return [self._waiting.popleft() for _ in range(count)]
+
+    async def _score(self, group: ActorGroup, jobs: list[_Job]) -> None:
+        given = [(job.prompt, job.completions) for job in jobs]
+        self._held |= {*jobs}
+        limit = self.deadlines.reward
+        try:
+            (answers,) = await group.call("score", given, limit, deadline=self._call_s)
+        except RankLost as failure:
+            answers = [self._lost(job, failure) for job in jobs if job.alone]
+            for job in jobs:
+                job.alone = True
+        except Exception as error:  # any error must reach the callers of ``score``
+            answers = [error] * len(jobs)
+        self._held -= {*jobs}
+        for job, answer in zip(jobs, answers, strict=False):
+            job.settle(answer)
+        left = [job for job in reversed(jobs) if not job.scored.done()]
+        self._again.extendleft(job for job in left if job.alone)
+        self._waiting.extendleft(job for job in left if not job.alone)
+        if not group.is_over:
+            self._load[group] = self._load.get(group, 1) - 1
+        self._dispatch()
+
+    def _lost(self, job: _Job, failure: RankLost) -> GroupLost:
+        how, task = self._named(failure)
+        message = f"the reward of {task} {how}; prompt {job.prompt.prompt_id}; {failure}"
+        return GroupLost(f"reward {how}", message)
+
+    async def _ask(self, key: int, endpoint: str, *args: Any) -> EpisodeTurn:
+        """Call the worker that has episode ``key``. Raises GroupLost."""
+        group = self._homes[key]
+        in_call = not group.is_over
+        try:
+            (turn,) = await group.call(endpoint, *args, deadline=self._call_s)
+        except RankLost as failure:
+            how, task = self._named(failure)
+            message = f"the worker of an environment of {task} {how}; episode {key}; {failure}"
+            turn = WorkerLost(f"environment worker {how}", message, in_call=in_call)
+        if isinstance(turn, GroupLost) or turn.end is not None:
+            self._forget(key)
+        if isinstance(turn, GroupLost):
+            raise turn
+        return turn
+
+    async def _close(self, group: ActorGroup, keys: list[int]) -> None:
+        with suppress(ActorFailure):  # a lost worker has no open episodes
+            await group.call("close", keys, deadline=self._call_s)
+
+    def _forget(self, key: int) -> ActorGroup | None:
+        """Return the worker that has episode ``key``, which ends; None if it has ended."""
+        group = self._homes.pop(key, None)
+        if group in self._load:
+            self._load[group] -= 1
+        return group
+
+    @property
+    def _call_s(self) -> float:
+        """Time for a call of a worker."""
+        if isinstance(self.config, EnvironmentTask.Config):
+            return 2 * self.config.step_s + GRACE_S  # to make an environment and to reset it
+        return self.deadlines.reward + (GRACE_S if self._scores_at_once else MESSAGE_S)
+
+    def _named(self, failure: RankLost) -> tuple[str, str]:
+        """Return how a worker was lost, and the name of its task."""
+        how = "died" if failure.kind == "died" else "hung"
+        return how, type(self.config).__qualname__.removesuffix(".Config")
+
+    async def _spawn(self, name: str) -> None:
+        heartbeat = self.deadlines.heartbeat
+        group = ActorGroup(name, Place(ranks=1), self.hosts, heartbeat=heartbeat)
+        self._groups[name] = group
+        arguments = (self.config, self.seed, self.model)
+        env = {GUARDED: "1"}  # the user's code may start processes
+        deadline = self.deadlines.start
+        await group.spawn(RewardWorker, *arguments, deadline=deadline, env=env, meet=False)
+        (self._scores_at_once,) = await group.call("start", deadline=deadline)
+
+    async def _keep(self, name: str) -> None:
+        """Use the worker, and start it again whenever it is lost."""
+        try:
+            while True:
+                group = self._groups[name]
+                self._load[group] = 0
+                self._started.set()
+                self._dispatch()
+                failure = await group.failed()
+                self._load.pop(group, None)
+                text = f"{str(failure).splitlines()[0]}; starting it again"
+                self.events.emit("lost", process=name, text=text)
+                self.restarts += 1
+                await group.stop()
+                await self._spawn(name)
+        except RunError as failure:  # of the start, or of a record that cannot be written
+            self._give_up(failure)
+
+    def _give_up(self, error: RunError) -> None:
+        """Fail all calls from now on."""
+        self._broken = error
+        self._started.set()
+        for job in [*self._held, *self._again, *self._waiting]:
+            job.settle(error)
+
+    def _create_task(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

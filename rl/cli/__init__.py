@@ -1,0 +1,1 @@
+"""Parts of all programs: arguments, help, exit codes, and sessions of saved runs."""

@@ -1,0 +1,332 @@
+"""Command line of a program: the name of a config and dotted overrides, parsed and validated."""
+
+import dataclasses
+import importlib
+import inspect
+import re
+import shlex
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stderr
+from functools import cache
+from importlib.util import module_from_spec, spec_from_file_location
+from io import StringIO
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import tyro
+from torchtitan.config import ConfigManager
+from torchtitan.config.manager import custom_registry
+
+from rl.cli.help import (
+    SHIPPED,
+    all_help,
+    asks_for_help,
+    check_known,
+    check_name,
+    config_help,
+    is_common,
+    quick_help,
+    take_name,
+)
+from rl.config import RLConfig, RunConfig
+from rl.config.algorithm import ALGORITHMS
+from rl.config.frozen import read_frozen
+from rl.config.other_names import OTHER_NAMES
+from rl.config.users_code import users_code, users_error
+from rl.errors import ConfigError, nearest, require, shown
+from rl.types.rules import range_text
+from rl.validation import validate
+from rl.validation.values import (
+    ConfigValue,
+    choices_of,
+    docstrings_of,
+    validate_types,
+    value_of,
+    values,
+)
+
+LARGE = 10_000
+COPIES = ("critic.", "reference.", "roles.")
+"""Sections with fields of the trainer. Their fields need more of their names."""
+
+
+def parse_config(arguments: Sequence[str], *, program: str) -> tuple[str, RunConfig]:
+    """Return the config's name and the resolved config.
+
+    Raises ConfigError. ``--help`` prints the common fields and exits, ``--help-all`` all fields.
+    """
+    if text := quick_help(arguments, program):
+        print(text)
+        raise SystemExit(0)
+    name, config = read_config(arguments, program=program)
+    validate(config)
+    return name, config
+
+
+def read_config(arguments: Sequence[str], *, program: str) -> tuple[str, RunConfig]:
+    """Return the name and the config that ``arguments`` describe, like :func:`parse_config`, but
+    without the checks of ``rl.validation``.
+    """
+    given, overrides = take_name(arguments)
+    check_name(given, program)
+    assert given is not None
+    name, base = load_config(given)
+    if asks_for_help(overrides):
+        if "--help-all" in overrides:
+            print(all_help(program, given, all_fields(base)))
+        else:
+            print(config_help(program, given, common_fields(base)))
+        raise SystemExit(0)
+    if isinstance(base, RLConfig):
+        overrides = _choose_algorithm(base, overrides)
+    overrides = _in_full(base, overrides)
+    ConfigManager.register_tyro_rules(custom_registry)
+    output = StringIO()
+    try:
+        with redirect_stderr(output):
+            config = tyro.cli(
+                type(base),
+                default=base,
+                args=overrides,
+                prog=f"{program} --config {name}",
+                registry=custom_registry,
+                config=(tyro.conf.CascadeSubcommandArgs,),  # any field may follow a chosen part
+            )
+    except SystemExit:
+        raise _refusal(output.getvalue(), _names(base)) from None
+    except ValueError as error:  # a torchtitan dataclass refused its values
+        raise ConfigError(str(error)) from error
+    except Exception as error:
+        validate_types(base)
+        raise users_error(f"--config {name}", error) from error
+    return name, config
+
+
+def _choose_algorithm(config: RLConfig, overrides: list[str]) -> list[str]:
+    """Replace the algorithm of ``config`` by that of ``--algorithm NAME``, if given. Return the
+    other arguments.
+    """
+    name, others = take_name(overrides, "--algorithm")
+    if name is not None:
+        hint = nearest(name, ALGORITHMS)
+        allowed = ", ".join(ALGORITHMS)
+        require(name in ALGORITHMS, f"--algorithm is {name!r}; {hint}allowed are {allowed}")
+        config.algorithm = ALGORITHMS[name]()
+    return others
+
+
+def _refusal(text: str, fields: list[str]) -> ConfigError:
+    """Return tyro's message as an error, with the valid words nearest to a refused word."""
+    words = " ".join(line.strip("│ ") for line in text.splitlines())
+    # a line ends the title, the reason and each of the other parts
+    _, reason, rest, *_ = map(str.strip, re.split("[─╭╮╰╯-]{3,}", words))
+    if found := re.search(r"invalid choice '(.+?)' for argument '(.+?)'\. .*\((.+)\)", reason):
+        choices = sorted(re.findall(r"'([^']+)'", found[3]))
+        fix = f"{nearest(found[1], choices)}allowed are {', '.join(choices)}"
+        return ConfigError(f"{found[2]} is {found[1]!r}", field=found[2], fix=fix)
+    if found := re.search(r"Error parsing (\S+): (.+)", reason):
+        return ConfigError(found[2], field=found[1])
+    if found := re.search(r"Missing value for argument '(\S+)'", reason):
+        return ConfigError(f"{found[1]} needs a value", field=found[1])
+    if found := re.search(r"Unrecognized options: ([^\s=]+)", reason):
+        parts = re.findall(r"\b[\w.-]+:[\w-]+", rest)
+        hint = nearest(found[1], [*parts, *(f"--{field}" for field in fields)])
+        fix = f"{hint}a field is given as --FIELD VALUE"
+        return ConfigError("there is no such option", field=found[1], fix=fix)
+    return ConfigError(reason)
+
+
+def load_config(name: str) -> tuple[str, RunConfig]:
+    """Return the config of the given name, without overrides, and the name of the run it makes.
+
+    Raises ConfigError if no config has that name, or if the user's code or file that holds it is
+    broken.
+    """
+    if name.endswith(".json"):
+        return read_frozen(Path(name))
+    function = find_config(name)
+    with users_code(f"--config {name}"):
+        config = function()
+    require(
+        isinstance(config, RunConfig),
+        f"--config {name}: {function.__name__} in {inspect.getfile(function)} returned "
+        f"{shown(config)}; it must return a config such as RLConfig",
+    )
+    return name, config
+
+
+def find_config(name: str) -> Callable[[], RunConfig]:
+    """Return the function that makes config ``name``.
+
+    Raises ConfigError, which lists the nearest names and all names, if no such config exists.
+    """
+    if "." in name:
+        module_name, _, function = name.rpartition(".")
+        module = _import(module_name, name)
+        named = getattr(module, function, None)
+        if inspect.isfunction(named) and "return" not in named.__annotations__:
+            return named
+        known = config_functions(module)
+    else:
+        known = shipped_configs()
+        function = name
+    check_known(name, function, known)
+    return known[function]
+
+
+@cache
+def shipped_configs() -> dict[str, Callable[[], RunConfig]]:
+    """Return every config function of Tiller's own ``configs`` folder, by name.
+
+    The modules are loaded by path, because another package may be named ``configs`` too.
+    """
+    found: dict[str, Callable[[], RunConfig]] = {}
+    for path in sorted(SHIPPED.glob("[!_]*.py")):
+        spec = spec_from_file_location(f"tiller_configs.{path.stem}", path)
+        assert spec is not None and spec.loader is not None
+        module = module_from_spec(spec)
+        spec.loader.exec_module(module)
+        found |= config_functions(module)
+    return found
+
+
+def config_functions(module: ModuleType) -> dict[str, Callable[[], RunConfig]]:
+    """Return the public functions that ``module`` defines and annotates as returning a config."""
+    functions = inspect.getmembers(module, inspect.isfunction)
+    own = {
+        name: each
+        for name, each in functions
+        if each.__module__ == module.__name__ and not name.startswith("_")
+    }
+    return {name: each for name, each in own.items() if _returns_config(each)}
+
+
+def _returns_config(function: Callable[..., Any]) -> bool:
+    kind = function.__annotations__.get("return")
+    if isinstance(kind, str):  # a module with postponed annotations
+        return kind.rpartition(".")[2] in {each.__name__ for each in _kinds(RunConfig)}
+    return isinstance(kind, type) and issubclass(kind, RunConfig)
+
+
+def _kinds(kind: type[RunConfig]) -> Iterator[type[RunConfig]]:
+    """Yield all subclasses of ``kind``."""
+    for each in kind.__subclasses__():
+        yield each
+        yield from _kinds(each)
+
+
+def _import(module_name: str, name: str) -> ModuleType:
+    with users_code(f"--config {name}"):
+        try:
+            return importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if error.name and f"{module_name}.".startswith(f"{error.name}."):
+                problem = f"cannot import {module_name} ({error})"
+                fix = "is its folder on PYTHONPATH?"
+                raise ConfigError(problem, field=f"--config {name}", fix=fix) from error
+            raise
+
+
+def all_fields(config: RunConfig) -> dict[str, tuple[str, str, str]]:
+    """Return default, range and the first sentence of the docstring of the fields of a config, by
+    name.
+    """
+    texts = dict[str, str]()
+    found = {}
+    for value in values(config):
+        docstrings = docstrings_of(type(value.content))  # type: ignore[arg-type]
+        for name, text in docstrings.items():
+            sentence = re.split(r"(?<=[.:]) |\n\n", " ".join(text.split("\n\n")[0].split()))[0]
+            texts[f"{value.name}.{name}".removeprefix(".")] = sentence
+        if isinstance(value.content, bool | int | float | str | None):
+            text = texts.get(value.name, "")
+            found[value.name] = (_default_text(value.content), _limits_text(value), text)
+    return found
+
+
+def common_fields(config: RunConfig) -> dict[str, tuple[str, str, str]]:
+    """Return default, range and text of the common fields of a config, by name."""
+    return {name: row for name, row in all_fields(config).items() if is_common(name)}
+
+
+def _default_text(content: bool | int | float | str | None) -> str:
+    if isinstance(content, bool):
+        return "(on)" if content else "(off)"
+    if isinstance(content, str):
+        return shlex.quote(content if len(content) <= 24 else f"{content[:23]}…")
+    return f"{content:g}" if isinstance(content, float) else str(content)
+
+
+def _limits_text(value: ConfigValue) -> str:
+    """Return the range of a field as text. Omit an upper bound that is only a sanity check."""
+    bounds = value.bounds
+    if bounds is None:
+        # typing caches equal types, so the order of choices depends on what was imported first
+        return " | ".join(sorted(map(str, choices_of(value.hint))))
+    if bounds.most < LARGE:
+        return range_text(bounds)
+    also = "".join(f" or {other:,}" for other in bounds.also)
+    least = f"{'above' if bounds.above else 'at least'} {bounds.least:,}"
+    return f"{least}{also}" if bounds.least > -LARGE else ""
+
+
+def _in_full(config: RunConfig, overrides: list[str]) -> list[str]:
+    """Return ``overrides`` with the full name of each field that is given by the end of its name.
+
+    Raises ConfigError for a field that does not exist, and for an end that several fields have.
+    """
+    known = _names(config)
+    # the chosen class has fields of its own
+    chosen = {argument.partition(":")[0].replace("-", "_") for argument in overrides}
+    return [_full_argument(config, argument, known, chosen) for argument in overrides]
+
+
+def _names(config: RunConfig) -> list[str]:
+    """Return the full names of all values of a config."""
+    return [value.name for value in values(config) if value.name]
+
+
+def _full_argument(config: RunConfig, argument: str, known: list[str], chosen: set[str]) -> str:
+    written, equals, value = argument.removeprefix("--").partition("=")
+    name = written.replace("-", "_")
+    if not argument.startswith("--"):
+        require(not equals or name not in OTHER_NAMES, _other_name(written))
+        return argument
+    positive = re.sub(r"(^|\.)no_", r"\1", name)  # --no-flag negates
+    section = positive.rpartition(".")[0]
+    if positive in known or (
+        section in known
+        and (section in chosen or not dataclasses.is_dataclass(value_of(config, section)))
+    ):
+        return argument  # tyro checks an entry of a field without declared fields, such as a dict
+    require(name not in OTHER_NAMES, _other_name(f"--{written}"))
+    found = [name for name in known if name.endswith(f".{positive}")]
+    found = [name for name in found if not name.startswith(COPIES)] or found
+    if len(found) == 1:
+        parent, _, last = found[0].rpartition(".")
+        negation = "no_" if name != positive else ""
+        return f"--{parent}.{negation}{last}{equals}{value}"
+    ends = ", ".join(f"--{name}" for name in found)
+    require(not found, f"--{written} is the end of several fields; give one of {ends}")
+    raise _unknown_field(positive, known)
+
+
+def _other_name(written: str) -> str:
+    name = written.removeprefix("--").replace("-", "_")
+    return f"{written}: Tiller's name of this field is --{OTHER_NAMES.get(name)}"
+
+
+def _unknown_field(given: str, known: list[str]) -> ConfigError:
+    section = given.rpartition(".")[0]
+    while section and not any(name.startswith(f"{section}.") for name in known):
+        section = section.rpartition(".")[0]
+    prefix = f"{section}." if section else ""
+    inside = (name.removeprefix(prefix) for name in known if name.startswith(prefix))
+    siblings = sorted({prefix + name.partition(".")[0] for name in inside})
+    hint = nearest(given, known, prefix="--")
+    place = f"All in {section or 'the config'}: "
+    names = textwrap.fill(place + ", ".join(siblings), 100, break_on_hyphens=False)
+    fix = f"{hint.rstrip()}\n{names}"
+    return ConfigError("there is no such field", field=f"--{given}", fix=fix)

@@ -1,0 +1,1 @@
+"""Comparison of generator and trainer, or of two layouts, module by module."""

@@ -1,0 +1,114 @@
+"""Start of vLLM: the arguments of its engine, and what it chooses from them."""
+
+import json
+import math
+import os
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rl.errors import require
+from rl.generation.generator_config import GeneratorConfig, check_variables
+from rl.host.platform import device_type
+from rl.model.shape import ModelShape, hf_config
+from rl.types import MAX_TOP_LOGPROBS
+
+RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+"""vLLM's variable for its model runner: 1 for Model Runner V2, 0 for V1."""
+RUNNERS = {"cpu": "0", "cuda": "1"}
+"""Model runner by device, unless the environment names one. V2 is vLLM's own choice on CUDA, and
+its kernels need Triton, which has no compiler for CPUs here."""
+
+
+def start_vllm(
+    config: GeneratorConfig, shape: ModelShape, *, fuse_qkv: bool, seed: int, timeout_s: float
+) -> Any:
+    """Return a ``LLMEngine`` with the torchtitan model of ``shape``, whose parameters are 0."""
+    # otherwise vLLM's sampler compiles a helper, which takes seconds and g++
+    torch.compiler.set_stance("force_eager" if config.enforce_eager else "default")
+    from vllm import LLMEngine
+
+    from rl.compat.vllm_executor import RankExecutor
+
+    with tempfile.TemporaryDirectory(prefix="tiller-model-") as folder:
+        chosen = vllm_config(
+            config, shape, Path(folder), fuse_qkv=fuse_qkv, seed=seed, timeout_s=timeout_s
+        )
+        return LLMEngine(chosen, RankExecutor, log_stats=False, multiprocess_mode=False)
+
+
+def vllm_config(
+    config: GeneratorConfig,
+    shape: ModelShape,
+    folder: Path,
+    *,
+    fuse_qkv: bool,
+    seed: int,
+    timeout_s: float,
+) -> Any:
+    """Return the ``VllmConfig`` that vLLM makes of our arguments on this device. ``folder`` gets
+    the model's description.
+
+    Raises ConfigError if the model runner cannot run here.
+    """
+    from vllm import EngineArgs
+
+    from rl.generation.vllm_model import ARCHITECTURE, LOAD_FORMAT, register
+
+    check_variables()
+    register()
+    on_cpu = device_type() == "cpu"
+    runs_v2 = _choose_runner()
+    # after a chunk V1 rewinds the request's generator, which CPU generators cannot do
+    takes_chunks = runs_v2 or not on_cpu
+    hf = hf_config(shape) | {"architectures": [ARCHITECTURE]}
+    Path(folder, "config.json").write_text(json.dumps(hf))
+    return EngineArgs(
+        model=str(folder),
+        load_format=LOAD_FORMAT,
+        skip_tokenizer_init=True,
+        generation_config="vllm",
+        additional_config={
+            "shape": asdict(shape),
+            "fuse_qkv": fuse_qkv,
+            "expert_parallel": config.expert_parallel,
+        },
+        dtype=config.dtype,
+        seed=seed % 2**32,  # numpy's limit; each request has its own seed
+        max_model_len=shape.max_seq_len,
+        tensor_parallel_size=config.tensor_parallel_degree,
+        distributed_executor_backend="external_launcher",
+        cpu_distributed_timeout_seconds=math.ceil(timeout_s),
+        distributed_timeout_seconds=math.ceil(timeout_s),
+        max_num_seqs=config.max_running_requests,
+        max_num_batched_tokens=max(
+            config.max_batched_tokens, 0 if takes_chunks else shape.max_seq_len
+        ),
+        enable_chunked_prefill=takes_chunks,
+        kv_cache_memory_bytes=int(config.kv_cache_gib * 2**30) if on_cpu else None,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        enforce_eager=config.enforce_eager,
+        block_size=config.block_size,
+        enable_prefix_caching=config.prefix_caching,
+        logprobs_mode="processed_logprobs",  # after temperature, top-k and top-p
+        max_logprobs=MAX_TOP_LOGPROBS,
+        async_scheduling=False,  # all tokens of a step come from the same weights
+        disable_log_stats=True,
+    ).create_engine_config()
+
+
+def _choose_runner() -> bool:
+    """Set vLLM's model runner unless the environment names one; return whether it is V2."""
+    from vllm.triton_utils import HAS_TRITON
+
+    runs_v2 = os.environ.setdefault(RUNNER, RUNNERS[device_type()]) == "1"
+    require(
+        HAS_TRITON or not runs_v2,
+        f"vLLM's Model Runner V2 needs Triton with exactly one driver, and vLLM found none (see "
+        f"`python -c 'import vllm.triton_utils'`): install Triton, or set {RUNNER}=0 in the "
+        f"environment of the generators",
+    )
+    return runs_v2

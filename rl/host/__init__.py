@@ -1,0 +1,1 @@
+"""Access to this host: devices, durable files, sockets, threads and signals."""

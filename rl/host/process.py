@@ -1,0 +1,84 @@
+"""Streams, signals and garbage collection of this process."""
+
+import io
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any, Self, TextIO
+
+LEAVING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+"""Signals after which a program saves and leaves. The other processes of a run ignore the signals,
+since a launcher, a closing terminal or a user may send them to all processes."""
+
+COLLECT_AT = (50_000, 20, 100)
+"""Thresholds of the garbage collector. Python's own make it visit the objects of imports again and
+again, which is an eighth of the CPU time of a start."""
+
+
+class Signals:
+    """Handlers of LEAVING inside a ``with`` block in a coroutine. ::
+
+        with Signals(first=task.cancel, again=lambda number: end_program(128 + number)) as signals:
+            ...
+        signals.name  # such as "SIGTERM"; empty before the first
+
+    ``first`` is called in the event loop, ``again`` at once and with the number of each later
+    signal. Signals that were ignored when the program started stay ignored: SIGHUP under nohup(1),
+    SIGINT in a background job of a script. In a thread other than the main one the block does
+    nothing, since Python handles signals in the main thread alone.
+    """
+
+    def __init__(self, first: Callable[[], object], again: Callable[[int], object]):
+        self.name = ""
+        """Name of the first signal; empty before it."""
+        self._first = first
+        self._again = again
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        from asyncio import get_running_loop  # only here, since a start is quick
+
+        self._loop = get_running_loop()
+        if threading.current_thread() is threading.main_thread():
+            for number in LEAVING:
+                if signal.getsignal(number) != signal.SIG_IGN:
+                    # the loop's own handlers wait for a step that blocks the loop
+                    self._before[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: object) -> None:
+        if self.name or self._loop.is_closed():
+            self._again(number)
+        else:
+            self.name = signal.Signals(number).name
+            self._loop.call_soon_threadsafe(self._first)
+
+
+def steady(stream: TextIO | None, number: int) -> TextIO:
+    """Return a stream like ``stream`` that writes to descriptor ``number`` and never raises.
+
+    Output that cannot be written is dropped: the pipe is closed, the disk is full or the terminal
+    is lost. Characters that the encoding lacks are replaced.
+    """
+    raw = _Lossy(number, "w", closefd=False)
+    through = stream is not None and getattr(stream, "write_through", False)
+    return io.TextIOWrapper(
+        raw if through else io.BufferedWriter(raw),  # type: ignore[type-var]
+        encoding=stream.encoding if stream else "utf-8",
+        errors="plain",
+        line_buffering=stream is None or bool(stream.line_buffering),
+        write_through=through,
+    )
+
+
+class _Lossy(io.FileIO):
+    def write(self, data: bytes) -> int:  # type: ignore[override]
+        try:
+            written = super().write(data)
+        except OSError:
+            written = None
+        return len(data) if written is None else written

@@ -1,0 +1,1 @@
+"""Recorded steps of a run, trained again, and failing calls, made again."""

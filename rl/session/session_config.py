@@ -1,0 +1,142 @@
+"""Config of a session."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from rl.generation.generator_config import GeneratorConfig
+from rl.model.shape import ModelConfig, shape_of
+from rl.session.hardware import HardwareConfig
+from rl.training.trainer_config import TrainerConfig, settle
+from rl.types import Head
+from rl.types.rules import NUMERICS, SECONDS, YEAR_S, at_least
+from rl.weights.transport import WeightPushConfig
+
+Colocate = Literal["none", "models", "all"]
+"""Models that share devices. One at a time has device memory; the others are in host memory.
+
+- ``none``: each model has devices of its own.
+- ``models``: trainer, reference, critic and other roles share theirs.
+- ``all``: the generators share them too, and drop keys and values. Only in lockstep.
+"""
+
+
+@dataclass(kw_only=True, slots=True)
+class DeadlineConfig:
+    """Maximum waiting times, in seconds. A process that exceeds one is treated as dead, and the
+    error names it.
+    """
+
+    start: Annotated[float, SECONDS] = 600.0
+    """Time for a mesh to start, including imports and construction of the model."""
+
+    call: Annotated[float, SECONDS] = 600.0
+    """Time for a call to an actor, such as generating the completions of a step."""
+
+    heartbeat: Annotated[float, at_least(0, YEAR_S)] = 60.0
+    """Time between signs of life of a rank; a rank that gives none is treated as dead. 0 disables
+    the check."""
+
+    push: Annotated[float, SECONDS] = 60.0
+    """Time for a policy version to reach the generators, on top of the time of its bytes at
+    ``weights.min_gb_s``."""
+
+    reward: Annotated[float, SECONDS, NUMERICS] = 60.0
+    """Time for the rewards of one group."""
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """A model with a mesh of its own."""
+
+    field: str
+    """Name of the config field of this role, for messages."""
+    trainer: TrainerConfig
+    model: ModelConfig
+    head: Head = "logprobs"
+
+    def __post_init__(self) -> None:
+        settle(self.trainer.parallelism)
+
+    @property
+    def parallelism_field(self) -> str:
+        """Name of the field of its layout."""
+        return f"{self.field}.parallelism"
+
+    @property
+    def model_field(self) -> str:
+        """Name of the field that the model comes from."""
+        return f"{self.field}.model" if self.field.startswith("roles.") else "model"
+
+
+@dataclass(kw_only=True, slots=True)
+class SessionConfig:
+    """Models, generators and the push between them."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """The policy, which is trained and generated from."""
+
+    trainer: TrainerConfig | None = field(default_factory=TrainerConfig)
+    """Training of the policy. None trains nothing: one process holds the weights for the
+    generators."""
+
+    head: Head = "logprobs"
+    """Output of the trained model; ``values`` for a reward model."""
+
+    roles: dict[str, Role] = field(default_factory=dict)
+    """Other models by name, such as a reference, a critic or a reward model."""
+
+    generator: GeneratorConfig | None = field(default_factory=GeneratorConfig)
+    """Generators. None starts no generators."""
+
+    weights: WeightPushConfig = field(default_factory=WeightPushConfig)
+    hardware: HardwareConfig = field(default_factory=HardwareConfig)
+    deadlines: DeadlineConfig = field(default_factory=DeadlineConfig)
+    colocate: Colocate = "none"
+
+    reward_workers: Annotated[int, at_least(0, 10**4)] = 1
+    """Number of processes that score completions; what a reward starts ends with its process. 0
+    scores in this process: a reward that hangs or crashes takes the session with it."""
+
+    pushes: Literal["in_order", "newest"] = "in_order"
+    """Versions that generators load: each one that is pushed, in order, or the newest when they
+    pull."""
+
+    compares_all: bool = True
+    """Whether the trainer keeps its weights until each generator's copy was compared with them.
+    False, with pushes in order, lets the trainer be several versions ahead; then only copies of its
+    current version are compared."""
+
+    longest: Annotated[int, at_least(2)] = 10**9
+    """Number of tokens of the longest sequence, at most model.max_seq_len."""
+
+    optimizer_steps: Annotated[int, at_least(1)] = 10**6
+    """Number of optimizer steps in all, which learning-rate schedules depend on."""
+
+    digests: bool = False
+    """Whether each optimizer step computes digests of the gradient and of the trained parameters:
+    see :meth:`Session.take_digests`."""
+
+    max_restarts: Annotated[int, at_least(0, 10**6)] = 3
+    """Number of times that a lost mesh is started again without progress in between."""
+
+    seed: Annotated[int, at_least(0, 2**63 - 1)] = 0
+    """Seed of initial weights and of everything that is sampled."""
+
+    @property
+    def models(self) -> dict[str, Role]:
+        """Models by role, in the order in which they take devices."""
+        return {
+            "trainer": Role("trainer", self.trainer or TrainerConfig(), self.model, self.head),
+            **self.roles,
+        }
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes that all meshes need together."""
+        generators = self.generator.nodes if self.generator is not None else 0
+        return (self.trainer.nodes if self.trainer is not None else 1) + generators
+
+    @property
+    def longest_sequence(self) -> int:
+        """Number of tokens of the longest sequence that the model takes."""
+        return min(self.longest, shape_of(self.model).max_seq_len)

@@ -1,0 +1,169 @@
+"""Rewards outside the reward workers of a session."""
+
+import asyncio
+import copy
+import inspect
+import operator
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rl.actors.hosts import Hosts
+from rl.actors.processes import ensure_runtime
+from rl.actors.reward_workers import RewardWorkers, local_rewards
+from rl.environments.protocol import EnvironmentTask
+from rl.environments.task import Task
+from rl.errors import GroupLost
+from rl.host.threads import DaemonThread
+from rl.model.shape import ModelConfig
+from rl.observe.events import Events, print_warnings
+from rl.rollout.rollouter import Generate, Rollouter
+from rl.session.session_config import DeadlineConfig
+from rl.types import Completion, Prompt, Rollout, Sampling
+
+
+async def score_alone(
+    task: Task.Config,
+    prompt: Prompt,
+    completions: Sequence[Completion],
+    *,
+    model: ModelConfig,
+    seed: int,
+    deadlines: DeadlineConfig,
+    folder: Path,
+) -> list[Rollout]:
+    """Return the rollouts of ``completions`` with their rewards. The worker's log is in ``folder``.
+
+    Raises GroupLost if the reward raises, hangs, dies or returns no score.
+    """
+    ensure_runtime(folder / "logs" / "controller.log")
+    hosts = Hosts(folder / "logs")
+    workers = RewardWorkers(
+        config=task,
+        model=model,
+        hosts=hosts,
+        count=1,
+        seed=seed,
+        deadlines=deadlines,
+        events=Events(print_warnings),
+    )
+    try:
+        await workers.start()
+        return await workers.score(prompt, completions)
+    finally:
+        await workers.stop()
+        await hosts.shut_down()
+
+
+def rollouter_of(task: Task.Config | None, rewards: Any, **options: Any) -> Rollouter:
+    """Return the sampler of the rollouts of ``task``, which ``rewards`` score, or of its episodes,
+    whose environments they hold. ``options`` are those of :class:`Rollouter`.
+    """
+    if isinstance(task, EnvironmentTask.Config):
+        most = task.max_open_episodes
+        return Rollouter(environments=rewards, max_open=most, **options)
+    return Rollouter(None if rewards is None else rewards.score, **options)
+
+
+class TaskRollouters:
+    """Samplers of rollouts by task. Each call of ``collect`` draws new samples.
+
+    The reward workers score if they have the config and the code that the task has now. Otherwise
+    the task scores in this process, one group at a time.
+    """
+
+    def __init__(
+        self,
+        started: Task.Config | None,
+        workers: Rollouter,
+        make: Callable[[Task.Config, Any], Rollouter],
+        *,
+        limit: float,
+        warn: Callable[[str], None],
+    ):
+        """``started`` is the task of the reward workers; ``workers`` is their sampler, and ``make``
+        returns that of another task and its rewards. ``limit`` is the deadline of a coroutine that
+        scores.
+        """
+        self._started = copy.deepcopy(started)  # as the workers got it, whatever is set later
+        self._code = _code_of(started._owner) if started is not None else []
+        self._workers = workers
+        self._limit = limit
+        self._make = make
+        self._warn = warn
+        self._here: tuple[Task, Rollouter] | None = None  # of the newest task that scores here
+        self._warned: set[str] = set()
+        self._thread = DaemonThread("reward")  # one, since a reward need not be thread-safe
+        self._calls = 0
+
+    async def collect(
+        self,
+        task: Task,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        *,
+        samples: int,
+        generate: Generate,
+    ) -> list[Rollout]:
+        """Return ``samples`` rollouts of each prompt, in order, without lost groups."""
+        rollouter = self._workers if self._is_started(task) else self._rollouter_here(task)
+        self._calls += 1
+        rounds: dict[int, list[int]] = {}  # a prompt_id that occurs twice is asked in two rounds
+        occurred = Counter[int]()
+        for place, prompt in enumerate(prompts):
+            rounds.setdefault(occurred[prompt.prompt_id], []).append(place)
+            occurred[prompt.prompt_id] += 1
+        answers = [
+            rollouter.collect(
+                [prompts[place] for place in places],
+                sampling,
+                samples=samples,
+                generate=generate,
+                stream=f"call {self._calls}.{number}",
+            )
+            for number, places in rounds.items()
+        ]
+        groups: dict[int, list[Rollout] | GroupLost] = {}
+        for places, answer in zip(rounds.values(), await asyncio.gather(*answers), strict=True):
+            groups |= zip(places, answer, strict=True)
+        found = [groups[place] for place in range(len(prompts))]
+        return [each for group in found if not isinstance(group, GroupLost) for each in group]
+
+    def _is_started(self, task: Task) -> bool:
+        """Whether the reward workers have the config and the code that ``task`` has now."""
+        code = _code_of(type(task))
+        return (
+            task.config == self._started
+            and len(code) == len(self._code)
+            and all(map(operator.is_, code, self._code))
+            and not any(inspect.isroutine(each) for each in vars(task).values())
+        )
+
+    def _rollouter_here(self, task: Task) -> Rollouter:
+        name = type(task).__name__
+        if self._started is not None and name not in self._warned:
+            self._warn(
+                f"{name} has another config or other code than the task of the session; its reward "
+                "runs in this process, not in a reward worker"
+            )
+        self._warned.add(name)
+        if self._here is None or self._here[0] is not task:
+            rewards = local_rewards(task, self._limit, self._thread)
+            self._here = task, self._make(task.config, rewards)
+        return self._here[1]
+
+    def stop(self) -> None:
+        """End the thread of rewards in this process, if it runs. A later call starts another."""
+        self._thread.shutdown()
+
+
+def _code_of(task: type[Task]) -> list[object]:
+    """Return the methods of ``task`` and what they name in their modules. A cell of a notebook that
+    runs again makes other objects.
+    """
+    methods = [
+        each for kind in task.__mro__ for each in vars(kind).values() if inspect.isfunction(each)
+    ]
+    named = [each.__globals__.get(name) for each in methods for name in each.__code__.co_names]
+    return [*methods, *named]

@@ -1,0 +1,250 @@
+"""Reading and writing of Hugging Face safetensors; a rank reads and writes only its own shards."""
+
+import json
+import math
+import shutil
+from itertools import chain
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch.distributed.tensor import DTensor
+from torchtitan.config import TORCH_DTYPE_MAP
+
+from rl.errors import RunError
+from rl.host.disk import replace_folder, sync_file
+from rl.model.reward_model import describe_reward_model
+from rl.model.shape import ModelShape, hf_config
+from rl.model.shards import Box, Shards
+from rl.training.all_ranks import on_every_rank, on_first_rank
+from rl.training.engine import TrainingEngine
+from rl.training.hugging_face_files import INDEX, ONE_FILE, check_tensors, files_of, stored_tensors
+from rl.training.hugging_face_names import SCORE, HuggingFaceNames, Shapes, TensorPiece
+from rl.training.lora import peft_tensors, write_peft
+from rl.training.sharded_model import named_weights, shards_of
+from rl.training.value_head import ValueHead
+
+DESCRIPTIONS = ("*.json", "*.jinja", "*.txt", "*.model")
+FILE_BYTES = 5 * 10**9
+"""Maximum size of a file, unless the source's split is used; a single tensor may exceed it."""
+
+_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+
+class HuggingFaceFolders:
+    """Reading and writing of a model's weights in Hugging Face folders.
+
+    All ranks must call each method together. Nothing is gathered: besides its own shards, a rank
+    holds one piece of a tensor at a time. If one rank fails, all ranks raise RunError with its rank
+    and cause.
+    """
+
+    def __init__(self, engine: TrainingEngine, shape: ModelShape, source: str | None):
+        self._engine = engine
+        self._model = engine.model
+        self._shape = shape
+        self._source = Path(source) if source is not None else None
+        self._names = HuggingFaceNames(engine.model.config)
+
+    @torch.no_grad()
+    def load(self, folder: str) -> None:
+        """Copy the folder's tensors into the model, cast to its dtype; adapters stay as they are.
+
+        Raises RunError, naming the tensor, if one is missing, surplus or of another shape.
+        """
+        on_every_rank(f"loading {folder}", lambda: self._read(Path(folder)))
+
+    @torch.no_grad()
+    def export(self, folder: str) -> None:
+        """Write the weights in the dtype that the model started from, config.json, and the other
+        files of the source. A model with a value head becomes a sequence classification of
+        transformers with one label.
+
+        Adapters are merged into the weights, and written in the subfolder ``adapter`` for PEFT.
+        Weights are split into files as in the source. ``folder`` appears when it is complete, and
+        replaces an earlier export.
+        """
+        whole = Path(folder)
+        partial = whole.with_name(f"{whole.name}.partial")
+        dtype = TORCH_DTYPE_MAP.get(self._shape.dtype, torch.float32)
+        shards = self._engine.shards()
+        adapters = peft_tensors(self._model, self._names)
+        layouts = on_first_rank("export", lambda: self._create(whole, partial, dtype))
+        written = on_every_rank("export", lambda: self._write(partial, shards, layouts, dtype))
+
+        def finish() -> None:
+            self._finish(partial, layouts, sum(written))
+            if lora := self._engine.config.lora:
+                base = str(self._source) if self._source else None
+                write_peft(partial / "adapter", adapters, lora, base=base)
+            replace_folder(whole, partial)
+
+        on_first_rank("export", finish)
+
+    def _tensors(self, shards: Shards) -> Shapes:
+        return self._names.tensors({name: shard.shape for name, shard in shards.items()})
+
+    @property
+    def _has_values(self) -> bool:
+        return isinstance(self._model.lm_head, ValueHead)
+
+    def _by_file(
+        self, shards: Shards, files: dict[str, str]
+    ) -> dict[str, list[tuple[TensorPiece, torch.Tensor]]]:
+        """Return the pieces of ``shards`` and views of their values, by file."""
+        by_file: dict[str, list[tuple[TensorPiece, torch.Tensor]]] = {}
+        for name, shard in shards.items():
+            for piece in self._names.pieces(name, shard.shape, shard.box):
+                entries = by_file.setdefault(files[piece.tensor], [])
+                entries.append((piece, shard.tensor[piece.in_shard]))
+        return by_file
+
+    def _read(self, folder: Path) -> None:
+        stored = stored_tensors(folder)
+        shards = shards_of(self._model)
+        if self._has_values and SCORE not in stored:  # a language model: the head stays 0
+            del shards["lm_head.weight"]
+        check_tensors(folder, stored, self._tensors(shards))
+        files = {name: tensor.file for name, tensor in stored.items()}
+        for file, pieces in self._by_file(shards, files).items():
+            with safe_open(folder / file, framework="pt") as tensors:
+                for piece, values in pieces:
+                    source = piece.in_tensor.slices_in(Box.whole(piece.shape))
+                    values.copy_(tensors.get_slice(piece.tensor)[source])
+
+    def _create(self, whole: Path, partial: Path, dtype: torch.dtype) -> dict[str, "_FileLayout"]:
+        if whole.exists() and any(whole.iterdir()) and not any(whole.glob("*.safetensors")):
+            raise RunError(
+                f"{whole} holds something other than a model; name another folder to export to"
+            )
+        tensors = self._tensors(shards_of(self._model))
+        files = files_of(self._source, tensors) if self._source is not None else {}
+        if not files.keys() >= tensors.keys():
+            files = _split(tensors, dtype)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        layouts = _lay_out(tensors, files, dtype)
+        for file, layout in layouts.items():
+            with (partial / file).open("wb") as out:
+                out.write(layout.header)
+                out.truncate(layout.size)
+        return layouts
+
+    def _write(
+        self, folder: Path, shards: Shards, layouts: dict[str, "_FileLayout"], dtype: torch.dtype
+    ) -> int:
+        """Write the first replicas among this rank's shards; return their number of bytes."""
+        weights = named_weights(self._model)
+        first = {name: shard for name, shard in shards.items() if _is_first_replica(weights[name])}
+        written = 0
+        for file, pieces in self._by_file(first, _files(layouts)).items():
+            with (folder / file).open("r+b") as out:
+                for piece, part in pieces:
+                    # A copy: memory that numpy shares can no longer be offloaded.
+                    values = part.to("cpu", dtype, copy=True).contiguous()
+                    _write_piece(out, piece, layouts[file].starts[piece.tensor], values)
+                    written += values.nbytes
+                sync_file(out)
+        return written
+
+    def _finish(self, folder: Path, layouts: dict[str, "_FileLayout"], written: int) -> None:
+        """Check the size of the weights; write the index, and the source's config, tokenizer and
+        templates.
+        """
+        total = sum(layout.size - len(layout.header) for layout in layouts.values())
+        if written != total:
+            raise RunError(
+                f"the ranks wrote {written} of {total} bytes: their shards do not tile the model"
+            )
+        if [*layouts] != [ONE_FILE]:
+            index = {"metadata": {"total_size": total}, "weight_map": _files(layouts)}
+            (folder / INDEX).write_text(json.dumps(index, indent=2))
+        if self._source is not None:
+            for path in chain.from_iterable(map(self._source.glob, DESCRIPTIONS)):
+                if not path.name.endswith(".safetensors.index.json"):
+                    shutil.copy(path, folder)
+        config = folder / "config.json"
+        if not config.exists():
+            config.write_text(json.dumps(hf_config(self._shape), indent=2))
+        if self._has_values:
+            describe_reward_model(folder)
+
+
+class _FileLayout(NamedTuple):
+    """Layout of a safetensors file: the header, preceded by its length, then the tensors."""
+
+    header: bytes
+    starts: dict[str, int]
+    """First byte of each tensor in the file."""
+    size: int
+
+
+def _lay_out(tensors: Shapes, files: dict[str, str], dtype: torch.dtype) -> dict[str, _FileLayout]:
+    """Return {file: layout} of ``tensors``; ``files`` is {tensor: file}."""
+    contents: dict[str, Shapes] = {}
+    for name, shape in tensors.items():
+        contents.setdefault(files[name], {})[name] = shape
+    return {file: _file_layout(shapes, dtype) for file, shapes in contents.items()}
+
+
+def _file_layout(tensors: Shapes, dtype: torch.dtype) -> _FileLayout:
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    starts = {}
+    end = 0
+    for name, shape in tensors.items():
+        starts[name] = end
+        end += math.prod(shape) * dtype.itemsize
+        span = [starts[name], end]
+        entries[name] = {"dtype": _DTYPES[dtype], "shape": [*shape], "data_offsets": span}
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)  # so that tensors are aligned
+    header = len(text).to_bytes(8, "little") + text
+    starts = {name: len(header) + start for name, start in starts.items()}
+    return _FileLayout(header, starts, len(header) + end)
+
+
+def _files(layouts: dict[str, _FileLayout]) -> dict[str, str]:
+    return {tensor: file for file, layout in layouts.items() for tensor in layout.starts}
+
+
+def _split(tensors: Shapes, dtype: torch.dtype) -> dict[str, str]:
+    """Return {tensor: file} with files of at most FILE_BYTES, named as Hugging Face does."""
+    numbers = {}
+    number = 1
+    filled = 0
+    for name, shape in tensors.items():
+        size = math.prod(shape) * dtype.itemsize
+        if filled and filled + size > FILE_BYTES:
+            number += 1
+            filled = 0
+        numbers[name] = number
+        filled += size
+    if number == 1:
+        return dict.fromkeys(tensors, ONE_FILE)
+    return {name: f"model-{n:05d}-of-{number:05d}.safetensors" for name, n in numbers.items()}
+
+
+def _is_first_replica(parameter: torch.Tensor) -> bool:
+    if not isinstance(parameter, DTensor):
+        return dist.get_rank() == 0
+    place = zip(parameter.device_mesh.get_coordinate() or (), parameter.placements, strict=True)
+    return all(coordinate == 0 for coordinate, placement in place if placement.is_replicate())
+
+
+def _write_piece(file: BinaryIO, piece: TensorPiece, start: int, values: torch.Tensor) -> None:
+    """Write ``values`` into the tensor that begins at byte ``start``; whole rows in one call.
+
+    Does not use a memory map: a full disk would kill the process, and on a network file system two
+    hosts would overwrite each other's part of a shared page.
+    """
+    row_bytes = math.prod(piece.shape[1:]) * values.element_size()
+    row, *columns = piece.in_tensor.offset
+    first = start + row * row_bytes + sum(columns) * values.element_size()
+    rows = values.view(torch.uint8).numpy()
+    if piece.in_tensor.shape[1:] == piece.shape[1:]:
+        rows = rows.reshape(1, -1)
+    for index, run in enumerate(rows):
+        file.seek(first + index * row_bytes)
+        file.write(memoryview(run))

@@ -1,0 +1,394 @@
+"""Data types that processes exchange."""
+
+from collections import abc
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+
+from rl.types.sampling_mask import SamplingMask
+
+if TYPE_CHECKING:
+    from rl.metrics import Entry
+
+FinishReason = Literal["stop", "length"]
+"""Reason for the end of sampling: a stop token, or ``Sampling.max_tokens``."""
+
+EpisodeStop = Literal["done", "turns", "length", "context", "timeout"]
+"""Reason for the end of an episode:
+
+- ``done``: its environment ended it.
+- ``turns``, ``length``, ``timeout``: ``max_turns``, ``max_episode_tokens`` or ``episode_s`` of its
+  task was reached.
+- ``context``: the model's ``max_seq_len`` was reached.
+"""
+
+MIN_TEMPERATURE = 0.01
+"""Lowest temperature above 0. vLLM silently raises lower ones, which would change the log-probs."""
+MAX_TEMPERATURE = 2.0
+"""Highest temperature that vLLM samples at."""
+MAX_TOP_LOGPROBS = 20
+"""Maximum of ``Sampling.top_logprobs``, which is that of OpenAI's API."""
+
+StopReason = FinishReason | EpisodeStop
+"""Reason for the end of a rollout. Only single completions have ``stop``."""
+
+Head = Literal["logprobs", "values"]
+"""Output of a model: the log-prob of each token, or the value of the state before each token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Hosts and devices of a mesh. Its ranks are in order over ``hosts`` hosts, from
+    ``first_host`` on.
+    """
+
+    first_host: int = 0
+    hosts: int = 1
+    ranks: int
+    """Number of ranks on all these hosts; each host has the same number."""
+    first_device: int = 0
+    """First GPU of the mesh on each host; the others follow."""
+
+    @property
+    def per_host(self) -> int:
+        """Number of ranks on each host."""
+        return self.ranks // self.hosts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """Prompt for the policy.
+
+    ``prompt_id`` is its place in the stream of prompts of the run; every seed derives from it.
+    ``answer`` is the reference that the task scores against. ``task`` is the name of the task
+    in a mixture, empty without a mixture.
+    """
+
+    prompt_id: int
+    tokens: list[int]
+    text: str
+    answer: str
+    task: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """Parameters of sampling.
+
+    ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 mean no cut.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop_token_ids: tuple[int, ...] = ()
+    top_logprobs: int = 0
+    """Number of most likely tokens whose log-probs are returned beside each sampled token."""
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether tokens are drawn from a part of the vocabulary. Completions then have sampling
+        masks.
+        """
+        cuts = self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+        return cuts and self.temperature > 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """Completion to sample; ``request_id`` is unique among the requests in flight."""
+
+    request_id: str
+    prompt_tokens: list[int]
+    seed: int
+    sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """Tokens sampled for one request: three lists of one length, one entry per token.
+
+    ``logprobs`` are log-probs under the distribution that was sampled: after the temperature and
+    over what top-k, top-p and min-p kept. ``versions`` are the policy versions that sampled each
+    token. ``sampling_mask`` has the kept ids of each token; None if nothing was cut.
+    ``top_logprobs`` has the log-probs of the most likely ids at each token, the highest first; None
+    if the request did not ask for them. Ids that cannot be sampled are left out.
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    finish_reason: FinishReason
+    sampling_mask: SamplingMask | None = None
+    top_logprobs: list[dict[int, float]] | None = None
+
+    @classmethod
+    def written(cls, tokens: list[int]) -> "Completion":
+        """Return a completion that no policy sampled: its log-probs are 0, its versions -1."""
+        return cls(
+            tokens=tokens,
+            logprobs=[0.0] * len(tokens),
+            versions=[-1] * len(tokens),
+            finish_reason="stop",
+            top_logprobs=[{token: 0.0} for token in tokens],
+        )
+
+    def without_mask(self) -> "Completion":
+        """Return the completion without its sampling mask, for a process that does not train."""
+        return self if self.sampling_mask is None else replace(self, sampling_mask=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenSequence:
+    """Tokens along which a generator computes activations."""
+
+    tokens: abc.Sequence[int]
+    given: int
+    """Number of tokens of the prompt, at least 1; each later token has a decode step of its own."""
+    positions: abc.Sequence[int]
+    """Positions to keep; the last token of the sequence has none."""
+    temperature: float = 1.0
+    """Temperature of the log-probs."""
+    sampling_mask: SamplingMask | None = None
+    """Ids over which the log-prob of each token is normalized; None for the whole vocabulary."""
+    fresh: bool = True
+    """Whether to forget cached prefixes first."""
+
+    @property
+    def request(self) -> GenerationRequest:
+        """The request whose completion is made to be the rest of the tokens."""
+        prompt = [*self.tokens[: self.given]]
+        sampling = Sampling(max_tokens=len(self.tokens) - self.given)
+        return GenerationRequest(
+            request_id="activations", prompt_tokens=prompt, sampling=sampling, seed=0
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeEnd:
+    """Result of an episode, without its tokens."""
+
+    text: str
+    """The whole episode, decoded, for display."""
+    reward: float
+    correct: bool
+    metrics: dict[str, "Entry"]
+    stop_reason: EpisodeStop
+    turn_rewards: tuple[float, ...] = ()
+    """Part of the reward that followed each answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeTurn:
+    """Tokens that an environment adds to an episode before the next answer, or its end."""
+
+    tokens: list[int]
+    end: EpisodeEnd | None = None
+    is_whole: bool = False
+    """Whether the history was rewritten. If so, ``tokens`` are all tokens before the next answer;
+    otherwise they are the tokens after the last answer."""
+    max_tokens: int | None = None
+    """Maximum length of the next answer, if the environment sets one."""
+    top_logprobs: int = 0
+    """Number of most likely tokens whose log-probs the environment gets with the next answer."""
+    is_replayable: bool = False
+    """Whether the environment is deterministic: the same answers lead to the same tokens. Set in
+    the first turn of an episode."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Sequence:
+    """Tokens as an engine saw them: given tokens, and sampled tokens after them.
+
+    Arrays of one length T. ``sampled`` marks the sampled tokens. For the others, ``logprobs``
+    is 0 and ``versions`` is -1.
+    """
+
+    tokens: np.ndarray
+    """int32 [T]."""
+    sampled: np.ndarray
+    """bool [T]."""
+    logprobs: np.ndarray
+    """float32 [T], log-prob under the distribution that was sampled, temperature included."""
+    versions: np.ndarray
+    """int32 [T], the policy version that sampled the token."""
+    sampling_mask: SamplingMask | None = None
+    """Ids that each token was sampled from; None if all were sampled from the whole vocabulary."""
+
+    @classmethod
+    def of(cls, given: abc.Sequence[int], completion: Completion) -> "Sequence":
+        """Return the sequence of ``completion`` after the ``given`` tokens."""
+        before = len(given)
+        sampled = np.zeros(before + len(completion.tokens), dtype=np.bool_)
+        logprobs = np.zeros(len(sampled), dtype=np.float32)
+        versions = np.full(len(sampled), -1, dtype=np.int32)
+        sampled[before:] = True
+        logprobs[before:] = completion.logprobs
+        versions[before:] = completion.versions
+        tokens = np.array([*given, *completion.tokens], dtype=np.int32)
+        mask = completion.sampling_mask
+        if mask is not None:
+            mask = mask.placed(np.arange(before, len(sampled)), len(sampled))
+        return cls(
+            tokens=tokens,
+            sampled=sampled,
+            logprobs=logprobs,
+            versions=versions,
+            sampling_mask=mask,
+        )
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Sequence)
+            and self.sampling_mask == other.sampling_mask
+            and all(
+                np.array_equal(getattr(self, name), getattr(other, name))
+                for name in ("tokens", "sampled", "logprobs", "versions")
+            )
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """One episode of the policy on a prompt, with its reward.
+
+    A single-turn completion is one sequence. Every sampled token is in exactly one sequence.
+    """
+
+    prompt: Prompt
+    sample: int
+    """Number among the rollouts of its prompt, from 0."""
+    sequences: tuple[Sequence, ...]
+    text: str
+    """Sampled tokens, decoded, for display."""
+    stop_reason: StopReason
+    reward: float
+    metrics: dict[str, "Entry"] = field(default_factory=dict)
+    turn_rewards: tuple[float, ...] = ()
+    """Part of ``reward`` that followed each turn; empty if only the total is known."""
+    turn_lengths: tuple[int, ...] = ()
+    """Number of sampled tokens of each turn, in the order of ``turn_rewards``, which is that of the
+    sequences. Empty if each contiguous run of sampled tokens is a turn."""
+    cut_turns: int = 0
+    """Number of turns that ended at the maximum length of an answer."""
+    turn_order: tuple[int, ...] = ()
+    """Number of each turn in time, from 0, in the order of ``turn_rewards``. Empty if time has the
+    order of the sequences."""
+
+    @classmethod
+    def single_turn(cls, prompt: Prompt, completion: Completion, **fields: Any) -> "Rollout":
+        """Return the rollout of one completion; ``fields`` are all other fields."""
+        sequence = Sequence.of(prompt.tokens, completion)
+        reason = completion.finish_reason
+        cut = int(reason == "length")
+        return cls(
+            prompt=prompt, sequences=(sequence,), stop_reason=reason, cut_turns=cut, **fields
+        )
+
+    @property
+    def sampled_count(self) -> int:
+        """Number of sampled tokens."""
+        return int(sum(np.count_nonzero(sequence.sampled) for sequence in self.sequences))
+
+    @property
+    def turns(self) -> list[int]:
+        """Number of sampled tokens of each turn, in the order of the sequences."""
+        runs = (length for each in self.sequences for length in _runs(each.sampled))
+        return [*(self.turn_lengths or runs)]
+
+    @property
+    def versions(self) -> np.ndarray:
+        """Policy versions of all sampled tokens, int32 [sampled_count]."""
+        return np.concatenate([each.versions[each.sampled] for each in self.sequences])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Sequences of unequal length, end to end, with per-token columns.
+
+    ``tokens`` int64 [T], ``lengths`` int64 [N] with sum T, ``loss_weights`` float32 [T] and every
+    column float32 [T]. Entry ``t`` of a column is about *predicting* token ``t``, so the first
+    token of each sequence always has weight 0. Prompt tokens have weight 0 too.
+    """
+
+    tokens: torch.Tensor
+    lengths: torch.Tensor
+    loss_weights: torch.Tensor
+    columns: dict[str, torch.Tensor] = field(default_factory=dict)
+    rollouts: torch.Tensor | None = None
+    """Index of the rollout of each sequence, int64 [N]; None if each sequence is a rollout."""
+    sampling_mask: SamplingMask | None = None
+    """Ids that each token was sampled from, to which the log-probs of every policy are
+    renormalized; None if all tokens were sampled from the whole vocabulary."""
+    rows: abc.Sequence[int] | None = None
+    """Indices of the sequences in the batch that they were selected from; None for a whole
+    batch."""
+    reduction: str | None = None
+    """Reduction that the loss weights contain: see :func:`rl.algorithms.batch.reduced`. None if
+    they contain none; ``Session.forward_backward`` then applies that of the loss."""
+    denominators: torch.Tensor | None = None
+    """Part of each sequence in the denominator of ``optim_step``, float64 [N]; None for the sum of
+    its loss weights."""
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def rows_by_rollout(self) -> list[list[int]]:
+        """Indices of the sequences of each rollout, in order."""
+        if self.rollouts is None:
+            return [[row] for row in range(len(self))]
+        rows: dict[int, list[int]] = {}
+        for row, rollout in enumerate(self.rollouts.tolist()):
+            rows.setdefault(rollout, []).append(row)
+        return [*rows.values()]
+
+    def token_index(self, rows: abc.Sequence[int]) -> torch.Tensor:
+        """Return the indices, int64, of all tokens of the given sequences, in the given order."""
+        index = torch.tensor(rows, dtype=torch.int64)
+        starts = (self.lengths.cumsum(0) - self.lengths)[index]
+        lengths = self.lengths[index]
+        owner = torch.repeat_interleave(torch.arange(len(index)), lengths)
+        return torch.arange(len(owner)) + (starts - (lengths.cumsum(0) - lengths))[owner]
+
+    @property
+    def loss_mask(self) -> torch.Tensor:
+        """Mask of tokens with a weight above 0, bool [T]."""
+        return self.loss_weights > 0
+
+    def scatter(self, values: torch.Tensor) -> torch.Tensor:
+        """Return a column with ``values`` for tokens of weight above 0, and 0 for the others."""
+        column = torch.zeros(len(self.tokens))
+        column[self.loss_mask] = values
+        return column
+
+    def select(self, rows: abc.Sequence[int]) -> "Batch":
+        """Return the given sequences, in the given order."""
+        index = self.token_index(rows)
+        chosen = torch.tensor(rows, dtype=torch.int64)
+        mask = self.sampling_mask
+        return Batch(
+            tokens=self.tokens[index],
+            lengths=self.lengths[chosen],
+            loss_weights=self.loss_weights[index],
+            columns={name: values[index] for name, values in self.columns.items()},
+            rollouts=None if self.rollouts is None else self.rollouts[chosen],
+            sampling_mask=None if mask is None else mask.select(index.numpy()),
+            rows=rows,
+            reduction=self.reduction,
+            denominators=None if self.denominators is None else self.denominators[chosen],
+        )
+
+
+def _runs(mask: np.ndarray) -> list[int]:
+    """Return the length of each run of True in ``mask``, bool [T]."""
+    return [len(run) for run in mask.tobytes().split(b"\0") if run]

@@ -1,0 +1,82 @@
+"""Sequences of an episode that is still running."""
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rl.types import Completion, Sequence
+from rl.types.sampling_mask import SamplingMask
+
+
+@dataclass(eq=False)
+class OpenSequence:
+    """A sequence that later answers may continue: lists of equal length, as in
+    :class:`rl.types.Sequence`. Tokens are only appended.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    sampled: list[bool] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    masks: list[tuple[int, SamplingMask]] = field(default_factory=list)
+    """Sampling masks of the answers that have one, and the place at which each answer begins."""
+
+    def feed(self, tokens: Items[int]) -> None:
+        """Append tokens that the policy did not sample."""
+        self.tokens += tokens
+        self.sampled += [False] * len(tokens)
+        self.logprobs += [0.0] * len(tokens)
+        self.versions += [-1] * len(tokens)
+
+    def answer(self, completion: Completion) -> None:
+        """Append an answer of the policy."""
+        if completion.sampling_mask is not None:
+            self.masks.append((len(self.tokens), completion.sampling_mask))
+        self.tokens += completion.tokens
+        self.sampled += [True] * len(completion.tokens)
+        self.logprobs += completion.logprobs
+        self.versions += completion.versions
+
+    def snapshot(self) -> Sequence:
+        """Return the tokens so far as arrays."""
+        return Sequence(
+            tokens=np.array(self.tokens, dtype=np.int32),
+            sampled=np.array(self.sampled, dtype=np.bool_),
+            logprobs=np.array(self.logprobs, dtype=np.float32),
+            versions=np.array(self.versions, dtype=np.int32),
+            sampling_mask=self._mask(),
+        )
+
+    def _mask(self) -> SamplingMask | None:
+        if not self.masks:
+            return None
+        places = [np.arange(begin, begin + len(mask)) for begin, mask in self.masks]
+        joined = SamplingMask.joined([mask for _, mask in self.masks])
+        return joined.placed(np.concatenate(places), len(self.tokens))
+
+
+class SequenceLog:
+    """Sequences of an episode, from the prompts and answers of its turns.
+
+    A turn continues the longest sequence whose tokens are a prefix of the turn's prompt. If no such
+    sequence exists, a new sequence begins, in which the whole prompt counts as not sampled. Thus
+    each answer is marked as sampled in exactly one sequence, even if other prompts contain it.
+    """
+
+    def __init__(self) -> None:
+        self.sequences: list[OpenSequence] = []
+        """The sequences, in the order in which they began."""
+
+    def add(self, prompt: Items[int], completion: Completion) -> OpenSequence:
+        """Append a turn; return its sequence, which ends with the answer."""
+        prompt = [*prompt]
+        found = [each for each in self.sequences if prompt[: len(each.tokens)] == each.tokens]
+        if found:
+            sequence = max(found, key=lambda each: len(each.tokens))
+        else:
+            sequence = OpenSequence()
+            self.sequences.append(sequence)
+        sequence.feed(prompt[len(sequence.tokens) :])
+        sequence.answer(completion)
+        return sequence

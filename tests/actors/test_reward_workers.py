@@ -1,0 +1,257 @@
+"""A reward that misbehaves loses its own group only, and the error names it."""
+
+import asyncio
+import dataclasses
+import os
+import re
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from rl.actors.hosts import Hosts
+from rl.actors.reward_workers import RewardWorkers
+from rl.errors import GroupLost, RunError
+from rl.observe.events import Events, print_warnings
+from rl.session.meshes import Meshes
+from rl.session.session_config import DeadlineConfig, SessionConfig
+from rl.types import Completion
+from tests import warm
+from tests.actors.moody_task import (
+    DIES,
+    DIES_ONCE,
+    EXITS,
+    FORKS,
+    HANGS,
+    RAISES,
+    SLOW,
+    Later,
+    Moody,
+)
+from tests.actors.processes import assert_ended
+
+DEADLINES = DeadlineConfig(start=200.0, heartbeat=4.0, reward=3.0)
+COMPLETIONS = [
+    Completion(tokens=[n], logprobs=[0.0], versions=[0], finish_reason="stop") for n in (4, 5)
+]
+
+
+def workers_and_task(folder, count: int, kind=Moody) -> tuple[RewardWorkers, Moody]:
+    config = SessionConfig(reward_workers=count, deadlines=DEADLINES)
+    task = kind.Config(folder=str(folder))
+    workers = Meshes(config, Hosts(folder), folder).rewards(task, Events(print_warnings))
+    return workers, task.build(seed=0, model=config.model)
+
+
+@pytest.fixture
+def in_workers(tmp_path):
+    """Run ``work(score, workers)`` with ``count`` workers; assert that they end after it."""
+
+    def run(work, count, kind=Moody, *, reward_s=DEADLINES.reward):
+        async def started():
+            workers, task = workers_and_task(tmp_path, count, kind)
+            workers.deadlines = dataclasses.replace(workers.deadlines, reward=reward_s)
+            try:
+                await workers.start()
+                return await work(
+                    lambda prompt_id: workers.score(task.prompt(prompt_id), COMPLETIONS), workers
+                )
+            finally:
+                pids = pids_of(workers)
+                await workers.stop()
+                await assert_ended(pids)
+
+        return asyncio.run(asyncio.wait_for(started(), 300))
+
+    return run
+
+
+def pids_of(workers) -> list[int]:
+    return [process.pid for group in workers._groups.values() for process in group._processes]
+
+
+async def lost(coroutine) -> tuple[str, str]:
+    with pytest.raises(GroupLost) as error:
+        await coroutine
+    return error.value.reason, str(error.value)
+
+
+async def assert_lost_by_raising(score, name="Moody") -> None:
+    for prompt_id, error in (
+        (RAISES, "ZeroDivisionError: no reward today"),
+        (EXITS, "SystemExit: no reward, no worker"),
+    ):
+        reason, message = await lost(score(prompt_id))
+        assert reason == "reward raised"
+        said = f"the reward of {name} raised {error}; prompt {prompt_id}, sample 0, "
+        assert message.startswith(said)
+
+
+def test_an_event_that_cannot_be_written_fails_the_calls_and_leaves_none_waiting(in_workers):
+    """The disk is full when a worker is lost."""
+
+    def refuse(event):
+        raise RunError("events.jsonl: cannot be written: No space left on device")
+
+    async def work(score, workers):
+        workers.events.subscribe(refuse)
+        for prompt_id in (DIES, 1):
+            with pytest.raises(RunError, match=r"events.jsonl: cannot be written"):
+                await asyncio.wait_for(score(prompt_id), 60)
+
+    in_workers(work, 1)
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_each_caller_gets_its_group_and_a_bad_reward_loses_one(in_workers, count):
+    async def work(score, workers):
+        answers = asyncio.gather(*map(score, range(50)), *[score(SLOW) for _ in range(8)])
+        await assert_lost_by_raising(score)
+        assert workers.restarts == 0
+        return await answers, pids_of(workers)
+
+    groups, pids = in_workers(work, count)
+    assert [[r.reward for r in group] for group in groups] == [
+        [n, n] for n in [*range(50), *[SLOW] * 8]
+    ]
+    assert groups[3][1].sample == 1
+    assert groups[3][1].sequences[0].tokens[-1] == COMPLETIONS[1].tokens[-1]
+    scorers = Counter(int(group[0].text) for group in groups)
+    assert scorers.keys() == set(pids or [os.getpid()])
+
+
+def test_reward_that_kills_or_blocks_its_worker_is_tried_twice(in_workers):
+    """The last three groups go to the worker in one message."""
+
+    async def work(score, workers):
+        before = pids_of(workers)
+        one, died, two, hung = await asyncio.gather(
+            score(1), lost(score(DIES)), score(2), lost(score(HANGS))
+        )
+        assert (one[0].reward, two[0].reward) == (1, 2)
+        where = "reward-0 rank 0, score"
+        assert died[0] == "reward died"
+        assert died[1].startswith(
+            f"the reward of Moody died; prompt {DIES}; {where}: the process died\nend of "
+        )
+        message = f"the reward of Moody hung; prompt {HANGS}; {where}: no answer within 3 s"
+        assert hung == ("reward hung", message)
+        assert (await score(3))[0].reward == 3
+        assert before != pids_of(workers)
+        assert workers.restarts >= 3
+
+    in_workers(work, 1)
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_rewards_that_are_awaited_run_at_once(in_workers, count):
+    async def work(score, workers):
+        slow = []
+        for _ in range(8):  # one after the other, as groups are finished
+            slow.append(asyncio.ensure_future(score(SLOW)))
+            await asyncio.sleep(0)
+        await assert_lost_by_raising(score, "Later")
+        groups = await asyncio.gather(*slow)
+        assert [[r.reward for r in group] for group in groups] == [[SLOW, SLOW]] * 8
+        assert workers.restarts == 0
+        if count:
+            one, died = await asyncio.gather(score(1), lost(score(DIES)))
+            assert one[0].reward == 1
+            assert died[0] == "reward died"
+            assert workers.restarts >= 2
+
+    in_workers(work, count, Later, reward_s=100.0)
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_reward_that_is_awaited_for_too_long_costs_no_worker(in_workers, count):
+    async def work(score, workers):
+        message = f"the reward of Later hung; prompt {HANGS}; no answer within 1 s"
+        assert await lost(score(HANGS)) == ("reward hung", message)
+        assert workers.restarts == 0
+
+    in_workers(work, count, Later, reward_s=1.0)
+
+
+def stop(pid: int) -> None:
+    """Stop a process. Return when all its threads have stopped: until then some may answer."""
+    os.kill(pid, signal.SIGSTOP)
+    ends = time.monotonic() + 60
+    while not is_stopped(pid):
+        assert time.monotonic() < ends, f"process {pid} does not stop"
+        time.sleep(0.01)
+
+
+def is_stopped(pid: int) -> bool:
+    try:
+        stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    except OSError:  # a thread has just ended
+        return False
+    return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
+
+
+def test_lost_worker_is_started_again_while_another_goes_on(in_workers):
+    async def work(score, workers):
+        before = pids_of(workers)
+        os.kill(before[0], signal.SIGKILL)
+        stop(before[1])
+        groups = await asyncio.gather(*map(score, [*range(10), DIES_ONCE]))
+        assert [group[0].reward for group in groups] == [*range(10), DIES_ONCE]
+        assert not set(before) & {int(group[0].text) for group in groups}
+
+    in_workers(work, 2)
+
+
+def test_stop_fails_pending_calls(in_workers):
+    async def work(score, workers):
+        pending = [asyncio.ensure_future(score(prompt_id)) for prompt_id in (HANGS, 1, 2)]
+        await asyncio.sleep(0.3)
+        await workers.stop()
+        for each in pending:
+            with pytest.raises(RunError, match="the reward workers were stopped"):
+                await each
+
+    in_workers(work, 1)
+
+
+def forked(folder) -> list[int]:
+    """Return the processes that the reward has started since the last call."""
+    pids = [int(line) for line in (folder / "forked").read_text().splitlines()]
+    (folder / "forked").unlink()
+    assert len(pids) == 4
+    assert os.path.exists(f"/proc/{pids[0]}")
+    assert os.path.exists(f"/proc/{pids[3]}")
+    return pids
+
+
+def test_processes_of_a_reward_end_with_its_worker(in_workers, tmp_path):
+    async def work(score, workers):
+        await score(FORKS)
+        pids = forked(tmp_path)
+        hangs = asyncio.ensure_future(lost(score(HANGS)))
+        await assert_ended(pids)  # after the first try
+        await hangs
+        await score(FORKS)
+        pids = forked(tmp_path)
+        await workers.stop()
+        await assert_ended(pids)
+
+    in_workers(work, 1)
+
+
+def test_processes_of_a_reward_end_with_a_killed_controller(tmp_path):
+    out = tmp_path / "out"
+    command = ["tests.actors.reward_controller", tmp_path]
+    out.touch()
+    controller = warm.Program(command, stdout=out, stderr=tmp_path / "err")
+    try:
+        while not (scored := re.findall(r"(\d+) scored\n", out.read_text())):
+            assert controller.poll() is None, (tmp_path / "err").read_text()
+            time.sleep(0.05)
+        pids = [int(*scored), *forked(tmp_path)]
+    finally:
+        controller.kill()
+        controller.wait()
+    asyncio.run(assert_ended(pids))

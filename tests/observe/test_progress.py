@@ -140,7 +140,7 @@ def test_a_warning_stands_out():
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_any_run_is_shown_with_warnings_and_evaluations_and_a_quiet_one_is_not(terminal):
+def test_a_quiet_run_shows_nothing_others_their_warnings(terminal):
     bare = [{"step": 1}, {"step": 2, "reward/mean": math.nan}]
     for count, rows in ((30, make_rows(30)[20:]), (2, bare)):  # resumed; few metrics, no numbers
         lines = [*map(str.strip, run(count, terminal=terminal, rows=rows).splitlines())]

@@ -53,7 +53,7 @@ TOO_LARGE = {
     f"{SHARDS} 8": "meshes need 16 GPUs on a node, which has 8; set generator.nodes to 1, or",
     "qwen3_14b --generator.gpu_memory_utilization 0.3": "is 0.3, which leaves 0.00 GiB .* set "
     "generator.tensor_parallel_degree to 2",
-    "qwen3_14b --generator.gpu_memory_utilization 0.395": r"is 0.395, which leaves 0\.\d+ GiB .* "
+    "qwen3_14b --generator.gpu_memory_utilization 0.395": r"is 0.395, which leaves 0\.\d+ GiB .*"
     r"max_seq_len=4096 needs 0\.63 GiB: set generator.gpu_memory_utilization to 0\.4",
     f"qwen3_8b {SHARDS} 8 --generator.nodes 1 --algorithm.loss.kl_coef 0.1 "
     "--hardware.memory_gib 60": "need 9 GPUs on a node, which has 8; set colocate to 'models', or",

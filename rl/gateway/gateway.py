@@ -34,7 +34,7 @@ class Ask:
     """Id of the session; empty without one."""
     tokens: list[int]
     sampling: Sampling
-    """Parameters of sampling; ``max_tokens`` fits into the room that is left."""
+    """Parameters of sampling; ``max_tokens`` is at most the number of tokens that are left."""
     seed: int
 
 
@@ -326,11 +326,11 @@ class Gateway:
         top: int = 0,
     ) -> Work:
         """Return the answers to sample after the prompt ``tokens``. Raises ApiError."""
-        room = self.longest - len(tokens)
+        left = self.longest - len(tokens)
         if not tokens or not all(0 <= token < self._vocab_size for token in tokens):
             message = f"the prompt must have tokens, each below {self._vocab_size}"
             raise ApiError(400, message, code="invalid_value", param="prompt")
-        if room < 1:
+        if left < 1:
             raise context_exceeded(len(tokens), self.longest)
         if session.capture.tokens >= self.limits.session_tokens:
             message = f"the session has {session.capture.tokens} tokens; open another one"
@@ -342,7 +342,7 @@ class Gateway:
         top_k = default.top_k if request.top_k is None else max(request.top_k, 0)
         sampling = replace(
             default,
-            max_tokens=min(most or request.max_tokens or default.max_tokens, room),
+            max_tokens=min(most or request.max_tokens or default.max_tokens, left),
             temperature=default.temperature if request.temperature is None else request.temperature,
             top_p=default.top_p if request.top_p is None else request.top_p,
             top_k=top_k,

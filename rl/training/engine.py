@@ -24,7 +24,7 @@ from rl.training.gradient import divide_and_clip, have_changed, rounding_element
 from rl.training.kept_logits import kept_logits
 from rl.training.lora import MergedWeights
 from rl.training.matmul import kernel_in_use
-from rl.training.micro_batches import Cutting, MicroBatch, lay_out, outputs_of, plan
+from rl.training.micro_batches import MicroBatch, MicroBatchLimits, lay_out, outputs_of, plan
 from rl.training.sharded_model import (
     build_model,
     gradient_shards,
@@ -353,22 +353,22 @@ class TrainingEngine:
         """Yield each micro-batch of this rank, and whether it is the last. While another rank has
         more micro-batches, yield dummies.
         """
-        cutting = self._cutting()
-        planned = plan(batch, cutting)
+        limits = self._limits()
+        planned = plan(batch, limits)
         count = int(self._over_batch(len(planned), dist.ReduceOp.MAX))
         if count == 0:
             raise ValueError("the batch is empty; give at least one sequence")
         for number in range(count):
             rows = planned[number] if number < len(planned) else []
-            yield lay_out(batch, rows, cutting).to(self.device), number == count - 1
+            yield lay_out(batch, rows, limits).to(self.device), number == count - 1
 
-    def _cutting(self) -> Cutting:
+    def _limits(self) -> MicroBatchLimits:
         one_row = shares_rows(self.model.config.first_attention.inner_attention)
         blocks = 1 if self.config.float8 is None else 16  # rows per block of a float8 product
         multiple = self.dims.cp * math.lcm(2, self.dims.tp, blocks)
         if one_row and self.dims.cp_enabled:
             multiple = math.lcm(multiple, 128 * self.dims.cp)  # block size of flex attention
-        return Cutting(
+        return MicroBatchLimits(
             sequences=self.config.micro_batch_size,
             tokens=self.config.micro_batch_tokens,
             pack=self.config.packing,

@@ -11,7 +11,7 @@ from rl.types.sampling_mask import SamplingMask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cutting:
+class MicroBatchLimits:
     """Limits of micro-batches; the gradient does not depend on them."""
 
     sequences: int
@@ -96,7 +96,7 @@ Rows = list[list[Tree]]
 """Trees of each row of a micro-batch."""
 
 
-def plan(batch: Batch, cutting: Cutting) -> list[Rows]:
+def plan(batch: Batch, limits: MicroBatchLimits) -> list[Rows]:
     """Return the rows of each micro-batch. Trees are sorted by length, longest first, so that
     neighbours have similar lengths.
 
@@ -104,21 +104,21 @@ def plan(batch: Batch, cutting: Cutting) -> list[Rows]:
     room that is enough (best-fit decreasing; Johnson, 1973). With a limit of sequences,
     micro-batches are filled one after the other.
     """
-    trees = _trees(batch, cutting)
-    if cutting.tokens is not None:
-        return _best_fit(trees, cutting, cutting.tokens)
+    trees = _trees(batch, limits)
+    if limits.tokens is not None:
+        return _best_fit(trees, limits, limits.tokens)
     shares: list[list[Tree]] = []
-    room = 0
+    left = 0
     for tree in trees:
-        if len(tree.sequences) > room:
+        if len(tree.sequences) > left:
             shares.append([])
-            room = cutting.sequences
+            left = limits.sequences
         shares[-1].append(tree)
-        room -= len(tree.sequences)
-    return [_rows_of(share, cutting) for share in shares]
+        left -= len(tree.sequences)
+    return [_rows_of(share, limits) for share in shares]
 
 
-def lay_out(batch: Batch, rows: Rows, cutting: Cutting) -> MicroBatch:
+def lay_out(batch: Batch, rows: Rows, limits: MicroBatchLimits) -> MicroBatch:
     """Return the micro-batch of the given rows; without rows, a dummy of one row without a
     sequence.
     """
@@ -126,7 +126,7 @@ def lay_out(batch: Batch, rows: Rows, cutting: Cutting) -> MicroBatch:
     part = batch.select(sequences)
     sizes = _sizes(part)
     width = max([sum(tree.cells for tree in row) for row in rows], default=0)
-    width = _round_up(max(width, 1), cutting.multiple_of)
+    width = _round_up(max(width, 1), limits.multiple_of)
     owner = torch.repeat_interleave(torch.arange(len(part)), part.lengths)
     place = torch.arange(len(owner)) - (part.lengths.cumsum(0) - part.lengths)[owner]
     first = place == 0
@@ -172,23 +172,23 @@ def balanced(lengths: Sequence[int], parts: int) -> list[list[int]]:
 
     Each sequence, longest first, goes to the part with the fewest tokens so far (Graham, 1969).
     """
-    room = -(-len(lengths) // parts)
+    most = -(-len(lengths) // parts)
     shares: list[list[int]] = [[] for _ in range(parts)]
     tokens = [0] * parts
     for sequence in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        rank = min((r for r in range(parts) if len(shares[r]) < room), key=lambda r: (tokens[r], r))
+        rank = min((r for r in range(parts) if len(shares[r]) < most), key=lambda r: (tokens[r], r))
         shares[rank].append(sequence)
         tokens[rank] += lengths[sequence]
     return [sorted(share) for share in shares]
 
 
-def _trees(batch: Batch, cutting: Cutting) -> list[Tree]:
-    """Return all sequences as trees, longest first. A tree has at most ``cutting.sharing``
+def _trees(batch: Batch, limits: MicroBatchLimits) -> list[Tree]:
+    """Return all sequences as trees, longest first. A tree has at most ``limits.sharing``
     sequences, and no more than a micro-batch may hold.
     """
     sizes = _sizes(batch)
     longest_first = sorted(range(len(batch)), key=lambda i: (-sizes[i], i))
-    limit = min(cutting.sharing, cutting.sequences if cutting.tokens is None else len(batch))
+    limit = min(limits.sharing, limits.sequences if limits.tokens is None else len(batch))
     if limit <= 1:
         return [Tree([sequence], sizes[sequence]) for sequence in longest_first]
     prompts = _prompts(batch)
@@ -198,8 +198,8 @@ def _trees(batch: Batch, cutting: Cutting) -> list[Tree]:
         prompt, shared = prompts[sequence]
         tree = newest.get(prompt)
         cells = 0 if tree is None else tree.cells + sizes[sequence] - shared
-        padded = _round_up(cells, cutting.multiple_of)
-        too_long = cutting.tokens is not None and padded > cutting.tokens
+        padded = _round_up(cells, limits.multiple_of)
+        too_long = limits.tokens is not None and padded > limits.tokens
         if tree is None or len(tree.sequences) == limit or too_long:
             newest[prompt] = Tree([sequence], sizes[sequence], shared)
             trees.append(newest[prompt])
@@ -240,11 +240,11 @@ def _starts(rows: Rows, sizes: list[int], width: int) -> torch.Tensor:
     return torch.tensor(starts, dtype=torch.int64).view(-1, 3).T
 
 
-def _rows_of(trees: list[Tree], cutting: Cutting) -> Rows:
+def _rows_of(trees: list[Tree], limits: MicroBatchLimits) -> Rows:
     """Return the rows of one micro-batch. Each tree goes to the first row with room."""
-    if not cutting.pack:
+    if not limits.pack:
         return [[tree] for tree in trees]
-    if cutting.one_row:
+    if limits.one_row:
         return [trees]
     width = trees[0].cells
     rows: Rows = []
@@ -259,7 +259,7 @@ def _rows_of(trees: list[Tree], cutting: Cutting) -> Rows:
     return rows
 
 
-def _best_fit(trees: list[Tree], cutting: Cutting, limit: int) -> list[Rows]:
+def _best_fit(trees: list[Tree], limits: MicroBatchLimits, limit: int) -> list[Rows]:
     """Return the rows of micro-batches of at most ``limit`` cells, except for those of one longer
     sequence.
     """
@@ -267,7 +267,7 @@ def _best_fit(trees: list[Tree], cutting: Cutting, limit: int) -> list[Rows]:
     open_rows: list[tuple[int, int, int]] = []  # room, micro-batch and row, least room first
     rows_left = 0  # number of rows that the newest micro-batch may still open
     width = 0
-    one_row = cutting.pack and cutting.one_row
+    one_row = limits.pack and limits.one_row
     for tree in trees:
         size = tree.cells
         fits = bisect_left(open_rows, (size,))
@@ -278,14 +278,14 @@ def _best_fit(trees: list[Tree], cutting: Cutting, limit: int) -> list[Rows]:
             continue
         if not rows_left:
             planned.append([])
-            multiple = cutting.multiple_of
+            multiple = limits.multiple_of
             width = _round_up(max(size, 1), multiple)
             if one_row:
                 width = max(width, limit // multiple * multiple)
             rows_left = max(1, limit // width)
         rows_left -= 1
         planned[-1].append([tree])
-        if cutting.pack and width <= limit:
+        if limits.pack and width <= limit:
             insort(open_rows, (width - size, len(planned) - 1, len(planned[-1]) - 1))
     return planned
 

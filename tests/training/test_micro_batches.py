@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_mask
 
 from rl.training.attention import tree_mask
-from rl.training.micro_batches import Cutting, balanced, lay_out, plan
+from rl.training.micro_batches import MicroBatchLimits, balanced, lay_out, plan
 from rl.types import Batch
 
 LENGTHS = st.lists(st.integers(1, 20), min_size=1, max_size=12)
 CUTTINGS = st.builds(
-    Cutting,
+    MicroBatchLimits,
     sequences=st.integers(1, 5),
     tokens=st.none() | st.integers(24, 80),
     pack=st.booleans(),
@@ -39,15 +39,15 @@ def batch_of(lengths: list[int]) -> Batch:
     )
 
 
-def micro_batches(batch, cutting):
-    return [lay_out(batch, rows, cutting) for rows in plan(batch, cutting)]
+def micro_batches(batch, limits):
+    return [lay_out(batch, rows, limits) for rows in plan(batch, limits)]
 
 
 @given(LENGTHS, CUTTINGS)
-def test_every_token_is_predicted_once_from_the_one_before_it(lengths, cutting):
+def test_every_token_is_predicted_once_from_the_one_before_it(lengths, limits):
     batch = batch_of(lengths)
     seen = []
-    for micro in micro_batches(batch, cutting):
+    for micro in micro_batches(batch, limits):
         predicted = ~micro.first
         places = micro.index[predicted]
         assert torch.equal(micro.targets.flatten()[micro.cells][predicted], places)
@@ -60,10 +60,10 @@ def test_every_token_is_predicted_once_from_the_one_before_it(lengths, cutting):
 
 
 @given(LENGTHS, CUTTINGS)
-def test_positions_of_each_sequence_start_at_zero_and_padding_is_separate(lengths, cutting):
+def test_positions_of_each_sequence_start_at_zero_and_padding_is_separate(lengths, limits):
     batch = batch_of(lengths)
     starts = set((batch.lengths.cumsum(0) - batch.lengths).tolist())
-    for micro in micro_batches(batch, cutting):
+    for micro in micro_batches(batch, limits):
         document = (micro.positions == 0).flatten().cumsum(0).view(micro.positions.shape)
         used = torch.zeros(micro.tokens.numel(), dtype=torch.bool)
         used[micro.cells[~micro.first]] = True
@@ -82,9 +82,9 @@ def test_positions_of_each_sequence_start_at_zero_and_padding_is_separate(length
 
 
 @given(LENGTHS, CUTTINGS)
-def test_tokens_that_count_have_their_weights_columns_and_sequences(lengths, cutting):
+def test_tokens_that_count_have_their_weights_columns_and_sequences(lengths, limits):
     owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    for micro in micro_batches(batch_of(lengths), cutting):
+    for micro in micro_batches(batch_of(lengths), limits):
         places = micro.index[micro.loss_index]
         assert torch.equal(micro.loss_weights, places.float())
         assert torch.equal(micro.columns["place"], places.float())
@@ -95,25 +95,25 @@ def test_tokens_that_count_have_their_weights_columns_and_sequences(lengths, cut
 
 
 @given(LENGTHS, CUTTINGS)
-def test_micro_batches_keep_to_the_limit(lengths, cutting):
-    for rows in plan(batch_of(lengths), cutting):
-        micro = lay_out(batch_of(lengths), rows, cutting)
+def test_micro_batches_keep_to_the_limit(lengths, limits):
+    for rows in plan(batch_of(lengths), limits):
+        micro = lay_out(batch_of(lengths), rows, limits)
         count = sum(len(row) for row in rows)
-        assert micro.tokens.shape[1] % cutting.multiple_of == 0
-        if cutting.tokens is None:
-            assert count <= cutting.sequences
+        assert micro.tokens.shape[1] % limits.multiple_of == 0
+        if limits.tokens is None:
+            assert count <= limits.sequences
         else:
-            assert count == 1 or micro.tokens.numel() <= cutting.tokens
-        if not cutting.pack:
+            assert count == 1 or micro.tokens.numel() <= limits.tokens
+        if not limits.pack:
             assert all(len(row) == 1 for row in rows)
 
 
 def test_packing_fills_rows_that_padding_would_waste():
     batch = batch_of([17, 9, 9, 5, 5, 5, 5])
     packed, padded = (
-        lay_out(batch, plan(batch, cutting)[0], cutting)
-        for cutting in (
-            Cutting(sequences=7, tokens=None, pack=pack, one_row=False, multiple_of=1)
+        lay_out(batch, plan(batch, limits)[0], limits)
+        for limits in (
+            MicroBatchLimits(sequences=7, tokens=None, pack=pack, one_row=False, multiple_of=1)
             for pack in (True, False)
         )
     )
@@ -123,8 +123,8 @@ def test_packing_fills_rows_that_padding_would_waste():
 
 @pytest.mark.parametrize("one_row", [True, False])
 def test_a_short_sequence_goes_to_the_row_that_it_leaves_the_least_room_in(one_row):
-    cutting = Cutting(sequences=1, tokens=20, pack=True, one_row=one_row, multiple_of=1)
-    planned = plan(batch_of([17, 15, 14, 7, 5, 4]), cutting)
+    limits = MicroBatchLimits(sequences=1, tokens=20, pack=True, one_row=one_row, multiple_of=1)
+    planned = plan(batch_of([17, 15, 14, 7, 5, 4]), limits)
     # 16, 14, 13, 6, 4 and 3 cells
     rows = [[[tree.sequences[0] for tree in row] for row in rows] for rows in planned]
     if one_row:
@@ -136,9 +136,9 @@ def test_a_short_sequence_goes_to_the_row_that_it_leaves_the_least_room_in(one_r
 def test_best_fit_needs_few_more_micro_batches_than_the_tokens_do():
     draw = torch.Generator().manual_seed(0)
     batch = batch_of(torch.randint(10, 2048, (256,), generator=draw).tolist())
-    cutting = Cutting(sequences=1, tokens=4096, pack=True, one_row=True, multiple_of=2)
+    limits = MicroBatchLimits(sequences=1, tokens=4096, pack=True, one_row=True, multiple_of=2)
     least = -(-(len(batch.tokens) - len(batch)) // 4096)
-    assert len(plan(batch, cutting)) <= 1.02 * least
+    assert len(plan(batch, limits)) <= 1.02 * least
 
 
 @st.composite
@@ -161,13 +161,13 @@ def siblings(draw) -> tuple[Batch, list[tuple[int, ...]]]:
 
 @settings(max_examples=30)  # a mask takes 70 ms
 @given(siblings(), CUTTINGS, st.integers(2, 5))
-def test_tokens_that_share_a_prompt_attend_to_their_own_sequence_alone(siblings, cutting, sharing):
+def test_tokens_that_share_a_prompt_attend_to_their_own_sequence_alone(siblings, limits, sharing):
     batch, texts = siblings
-    cutting = replace(cutting, pack=True, sharing=sharing)
+    limits = replace(limits, pack=True, sharing=sharing)
     places = [(text, end) for text in texts for end in range(len(text))]
     seen = []
-    for rows in plan(batch, cutting):
-        micro = lay_out(batch, rows, cutting)
+    for rows in plan(batch, limits):
+        micro = lay_out(batch, rows, limits)
         count, width = micro.tokens.shape
         mask = create_mask(tree_mask(micro.positions), count, None, width, width, device="cpu")
         for place, cell in zip(micro.index.tolist(), micro.cells.tolist(), strict=True):
@@ -181,11 +181,11 @@ def test_tokens_that_share_a_prompt_attend_to_their_own_sequence_alone(siblings,
                 assert micro.positions[row, column] == end - 1
         trees = [tree for row in rows for tree in row]
         assert all(len(tree.sequences) <= sharing for tree in trees)
-        if cutting.tokens is None:
-            assert sum(len(tree.sequences) for tree in trees) <= cutting.sequences
+        if limits.tokens is None:
+            assert sum(len(tree.sequences) for tree in trees) <= limits.sequences
         else:
             alone = len(trees) == len(trees[0].sequences) == 1
-            assert alone or micro.tokens.numel() <= cutting.tokens
+            assert alone or micro.tokens.numel() <= limits.tokens
     assert sorted(seen) == list(range(len(batch.tokens)))
 
 
@@ -196,10 +196,9 @@ def test_sequences_that_share_a_prompt_need_fewer_cells():
         lengths=torch.tensor([12] * 4),
         loss_weights=torch.tensor([0.0] * 10 + [1.0] * 2).repeat(4),
     )
-    cutting = Cutting(sequences=4, tokens=None, pack=True, one_row=False, multiple_of=1)
+    limits = MicroBatchLimits(sequences=4, tokens=None, pack=True, one_row=False, multiple_of=1)
     alone, shared = (
-        lay_out(batch, plan(batch, each)[0], each)
-        for each in (cutting, replace(cutting, sharing=4))
+        lay_out(batch, plan(batch, each)[0], each) for each in (limits, replace(limits, sharing=4))
     )
     assert alone.tokens.shape == (4, 11)
     assert shared.tokens.shape == (1, 9 + 4 * 2)
@@ -213,14 +212,16 @@ def test_a_shared_prompt_keeps_to_the_limit_with_padding():
         lengths=torch.tensor([12] * 2),
         loss_weights=torch.tensor([0.0] * 4 + [1.0] * 8).repeat(2),
     )
-    cutting = Cutting(sequences=1, tokens=20, pack=True, one_row=True, multiple_of=8, sharing=2)
-    micros = [lay_out(batch, rows, cutting) for rows in plan(batch, cutting)]
+    limits = MicroBatchLimits(
+        sequences=1, tokens=20, pack=True, one_row=True, multiple_of=8, sharing=2
+    )
+    micros = [lay_out(batch, rows, limits) for rows in plan(batch, limits)]
     assert [micro.tokens.numel() for micro in micros] == [16, 16]  # 19 cells would be padded to 24
 
 
 def test_without_rows_a_dummy_holds_nothing():
-    cutting = Cutting(sequences=2, tokens=None, pack=True, one_row=False, multiple_of=8)
-    dummy = lay_out(batch_of([3, 4]), [], cutting)
+    limits = MicroBatchLimits(sequences=2, tokens=None, pack=True, one_row=False, multiple_of=8)
+    dummy = lay_out(batch_of([3, 4]), [], limits)
     assert dummy.tokens.shape == (1, 8)
     values = (dummy.per_token(torch.ones(1, 8)), dummy.loss_weights, dummy.columns["place"])
     assert [value.shape for value in values] == [(0,)] * 3

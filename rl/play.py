@@ -76,7 +76,7 @@ def _play_run(folder: Path, step: int | None, prompt_id: int, overrides: list[st
     fork_server.start()
     from rl.cli.saved_run import open_run, run_session
     from rl.config import RLConfig
-    from rl.rollout.rollouter import derive_seed
+    from rl.rollout.prompts import derive_seed
     from rl.session.session import Session
     from rl.types import GenerationRequest
 

@@ -1,11 +1,20 @@
-"""Checks of the prompts of the user's task."""
+"""Checks of the prompts of the user's task, and seeds of their samples."""
 
+import hashlib
 from collections.abc import Iterator
 
 from rl.environments.protocol import EnvironmentTask
 from rl.environments.task import Task
 from rl.errors import RunError, naming, shown
 from rl.types import Prompt
+
+
+def derive_seed(
+    run_seed: int, prompt_id: int, sample: int, turn: int = 0, *, stream: str = "train"
+) -> int:
+    """Return the seed in [0, 2^63) of a turn of a sample of a prompt; streams share no seeds."""
+    key = f"{stream}/{run_seed}/{prompt_id}/{sample}/{turn}".encode()
+    return int.from_bytes(hashlib.sha256(key).digest()[:8], "little") >> 1
 
 
 def training_prompt(task: Task, prompt_id: int) -> Prompt:

@@ -1,7 +1,6 @@
 """Sampling of rollouts: of completions that a reward scores, or of episodes of environments."""
 
 import asyncio
-import hashlib
 import itertools
 import sys
 from collections import Counter
@@ -12,6 +11,7 @@ from typing import Protocol
 
 from rl.errors import GroupLost, RunError, WorkerLost
 from rl.observe.spans import Stopwatch
+from rl.rollout.prompts import derive_seed
 from rl.rollout.scoring import unscored
 from rl.types import (
     Completion,
@@ -52,14 +52,6 @@ class OpenEpisodes(Protocol):
 
 
 _keys = itertools.count()
-
-
-def derive_seed(
-    run_seed: int, prompt_id: int, sample: int, turn: int = 0, *, stream: str = "train"
-) -> int:
-    """Return the seed in [0, 2^63) of a turn of a sample of a prompt; streams share no seeds."""
-    key = f"{stream}/{run_seed}/{prompt_id}/{sample}/{turn}".encode()
-    return int.from_bytes(hashlib.sha256(key).digest()[:8], "little") >> 1
 
 
 @dataclass(eq=False)

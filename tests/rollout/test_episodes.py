@@ -12,8 +12,9 @@ from rl.environments.protocol import TokenEnvironment, TokenReply
 from rl.errors import GroupLost
 from rl.observe.spans import Stopwatch
 from rl.rollout.episodes import Environments
+from rl.rollout.prompts import derive_seed
 from rl.rollout.rollout_metrics import rollout_metrics
-from rl.rollout.rollouter import Rollouter, derive_seed
+from rl.rollout.rollouter import Rollouter
 from rl.types import Completion, Sampling
 from tests.dialects.adversary import HABITS, Adversary
 from tests.rollout import moody_environment as moody

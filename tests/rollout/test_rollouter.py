@@ -10,7 +10,8 @@ import pytest
 from rl.environments.task import Score
 from rl.errors import GroupLost, RunError
 from rl.observe.spans import Stopwatch
-from rl.rollout.rollouter import Rollouter, derive_seed
+from rl.rollout.prompts import derive_seed
+from rl.rollout.rollouter import Rollouter
 from rl.rollout.scoring import rollouts_of, score_group
 from rl.types import Completion, Prompt, Sampling
 

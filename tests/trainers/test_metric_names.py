@@ -22,19 +22,14 @@ COMPOSED = {
 
 
 def test_every_metric_of_a_run_with_all_parts_is_documented(run):
-    def edit(config):
-        config.algorithm.loss = ClippedLoss.Config(kl_coef=0.1)
-        config.algorithm.advantage = GAE.Config()
-        config.algorithm.corrections = (StalenessDecay.Config(),)
-        config.hardware.tflops = 1.0
-
-    models = {}
-
-    def both(log):
-        models.update(reference=Reference(log), critic=Critic(log, {}))
-        return models
-
-    _, rows = run(steps=3, staleness=1, edit=edit, models=both)
+    fields = {
+        "algorithm.loss": ClippedLoss.Config(kl_coef=0.1),
+        "algorithm.advantage": GAE.Config(),
+        "algorithm.corrections": (StalenessDecay.Config(),),
+        "hardware.tflops": 1.0,
+    }
+    models = {"reference": Reference([]), "critic": Critic([], {})}
+    _, rows = run(steps=3, staleness=1, fields=fields, models=lambda log: models)
     names = {name for row in rows for name in row}
     assert not undocumented(names)
     assert names >= {"kl/coef", "advantage/std", "critic/value/mean", "generator/running_max"}

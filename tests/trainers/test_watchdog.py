@@ -32,7 +32,12 @@ LIMITS = {
 }
 CASES = [
     ("zero_std", {"reward/zero_std_groups": 1.0}, 3, "reward/zero_std_groups is 1, "),
-    ("starving", {"timing/starved": 0.95}, 2, "timing/starved is 95% of the step, above watch"),
+    (
+        "starving",
+        {"timing/starved": 0.95},
+        2,
+        "timing/starved is 95% of the step, above watchdog.starving_share=0.9",
+    ),
     (
         "vanished",
         {"trainer/updates": 0.0, "trainer/grad_norm": 0.0},

@@ -95,7 +95,7 @@ model/test_shape.py
     ModelConfig vocab_size dim n_layers n_heads n_kv_heads head_dim hidden_dim num_experts
     ModelConfig moe_hidden_dim tie_embeddings fuse_qkv
 observe/test_progress.py
-  test_any_run_is_shown_with_warnings_and_evaluations_and_a_quiet_one_is_not: RunConfig quiet
+  test_a_quiet_run_shows_nothing_others_their_warnings: RunConfig quiet
 observe/test_trackers.py
   test_the_config_says_which_sinks_a_run_has: SinksConfig tensorboard wandb trackio project
   test_an_offline_wandb_run_is_complete_and_resumed_as_itself: WeightsAndBiases.Config mode project

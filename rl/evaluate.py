@@ -138,7 +138,7 @@ def _open(folder: Path | None, name: str | None, step: int | None, rest: list[st
 def _on_prompts(run: "SavedRun", config: "RLConfig") -> dict[str, float]:
     """Return the scores of completions of held-out prompts."""
     from rl.cli.saved_run import run_session
-    from rl.trainers.evaluation import Evaluation, held_out_prompts
+    from rl.trainers.evaluation import Evaluation
     from rl.trainers.trial import build_task
 
     require(
@@ -148,8 +148,7 @@ def _on_prompts(run: "SavedRun", config: "RLConfig") -> dict[str, float]:
     task = build_task(config)
 
     async def evaluate(session: "Session") -> dict[str, float]:
-        prompts = held_out_prompts(config.evaluation, task)
-        return await Evaluation(config, task, prompts, session).scores()
+        return await Evaluation(config, task, session).scores()
 
     return run_session(session_config, config.task, evaluate)
 

@@ -33,11 +33,12 @@ class Evaluation:
         self,
         config: SamplingRunConfig,
         task: Task,
-        prompts: list[Prompt],
         session: Session,
+        prompts: list[Prompt] | None = None,
     ):
+        """``prompts`` are by default the held-out prompts of ``task``."""
         self._config = config.evaluation
-        self.prompts = prompts
+        self.prompts = held_out_prompts(config.evaluation, task) if prompts is None else prompts
         """Held-out prompts; without any, there are no scores."""
         sampling = config.rollout.sampling(task.stop_token_ids)
         self._sampling = dataclasses.replace(sampling, top_p=1.0, top_k=0, min_p=0.0)

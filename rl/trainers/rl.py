@@ -65,7 +65,7 @@ class RLTrainer(Trainer[RLConfig]):
         self.auxiliary = AuxiliaryModels(
             config, self.session, record.folder / "reference", self.run.checkpoints
         )
-        self.evaluation = Evaluation(config, self.dataset_train, self.dataset_eval, self.session)
+        self.evaluation = Evaluation(config, self.dataset_train, self.session, self.dataset_eval)
         self.evaluations = EvaluationSchedule(config, self.evaluation, self.run)
         self.rollouts = RolloutScheduler(
             config,

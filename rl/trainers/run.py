@@ -183,7 +183,7 @@ class Run:
                 folder.release()
 
     def leave(self) -> None:
-        """Finish the step under way, save, and end ``live``."""
+        """Finish the step under way, save if the trainer allows, and end ``live``."""
         self.leaving = True
         self.changed.notify()
 

@@ -10,7 +10,7 @@ from rl.data.examples import Example, Examples
 from rl.data.jsonl import Source
 from rl.dialects.dialect import Dialect
 from rl.trainers.dataset import DatasetTrainer, Evaluate
-from rl.trainers.evaluation import Evaluation, held_out_prompts
+from rl.trainers.evaluation import Evaluation
 from rl.trainers.trainer import MetricCalculator
 from rl.trainers.trial import build_task, try_task
 
@@ -54,12 +54,7 @@ class SFTTrainer(DatasetTrainer[SFTConfig, Example]):
     def assemble(self) -> None:
         super().assemble()
         if self.sampling is not None:
-            self.evaluation = Evaluation(
-                self.sampling,
-                self.questions,
-                held_out_prompts(self.sampling.evaluation, self.questions),
-                self.session,
-            )
+            self.evaluation = Evaluation(self.sampling, self.questions, self.session)
 
     async def train_step(self) -> bool:
         if self.leaving:

@@ -141,8 +141,8 @@ class Trainer(ABC, Generic[Arguments]):
         await self.run.end()
 
     def leave(self) -> None:
-        """Finish the step under way, save, and end ``train``. The resumed run repeats an unfinished
-        evaluation.
+        """Finish the step under way, save, and end ``train``. If an evaluation of older weights has
+        not ended, nothing is saved: the resumed run begins at the checkpoint of that evaluation.
         """
         self.run.leave()
 

@@ -1,4 +1,4 @@
-"""What ends the calls of a blocking session. tests/session/test_blocking.py has a real one."""
+"""Ends of the calls of a blocking session. tests/session/test_blocking.py has a real one."""
 
 import asyncio
 import signal

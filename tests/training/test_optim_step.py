@@ -201,7 +201,7 @@ WRONG_LOSSES = {
     r"\[1\] values as metric 'm'": lambda c, v: (c, {"m": Metric(v[:1], "max")}),
     r"\[1\] weights of metric 'm'": lambda c, v: (c, {"m": Metric(v, "std", v[:1])}),
 }
-"""What a loss returned, and its result of costs and values."""
+"""Wrong results of a loss: functions of right costs and values, by what the error says."""
 
 
 @pytest.mark.parametrize("wrong", WRONG_LOSSES)

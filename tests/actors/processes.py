@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -28,3 +29,20 @@ def wait_until_delivered(child: int) -> None:
     ):
         time.sleep(0.01)
     time.sleep(0.1)  # the interpreter calls the handler a moment later
+
+
+def stop(pid: int) -> None:
+    """Stop a process. Return when all its threads have stopped: until then some may answer."""
+    os.kill(pid, signal.SIGSTOP)
+    ends = time.monotonic() + 60
+    while not _is_stopped(pid):
+        assert time.monotonic() < ends, f"process {pid} does not stop"
+        time.sleep(0.01)
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    except OSError:  # a thread has just ended
+        return False
+    return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)

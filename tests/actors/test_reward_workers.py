@@ -7,7 +7,6 @@ import re
 import signal
 import time
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
@@ -30,7 +29,7 @@ from tests.actors.moody_task import (
     Later,
     Moody,
 )
-from tests.actors.processes import assert_ended
+from tests.actors.processes import assert_ended, stop
 
 DEADLINES = DeadlineConfig(start=200.0, heartbeat=4.0, reward=3.0)
 COMPLETIONS = [
@@ -173,23 +172,6 @@ def test_a_reward_that_is_awaited_for_too_long_costs_no_worker(in_workers, count
         assert workers.restarts == 0
 
     in_workers(work, count, Later, reward_s=1.0)
-
-
-def stop(pid: int) -> None:
-    """Stop a process. Return when all its threads have stopped: until then some may answer."""
-    os.kill(pid, signal.SIGSTOP)
-    ends = time.monotonic() + 60
-    while not is_stopped(pid):
-        assert time.monotonic() < ends, f"process {pid} does not stop"
-        time.sleep(0.01)
-
-
-def is_stopped(pid: int) -> bool:
-    try:
-        stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
-    except OSError:  # a thread has just ended
-        return False
-    return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
 
 
 def test_lost_worker_is_started_again_while_another_goes_on(in_workers):

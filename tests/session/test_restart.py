@@ -15,7 +15,7 @@ from rl.algorithms.losses import grpo
 from rl.errors import ActorFailure, RankLost
 from rl.generation.generator_config import GeneratorConfig
 from rl.types import Completion, GenerationRequest, Sampling
-from tests.actors.processes import assert_ended, pids_of
+from tests.actors.processes import assert_ended, pids_of, stop
 from tests.session.sessions import DEADLINES, PROMPTS, batch, on_its_loop, trainer_config
 
 SAMPLING = Sampling(max_tokens=16, temperature=1.0)
@@ -65,7 +65,7 @@ async def lose(mesh, call, signal_number: int) -> list[ActorFailure]:
     """Return the failures of a call that is pending when rank 1 gets the signal, of the mesh, and
     of a later call.
     """
-    os.kill(pids_of(mesh)[1], signal.SIGSTOP)  # so that the call is pending for certain
+    stop(pids_of(mesh)[1])  # so that the call is pending for certain
     pending = asyncio.ensure_future(failure_of(call))
     await asyncio.sleep(0.2)
     assert not pending.done()

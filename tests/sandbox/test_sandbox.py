@@ -130,7 +130,8 @@ def test_cancelled_call_leaves_nothing(sandbox, tmp_path, monkeypatch):
 
     asyncio.run(asyncio.wait_for(run(), 120))
     assert os.listdir(tmp_path / "scratch") == []
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    # what earlier tests left may be collected meanwhile
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
 
 
 @pytest.mark.parametrize("turns", range(8))

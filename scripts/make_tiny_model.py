@@ -1,7 +1,7 @@
-"""Write a tiny random Qwen3 in Hugging Face form and arithmetic word problems to train it on.
+"""Write a tiny random model in Hugging Face form and arithmetic word problems to train it on.
 
 Usage: python scripts/make_tiny_model.py --model-dir DIR --data FILE [--lines 200] [--seed 0]
-[--untied] [--experts 4] [--calculator]
+[--family llama] [--untied] [--experts 4] [--calculator]
 
 With --calculator the data are conversations that use the tools of the calculator task. No download:
 the tokenizer is trained on the data. The same seed writes the same bytes.
@@ -25,12 +25,11 @@ for name in ("torchao", "torch.utils._pytree"):  # the imports below would warn 
     logging.getLogger(name).setLevel(logging.ERROR)
 
 from transformers import (  # noqa: E402
+    AutoConfig,
     AutoModelForCausalLM,
     GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3MoeConfig,
 )
 from transformers.utils import logging as transformers_logging  # noqa: E402
 
@@ -42,6 +41,7 @@ MARKUP = [f"<{end}{name}>" for name in ("think", "tool_call", "tool_response") f
 """Qwen3's control tokens that decoding keeps in the text."""
 
 CHAT_TEMPLATE = Path(__file__).with_name("qwen3_chat.jinja")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 VOCAB_SIZE = 512
 LARGEST = 99
 """Largest number in a demonstration."""
@@ -198,24 +198,27 @@ def tokenizer_of(texts: Iterable[str], *, single_digits: bool = False) -> PreTra
 
 
 def make_model(
-    tokenizer: PreTrainedTokenizerFast, seed: int, tied: bool, experts: int
+    tokenizer: PreTrainedTokenizerFast,
+    seed: int,
+    tied: bool,
+    experts: int,
+    family: str = "qwen3",
 ) -> PreTrainedModel:
     """Return random fp32 weights. The vocabulary is rounded up to a multiple of 8 for tensor
     parallelism.
     """
     torch.manual_seed(seed)
     stop_token_ids = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
-    kind = Qwen3Config
     sizes = {}
     if experts:
-        kind = Qwen3MoeConfig
         sizes = {
             "num_experts": experts,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 96,
             "norm_topk_prob": True,
         }
-    config = kind(
+    config = AutoConfig.for_model(
+        f"{family}_moe" if experts else family,
         **sizes,
         vocab_size=-(-len(tokenizer) // 8) * 8,
         hidden_size=64,
@@ -251,6 +254,9 @@ def main(argv: list[str] | None = None) -> None:
         "--untied", action="store_true", help="give the output head weights of its own"
     )
     parser.add_argument(
+        "--family", default="qwen3", choices=FAMILIES, help="model family, by its model_type"
+    )
+    parser.add_argument(
         "--experts", type=int, default=0, help="experts in each layer, of which a token takes two"
     )
     parser.add_argument(
@@ -263,6 +269,8 @@ def main(argv: list[str] | None = None) -> None:
         parser.error(f"--lines: {args.lines} is not between 2 and 10000")
     if args.experts == 1 or args.experts < 0:
         parser.error(f"--experts: {args.experts} is neither 0, for a dense model, nor at least 2")
+    if args.experts and args.family != "qwen3":
+        parser.error(f"--experts: {args.family} has none; use --family qwen3")
 
     transformers_logging.disable_progress_bar()
     rows: list[Any] = []
@@ -274,7 +282,9 @@ def main(argv: list[str] | None = None) -> None:
         tokenizer = train_tokenizer(rows)
     args.data.parent.mkdir(parents=True, exist_ok=True)
     args.data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    model = make_model(tokenizer, args.seed, tied=not args.untied, experts=args.experts)
+    model = make_model(
+        tokenizer, args.seed, tied=not args.untied, experts=args.experts, family=args.family
+    )
     model.save_pretrained(args.model_dir)
     tokenizer.save_pretrained(args.model_dir)
 

@@ -5,6 +5,7 @@ import importlib
 import inspect
 import re
 import shlex
+import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr
@@ -182,9 +183,12 @@ def shipped_configs() -> dict[str, Callable[[], RunConfig]]:
 
     The modules are loaded by path, because another package may be named ``configs`` too.
     """
+    package = ModuleType("tiller_configs")
+    package.__path__ = [str(SHIPPED)]  # for their relative imports
+    sys.modules[package.__name__] = package
     found: dict[str, Callable[[], RunConfig]] = {}
     for path in sorted(SHIPPED.glob("[!_]*.py")):
-        spec = spec_from_file_location(f"tiller_configs.{path.stem}", path)
+        spec = spec_from_file_location(f"{package.__name__}.{path.stem}", path)
         assert spec is not None and spec.loader is not None
         module = module_from_spec(spec)
         spec.loader.exec_module(module)

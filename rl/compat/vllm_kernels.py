@@ -55,7 +55,7 @@ class PackedWeight(nn.Module):
     def empty(self) -> None:
         del self.handler
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         out = x.new_empty(*x.shape[:-1], self.handler.n)
-        torch.ops._C.onednn_mm(out, x.reshape(-1, self.handler.k), None, self.address)
+        torch.ops._C.onednn_mm(out, x.reshape(-1, self.handler.k), bias, self.address)
         return out

@@ -260,7 +260,7 @@ class GenerationEngine:
 
 @contextmanager
 def _forced(model, sequence: GivenSequence) -> Iterator[Recorder]:
-    """Make ``model``, a TillerQwen3ForCausalLM that gets no other request, sample the tokens of
+    """Make ``model``, a TillerForCausalLM that gets no other request, sample the tokens of
     ``sequence``; record its activations, logits and log-probs.
     """
     tokens = torch.tensor([*sequence.tokens])

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torchtitan.models.common import CosSinRoPE, FeedForward, Linear, RMSNorm
+from torchtitan.models.common import FeedForward, Linear, RMSNorm
 from torchtitan.models.qwen3 import Qwen3Model
 
 from rl.compat.vllm_kernels import PackedWeight, rms_norm, rotary_embedding
+from rl.model.decoder import RotaryEmbedding
 
 JOINED = ("w1", "w3")
 """Layers of a feed-forward that are packed together and multiplied in one product."""
@@ -30,13 +31,13 @@ class KernelRMSNorm(RMSNorm):
         return out
 
 
-class KernelRoPE(CosSinRoPE):
+class KernelRoPE(RotaryEmbedding):
     """Rotary embedding in float32, whatever the dtype of queries and keys."""
 
     cache: torch.Tensor
 
     @dataclass(kw_only=True, slots=True)
-    class Config(CosSinRoPE.Config):
+    class Config(RotaryEmbedding.Config):
         pass
 
     def halve_cache(self) -> None:
@@ -70,7 +71,7 @@ class PackedLinear(Linear):
         self.packed.fill(self.weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.packed(x)  # type: ignore[no-any-return]
+        return self.packed(x, self.bias)  # type: ignore[no-any-return]
 
 
 class PackedFeedForward(FeedForward):
@@ -86,13 +87,15 @@ class PackedFeedForward(FeedForward):
 
     def pack(self) -> None:
         self.packed.fill(torch.cat([self.w1.weight, self.w3.weight]))
+        biases = [self.w1.bias, self.w3.bias]
+        self.bias = None if None in biases else torch.cat(biases)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.packed(x).chunk(2, dim=-1)
+        gate, up = self.packed(x, self.bias).chunk(2, dim=-1)
         return self.w2(F.silu(gate) * up)
 
 
-FUSED: dict[Any, Any] = {RMSNorm: KernelRMSNorm, CosSinRoPE: KernelRoPE}
+FUSED: dict[Any, Any] = {RMSNorm: KernelRMSNorm, RotaryEmbedding: KernelRoPE}
 PACKED: dict[Any, Any] = {Linear: PackedLinear, FeedForward: PackedFeedForward}
 
 

@@ -13,7 +13,7 @@ import torch
 from rl.errors import require
 from rl.generation.generator_config import GeneratorConfig, check_variables
 from rl.host.platform import device_type
-from rl.model.shape import ModelShape, hf_config
+from rl.model.shape import ModelShape, engine_config
 from rl.types import MAX_TOP_LOGPROBS
 
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
@@ -64,7 +64,7 @@ def vllm_config(
     runs_v2 = _choose_runner()
     # after a chunk V1 rewinds the request's generator, which CPU generators cannot do
     takes_chunks = runs_v2 or not on_cpu
-    hf = hf_config(shape) | {"architectures": [ARCHITECTURE]}
+    hf = engine_config(shape) | {"architectures": [ARCHITECTURE]}
     Path(folder, "config.json").write_text(json.dumps(hf))
     return EngineArgs(
         model=str(folder),

@@ -34,12 +34,12 @@ from vllm.model_executor.models.registry import ModelRegistry
 from rl.compat import titan
 from rl.compat.vllm_kernels import can_pack
 from rl.generation.kernels import KernelRoPE, pack, unpack, use_kernels
-from rl.model.qwen3 import qwen3_config
+from rl.model.decoder import RotaryEmbedding, decoder_config
 from rl.model.shape import ModelShape
 from rl.model.shards import Layout, local_shapes
 from rl.model.tp_plan import generator_layout
 
-ARCHITECTURE = "TillerQwen3ForCausalLM"
+ARCHITECTURE = "TillerForCausalLM"
 LOAD_FORMAT = "tiller"
 SAMPLED_TOGETHER = 1024
 """Number of words that Model Runner V2 compares at once when it samples."""
@@ -114,7 +114,7 @@ def local_model(vllm_config: VllmConfig) -> Qwen3Model:
     tp = vllm_config.parallel_config.tensor_parallel_size
     rank = get_tp_group().rank_in_group
     heads = {"n_heads": shape.n_heads // tp, "n_kv_heads": max(1, shape.n_kv_heads // tp)}
-    config = qwen3_config(
+    config = decoder_config(
         dataclasses.replace(shape, **heads),
         fuse_qkv=options["fuse_qkv"],
         inner_attention=lambda layer: PagedAttention.Config(
@@ -160,15 +160,18 @@ def _make_parameters(model: Qwen3Model, layout: Layout, *, dtype: Any) -> None:
 
 
 def _make_rope_cache(model: Qwen3Model, device: torch.device) -> None:
-    """Share one float32 cache among all layers, which rotate alike: at long context a copy for each
+    """Share one float32 cache among the layers that rotate alike: at long context a copy for each
     layer takes gigabytes.
     """
-    ropes = [layer.attention.rope for layer in model.layers.values()]
-    ropes[0].init_states(buffer_device=device)
-    if isinstance(ropes[0], KernelRoPE):
-        ropes[0].halve_cache()
-    for rope in ropes[1:]:
-        rope.cache = ropes[0].cache
+    first: dict[bool, RotaryEmbedding] = {}
+    for layer in model.layers.values():
+        rope = layer.attention.rope
+        if (known := first.setdefault(rope.config.rotates, rope)) is not rope:
+            rope.cache = known.cache
+            continue
+        rope.init_states(buffer_device=device)
+        if isinstance(rope, KernelRoPE):
+            rope.halve_cache()
 
 
 def _add_collectives(model: Qwen3Model) -> None:
@@ -201,7 +204,7 @@ class HiddenStates(nn.Module):
         return self.model(input_ids.unsqueeze(0), positions.unsqueeze(0)).squeeze(0)
 
 
-class TillerQwen3ForCausalLM(nn.Module):
+class TillerForCausalLM(nn.Module):
     """The model as vLLM's model runner calls it."""
 
     is_text_generation_model = True
@@ -268,5 +271,5 @@ class NoWeights(BaseModelLoader):
 def register() -> None:
     """Register ARCHITECTURE and LOAD_FORMAT with vLLM in this process."""
     if ARCHITECTURE not in ModelRegistry.get_supported_archs():
-        ModelRegistry.register_model(ARCHITECTURE, TillerQwen3ForCausalLM)
+        ModelRegistry.register_model(ARCHITECTURE, TillerForCausalLM)
         register_model_loader(LOAD_FORMAT)(NoWeights)

@@ -1,83 +1,28 @@
-"""Reading of the config.json of a Hugging Face Qwen3, with transformers' defaults."""
+"""Reading of a Hugging Face folder's config.json, with transformers' defaults."""
 
 import json
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rl.errors import ConfigError, require
 
-QWEN3_NORM_EPS = 1e-6
-ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
-REWARD_MODELS = {
-    "qwen3": "Qwen3ForSequenceClassification",
-    "qwen3_moe": "Qwen3MoeForSequenceClassification",
-}
-"""Classes of models with one score for a sequence in place of the output head."""
-
-CONFIG_CLASSES = {"qwen3": "Qwen3Config", "qwen3_moe": "Qwen3MoeConfig"}
-SIZES = {
-    "vocab_size": "vocab_size",
-    "dim": "hidden_size",
-    "n_layers": "num_hidden_layers",
-    "n_heads": "num_attention_heads",
-    "n_kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "hidden_dim": "intermediate_size",
-}
-"""Keys of sizes in config.json, by field of ModelShape."""
-
-EXPERT_SIZES = {
-    "num_experts": "num_experts",
-    "experts_per_token": "num_experts_per_tok",
-    "moe_hidden_dim": "moe_intermediate_size",
-}
-"""Additional keys of a model with experts."""
-
 LARGEST = {"num_hidden_layers": 1024, "num_experts": 2**16}
 LARGEST_SIZE = 2**31 - 1
-DTYPES = ("float32", "bfloat16", "float16")
 
-ALLOWED: dict[str, tuple[Any, ...]] = {
-    "attention_bias": (False,),
-    "attention_dropout": (0.0, 0),
-    "hidden_act": ("silu",),
-    "rms_norm_eps": (QWEN3_NORM_EPS,),
-    "tie_word_embeddings": (True, False),
-    "use_sliding_window": (False,),
+ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
+ROPE_NUMBERS = {
+    "linear": (("factor",), ()),
+    "yarn": (
+        ("factor", "original_max_position_embeddings"),
+        ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+    ),
+    "llama3": (
+        ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+        (),
+    ),
 }
-ALLOWED_WITH_EXPERTS: dict[str, tuple[Any, ...]] = {
-    "decoder_sparse_step": (1,),
-    "mlp_only_layers": ([], None),
-    "norm_topk_prob": (True,),
-}
-ALLOWED_IF_PRESENT: dict[str, tuple[Any, ...]] = {
-    "auto_map": (None,),
-    "compression_config": (None,),
-    "configuration_files": (None,),
-    "dual_chunk_attention_config": (None,),
-    "is_causal": (True, None),
-    "partial_rotary_factor": (1.0, 1, None),
-    "per_layer_config": (None,),
-    "quantization_config": (None,),
-    "shared_expert_intermediate_size": (0, None),
-    "transformers_weights": (None,),
-}
-"""Keys that transformers' Qwen3 configs do not list, but that change the computation or the files
-of the model."""
-
-
-class HuggingFaceConfig(dict[str, Any]):
-    """A config.json. ``[key]`` is transformers' default if the file lacks the key."""
-
-    def __missing__(self, key: str) -> Any:
-        import transformers  # takes a second; published configs are complete
-
-        defaults = getattr(transformers, CONFIG_CLASSES[self["model_type"]])
-        if key == "head_dim" and not hasattr(defaults, key):
-            return self["hidden_size"] // self["num_attention_heads"]
-        return getattr(defaults, "default_theta" if key == "rope_theta" else key)
+"""Numbers above 0 that a kind of rope scaling needs, and those that a file may leave out."""
 
 
 def read_json(field: str, path: Path) -> dict[str, Any]:
@@ -96,96 +41,104 @@ def read_json(field: str, path: Path) -> dict[str, Any]:
     return content  # type: ignore[no-any-return]
 
 
-def read_config(field: str, folder: Path) -> HuggingFaceConfig:
-    """Return the config.json of ``folder``. It has the keys ``rope_theta`` and ``dtype`` whichever
-    layout the file uses.
+class HuggingFaceConfig(dict[str, Any]):
+    """The config.json of ``folder``. ``[key]`` is transformers' default if the file lacks the key.
 
-    Raises ConfigError, naming ``field``, key and value, for a model that torchtitan's Qwen3 cannot
-    compute.
+    Its methods return checked values. They raise ConfigError, naming ``field``, file, key and
+    value.
     """
-    path = folder / "config.json"
-    config = HuggingFaceConfig(read_json(field, path))
-    check = _Check(field, path)
-    check.one_of("model_type", config.get("model_type"), tuple(ARCHITECTURES))
-    kind = config["model_type"]
-    has_experts = kind == "qwen3_moe"
-    classes: tuple[Any, ...] = ([ARCHITECTURES[kind]], [REWARD_MODELS[kind]], [], None)
-    check.one_of("architectures", config.get("architectures"), classes)
-    for key, allowed in ALLOWED_IF_PRESENT.items():
-        check.one_of(key, config.get(key), allowed)
-    for key, allowed in (ALLOWED | (ALLOWED_WITH_EXPERTS if has_experts else {})).items():
-        check.one_of(key, config[key], allowed)
-    if "num_local_experts" in config:  # transformers' name takes precedence
-        config["num_experts"] = config["num_local_experts"]
-    if config["num_key_value_heads"] is None and not has_experts:
-        config["num_key_value_heads"] = config["num_attention_heads"]
-    sizes = SIZES | (EXPERT_SIZES if has_experts else {})
-    for key in (*sizes.values(), "max_position_embeddings"):
-        config[key] = check.size(key, config[key])
-    _check_relations(check, config, has_experts)
-    config["rope_theta"] = _rope_theta(check, config)
-    config["dtype"] = next(
-        (config[key] for key in ("dtype", "torch_dtype") if config.get(key) is not None), DTYPES[0]
-    )
-    check.one_of("dtype", config["dtype"], DTYPES)
-    return config
 
+    def __init__(self, field: str, folder: Path):
+        self.field = field
+        self.path = folder / "config.json"
+        self.config_class = "PreTrainedConfig"
+        """Name of transformers' class, which has the defaults."""
+        super().__init__(read_json(field, self.path))
 
-@dataclass(frozen=True, slots=True)
-class _Check:
-    """Checks that raise ConfigError, naming field, key, file and value."""
+    def __missing__(self, key: str) -> Any:
+        import transformers  # takes a second; published configs are complete
 
-    field: str
-    path: Path
+        defaults = getattr(transformers, self.config_class)
+        return getattr(defaults, "default_theta" if key == "rope_theta" else key, None)
 
     def require(self, condition: bool, key: str, value: Any, allowed: str) -> None:
+        """Raise ConfigError unless ``condition``."""
         problem = f"{key} in {self.path} is {value!r}"
         require(condition, problem, field=self.field, fix=allowed)
 
-    def one_of(self, key: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    def one_of(self, key: str, allowed: tuple[Any, ...], value: Any = ...) -> Any:
+        """Return ``value``, which is that of ``key`` unless given, if it is among ``allowed``."""
+        value = self[key] if value is ... else value
         holds = any(value == each and type(value) is type(each) for each in allowed)
         listed = " or ".join(repr(each) for each in allowed if each is not None)
         self.require(holds, key, value, f"Tiller trains {listed or 'models without it'} only")
+        return value
 
-    def size(self, key: str, value: Any) -> Any:
+    def size(self, key: str) -> int:
+        """Return a whole number above 0."""
+        value = self[key]
         largest = LARGEST.get(key, LARGEST_SIZE)
         holds = type(value) is int and 1 <= value <= largest
         self.require(holds, key, value, f"it must be a whole number from 1 to {largest}")
-        return value
+        return value  # type: ignore[no-any-return]
 
+    def number(self, key: str, value: Any = ...) -> float:
+        """Return ``value``, which is that of ``key`` unless given, if it is finite and above 0."""
+        value = self[key] if value is ... else value
+        holds = type(value) in (int, float) and math.isfinite(value) and value > 0
+        self.require(holds, key, value, "it must be a finite number above 0")
+        return value  # type: ignore[no-any-return]
 
-def _check_relations(check: _Check, config: HuggingFaceConfig, has_experts: bool) -> None:
-    """Raise ConfigError if sizes do not fit each other."""
-    heads = config["num_attention_heads"]
-    groups = config["num_key_value_heads"]
-    allowed = f"it must divide num_attention_heads={heads}"
-    check.require(heads % groups == 0, "num_key_value_heads", groups, allowed)
-    layers = config.get("layer_types")
-    is_full = layers is None or layers == ["full_attention"] * config["num_hidden_layers"]
-    allowed = "it must be null, or 'full_attention' for each of num_hidden_layers"
-    check.require(is_full, "layer_types", layers, allowed)
-    if has_experts:
-        chosen = config["num_experts_per_tok"]
-        experts = config["num_experts"]
-        allowed = f"it must be at most num_experts={experts}"
-        check.require(chosen <= experts, "num_experts_per_tok", chosen, allowed)
+    def window(self, *, switched: bool) -> int | None:
+        """Return the number of tokens that layers attend to if one of them is limited, else None.
 
+        ``switched`` is whether the family has the key ``use_sliding_window``.
+        """
+        is_off = switched and not self["use_sliding_window"]
+        window = None if is_off or self["sliding_window"] is None else self.size("sliding_window")
+        layers = self.get("layer_types")
+        kinds = ["full_attention", *(["sliding_attention"] if window else [])]
+        count = self["num_hidden_layers"]
+        is_list = isinstance(layers, list) and len(layers) == count
+        holds = layers is None or (is_list and all(each in kinds for each in layers))
+        allowed = f"it must be null, or {' or '.join(map(repr, kinds))} for each of {count} layers"
+        self.require(holds, "layer_types", layers, allowed)
+        return None if switched and layers and "sliding_attention" not in layers else window
 
-def _rope_theta(check: _Check, config: HuggingFaceConfig) -> float:
-    """Return the base of the rotary embedding, as transformers reads it: from rope_scaling, or from
-    rope_parameters if rope_scaling is empty. If that object has none, return rope_theta or its
-    default.
-    """
-    place = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-    rope = config.get(place) or {}
-    is_flat = isinstance(rope, dict) and not any(isinstance(value, dict) for value in rope.values())
-    allowed = "it must be null or an object with one rope_type for all layers"
-    check.require(is_flat, place, rope, allowed)
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    check.one_of(f"rope_type of {place}", kind, ("default",))
-    key = "partial_rotary_factor"
-    check.one_of(key, rope.get(key), ALLOWED_IF_PRESENT[key])
-    theta = rope["rope_theta"] if "rope_theta" in rope else config["rope_theta"]
-    is_number = type(theta) in (int, float) and math.isfinite(theta) and theta > 0
-    check.require(is_number, "rope_theta", theta, "it must be a finite number above 0")
-    return float(theta)
+    def rope(self) -> tuple[float, tuple[tuple[str, Any], ...]]:
+        """Return the base of the rotary embedding, and the items of transformers' parameters of a
+        scaled one; none for the default kind.
+
+        transformers reads them from rope_scaling, or from rope_parameters if rope_scaling is empty.
+        If that object has no base, the base is ``rope_theta`` or its default. The dynamic kind is
+        the default one up to ``max_position_embeddings``, which no sequence exceeds.
+        """
+        place = "rope_scaling" if self.get("rope_scaling") else "rope_parameters"
+        rope = self.get(place) or {}
+        is_flat = isinstance(rope, dict) and not any(
+            isinstance(each, dict) for each in rope.values()
+        )
+        allowed = "it must be null or an object with one rope_type for all layers"
+        self.require(is_flat, place, rope, allowed)
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        self.one_of(f"rope_type of {place}", ROPE_KINDS, kind)
+        whole = (1.0, 1, None)
+        self.one_of("partial_rotary_factor", whole, rope.get("partial_rotary_factor"))
+        theta = rope["rope_theta"] if "rope_theta" in rope else self["rope_theta"]
+        base = float(self.number("rope_theta", theta))
+        if kind not in ROPE_NUMBERS:
+            return base, ()
+        own_length = self["max_position_embeddings"]
+        trained_length = rope.get("original_max_position_embeddings", own_length)
+        given = {**rope, "original_max_position_embeddings": trained_length}
+        if "original_max_position_embeddings" in self:  # transformers prefers it
+            given |= {"original_max_position_embeddings": self["original_max_position_embeddings"]}
+        needed, optional = ROPE_NUMBERS[kind]
+        present = [key for key in optional if given.get(key) is not None]
+        items = [
+            (key, self.number(f"{key} of {place}", given.get(key))) for key in (*needed, *present)
+        ]
+        if kind == "yarn" and "truncate" in given:
+            truncate = self.one_of(f"truncate of {place}", (True, False), given["truncate"])
+            items.append(("truncate", truncate))
+        return base, (("rope_type", kind), *items)

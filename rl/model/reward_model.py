@@ -1,10 +1,12 @@
 """Description of a reward model for transformers' sequence classification."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from rl.model.hugging_face_config import REWARD_MODELS, read_json
+from rl.model.families.family import REWARD_CLASS
+from rl.model.hugging_face_config import read_json
 from rl.model.tokenizer import (
     load_tokenizer,
     name_special_token,
@@ -15,16 +17,24 @@ from rl.model.tokenizer import (
 LABELS = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 
 
-def describe_reward_model(folder: Path) -> None:
-    """Change config.json in ``folder`` to describe a sequence classification with one label,
-    and choose the pad token.
+def reward_class(config: Mapping[str, Any]) -> str | None:
+    """Return transformers' class of the reward model that ``config``, a config.json, describes;
+    None for another model.
+    """
+    classes = config.get("architectures") or ()
+    return next((each for each in classes if each.endswith(REWARD_CLASS)), None)
+
+
+def describe_reward_model(folder: Path, model_class: str) -> None:
+    """Change config.json in ``folder`` to describe a sequence classification with one label, of
+    ``model_class`` of transformers, and choose the pad token.
 
     transformers scores a sequence at its last token that is not ``pad_token_id``. Tiller scores it
     at its last token. The scores are the same unless a sequence ends with the pad token. So
     if the pad token is missing or can stop an answer, another token becomes the pad token.
     """
     config = read_json("config.json", folder / "config.json")
-    config |= {"architectures": [REWARD_MODELS[config["model_type"]]], **LABELS}
+    config |= {"architectures": [model_class], **LABELS}
     if (folder / "tokenizer.json").is_file():
         config["pad_token_id"] = _choose_pad_token(folder)
     (folder / "config.json").write_text(json.dumps(config, indent=2))
@@ -35,9 +45,8 @@ def describe_stops(folder: Path, stops: Sequence[int]) -> None:
     none of them.
     """
     write_stop_tokens(folder, stops)
-    kinds = read_json("config.json", folder / "config.json").get("architectures") or ()
-    if {*kinds} & {*REWARD_MODELS.values()}:
-        describe_reward_model(folder)
+    if model_class := reward_class(read_json("config.json", folder / "config.json")):
+        describe_reward_model(folder, model_class)
 
 
 def _choose_pad_token(folder: Path) -> int | None:

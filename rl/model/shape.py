@@ -1,27 +1,27 @@
 """Sizes of the policy, from config fields or from a Hugging Face folder."""
 
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from rl.errors import require
-from rl.model.hugging_face_config import (
-    ARCHITECTURES,
-    EXPERT_SIZES,
-    QWEN3_NORM_EPS,
-    SIZES,
-    read_config,
-)
+from rl.model.families import BUILT_IN, Family, family_named
+from rl.model.hugging_face_config import HuggingFaceConfig
 from rl.types.rules import PERFORMANCE, NeedsCuda, above, at_least
 
 
 @dataclass(kw_only=True, slots=True)
 class ModelConfig:
-    """Qwen3, dense or with experts: sizes for random weights, or a Hugging Face folder."""
+    """A decoder, dense or with experts: sizes for random weights, or a Hugging Face folder."""
 
     hf_path: str | None = None
     """Folder with config.json, safetensors and tokenizer. Its sizes replace the fields below;
     ``max_seq_len`` is the smaller of the two values."""
+
+    family: str | None = None
+    """Model family of random weights: llama, mistral, qwen2, qwen3, qwen3_moe or smollm3; None is
+    qwen3, with experts qwen3_moe. ``hf_path`` replaces it by the family of the folder. Or a module
+    of your own with a ``Family`` as ``FAMILY``, also for ``hf_path``."""
 
     vocab_size: Annotated[int, at_least(1, 10**7)] = 32
     """Number of embeddings; at least the tokenizer's size."""
@@ -94,17 +94,49 @@ class ModelShape:
     max_seq_len: int
     dtype: str
     """Dtype of exported weights: that of the weights the model started from."""
+    family: str
+    """Name of the family, as in ModelConfig."""
+    qk_norm: bool = True
+    """Whether queries and keys are normalized."""
+    qkv_bias: bool = False
+    """Whether the projections to queries, keys and values have a bias."""
+    output_bias: bool = False
+    """Whether the output projection of attention has a bias."""
+    feed_forward_bias: bool = False
+    """Whether the projections of the feed-forward layers have a bias."""
+    norm_eps: float = 1e-6
+    """Constant that norms add to the mean square."""
+    rope_scaling: tuple[tuple[str, Any], ...] = ()
+    """Items of transformers' parameters of a scaled rotary embedding, ``rope_type`` among them;
+    empty for the default kind."""
+    layers_without_rope: tuple[int, ...] = ()
+    """Layers that do not rotate queries and keys."""
+
+
+SIZES = tuple(
+    each.name
+    for each in fields(ModelShape)
+    if each.name in {one.name for one in fields(ModelConfig)}
+)
+"""Fields of ModelShape that ModelConfig has too."""
 
 
 def shape_of(config: ModelConfig, *, field: str = "model.hf_path") -> ModelShape:
     """Return the sizes of the policy, from ``config.json`` if ``hf_path`` is set.
 
     Raises ConfigError, naming ``field``, if the folder is missing or incomplete, or if its model is
-    not a Qwen3 that torchtitan supports.
+    of a family that Tiller does not compute.
     """
     if config.hf_path is None:
-        names = [each.name for each in fields(ModelShape) if each.name != "dtype"]
-        return ModelShape(**{name: getattr(config, name) for name in names}, dtype="float32")
+        sizes = {name: getattr(config, name) for name in SIZES}
+        sizes["family"] = config.family or ("qwen3_moe" if config.num_experts else "qwen3")
+        family = family_named(sizes["family"])
+        require(
+            family.has_experts == (config.num_experts > 0),
+            f"model.family is {family.model_type!r} and model.num_experts is {config.num_experts}; "
+            f"models of this family have {'' if family.has_experts else 'no '}experts",
+        )
+        return ModelShape(**{**sizes, **family.random(sizes)}, dtype="float32")
     folder = Path(config.hf_path)
     name = repr(str(folder))
     fix = "name one with a model"
@@ -113,38 +145,30 @@ def shape_of(config: ModelConfig, *, field: str = "model.hf_path") -> ModelShape
     fix = "save the model with safe_serialization=True"
     has_weights = any(folder.glob("*.safetensors"))
     require(has_weights, f"{name} has no *.safetensors", field=field, fix=fix)
-    hf = read_config(field, folder)
-    has_experts = hf["model_type"] == "qwen3_moe"
-    return ModelShape(
-        **{name: hf[key] for name, key in SIZES.items()},
-        **{name: hf[key] if has_experts else 0 for name, key in EXPERT_SIZES.items()},
-        tie_embeddings=hf["tie_word_embeddings"],
-        rope_theta=hf["rope_theta"],
-        max_seq_len=min(config.max_seq_len, hf["max_position_embeddings"]),
-        dtype=hf["dtype"],
-    )
+    described = HuggingFaceConfig(field, folder)
+    own = config.family if config.family not in BUILT_IN else None
+    types = (family_named(own).model_type,) if own else BUILT_IN
+    model_type = described.one_of("model_type", types, described.get("model_type"))
+    none = dict.fromkeys(("hidden_dim", "num_experts", "experts_per_token", "moe_hidden_dim"), 0)
+    name = own or model_type
+    read = family_named(name).read(described, config.max_seq_len)
+    return ModelShape(**{**none, **read}, family=name)
+
+
+def family_of(shape: ModelShape) -> Family:
+    """Return the family of ``shape``."""
+    return family_named(shape.family)
 
 
 def hf_config(shape: ModelShape) -> dict[str, Any]:
-    """Return the ``config.json`` of a Qwen3 of this shape, as transformers and vLLM read it."""
-    name = "qwen3_moe" if shape.num_experts else "qwen3"
-    kind: dict[str, Any] = {"architectures": [ARCHITECTURES[name]], "model_type": name}
-    if shape.num_experts:
-        kind |= {
-            **{key: getattr(shape, name) for name, key in EXPERT_SIZES.items()},
-            "norm_topk_prob": True,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-        }
-    return kind | {
-        **{key: getattr(shape, name) for name, key in SIZES.items()},
-        "tie_word_embeddings": shape.tie_embeddings,
-        "rope_parameters": {"rope_theta": shape.rope_theta, "rope_type": "default"},
-        "max_position_embeddings": shape.max_seq_len,
-        "rms_norm_eps": QWEN3_NORM_EPS,
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "use_sliding_window": False,
-        "hidden_act": "silu",
-        "dtype": shape.dtype,
-    }
+    """Return the ``config.json`` of a model of this shape, as transformers reads it."""
+    return family_of(shape).write(asdict(shape))
+
+
+def engine_config(shape: ModelShape) -> dict[str, Any]:
+    """Return a ``config.json`` with the sizes of ``shape``, as vLLM reads them. Its options are
+    those of Qwen3: the model itself reads them from the shape.
+    """
+    sizes = {name: getattr(shape, name) for name in SIZES}
+    family = "qwen3_moe" if shape.num_experts else "qwen3"
+    return hf_config(ModelShape(**{**sizes, "family": family}, dtype=shape.dtype))

@@ -11,7 +11,7 @@ import re
 from enum import Enum, auto
 
 from rl.errors import require
-from rl.model.qwen3 import parameter_shapes
+from rl.model.decoder import parameter_shapes
 from rl.model.shape import ModelShape
 from rl.model.shards import Box, Layout, Region
 
@@ -32,6 +32,8 @@ class Cut(Enum):
     EXPERTS_ROW = auto()
     """Input features of every expert; with expert parallelism, whole experts. The all-reduce
     follows the mixing of the experts."""
+    FIRST_RANK = auto()
+    """No dimension: the first rank holds the whole parameter, and the all-reduce adds it once."""
     REPLICATED = auto()
     """No dimension: every rank holds the whole parameter."""
 
@@ -40,11 +42,13 @@ class Cut(Enum):
 TP_PLAN: tuple[tuple[str, Cut], ...] = (
     (r"tok_embeddings\.weight", Cut.VOCAB),
     (r"lm_head\.weight", Cut.VOCAB),
-    (r"layers\.\d+\.attention\.qkv_linear\.(wqkv|wk|wv)\.weight", Cut.KV_GROUPS),
-    (r"layers\.\d+\.attention\.qkv_linear\.wq\.weight", Cut.COLUMN),
+    (r"layers\.\d+\.attention\.qkv_linear\.(wqkv|wk|wv)\.(weight|bias)", Cut.KV_GROUPS),
+    (r"layers\.\d+\.attention\.qkv_linear\.wq\.(weight|bias)", Cut.COLUMN),
     (r"layers\.\d+\.attention\.wo\.weight", Cut.ROW),
-    (r"layers\.\d+\.feed_forward\.(w1|w3)\.weight", Cut.COLUMN),
+    (r"layers\.\d+\.attention\.wo\.bias", Cut.FIRST_RANK),
+    (r"layers\.\d+\.feed_forward\.(w1|w3)\.(weight|bias)", Cut.COLUMN),
     (r"layers\.\d+\.feed_forward\.w2\.weight", Cut.ROW),
+    (r"layers\.\d+\.feed_forward\.w2\.bias", Cut.FIRST_RANK),
     (r"layers\.\d+\.moe\.routed_experts\.inner_experts\.(w1_EFD|w3_EFD)", Cut.EXPERTS_COLUMN),
     (r"layers\.\d+\.moe\.routed_experts\.inner_experts\.w2_EDF", Cut.EXPERTS_ROW),
     (r"layers\.\d+\.moe\.router\.gate\.weight", Cut.REPLICATED),
@@ -89,6 +93,8 @@ def _boxes(name: str, whole: tuple[int, ...], shape: ModelShape, tp: int, rank: 
     match cut_of(name):
         case Cut.REPLICATED:
             return [Box.whole(whole)]
+        case Cut.FIRST_RANK:
+            return [Box.whole(whole).slab(0, 0, 0 if rank else whole[0])]
         case Cut.VOCAB:
             size = -(-whole[0] // tp)  # as torchtitan's embedding counts
             start = min(rank * size, whole[0])

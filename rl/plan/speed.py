@@ -14,7 +14,7 @@ from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
 from rl.config import PreferenceConfig, RLConfig
 from rl.generation.generator_config import kv_bytes_per_token
-from rl.model.qwen3 import parameter_shapes
+from rl.model.decoder import parameter_shapes
 from rl.model.shape import ModelShape, shape_of
 from rl.plan.collectives import Collective, collectives_of
 from rl.plan.memory import generator_weights, kv_sequences

@@ -8,7 +8,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from rl.errors import ConfigError, require
-from rl.model.hugging_face_config import REWARD_MODELS, read_json
+from rl.model.hugging_face_config import read_json
+from rl.model.reward_model import reward_class
 from rl.model.shape import ModelShape
 from rl.training.hugging_face_names import SCORE, Shapes, hugging_face_tensors
 from rl.types import Head
@@ -60,10 +61,10 @@ def check_folder(
         found = f"{folder} holds {SCORE}: it is a reward model, from which no policy can start"
         require(SCORE not in stored, f"{found}; name the folder of a language model")
         path = folder / "config.json"
-        kind = read_json("config.json", path).get("architectures")
+        kind = reward_class(read_json("config.json", path))
         require(
-            not {*(kind or ())} & {*REWARD_MODELS.values()},
-            f"architectures in {path} is {kind}, a reward model; name the folder of a language "
+            kind is None,
+            f"architectures in {path} is {[kind]}, a reward model; name the folder of a language "
             "model",
         )
     check_tensors(folder, stored, wanted)

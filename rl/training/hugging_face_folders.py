@@ -16,7 +16,7 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from rl.errors import RunError
 from rl.host.disk import replace_folder, sync_file
 from rl.model.reward_model import describe_reward_model
-from rl.model.shape import ModelShape, hf_config
+from rl.model.shape import ModelShape, family_of, hf_config
 from rl.model.shards import Box, Shards
 from rl.training.all_ranks import on_every_rank, on_first_rank
 from rl.training.engine import TrainingEngine
@@ -169,7 +169,7 @@ class HuggingFaceFolders:
         if not config.exists():
             config.write_text(json.dumps(hf_config(self._shape), indent=2))
         if self._has_values:
-            describe_reward_model(folder)
+            describe_reward_model(folder, family_of(self._shape).reward_class)
 
 
 class _FileLayout(NamedTuple):

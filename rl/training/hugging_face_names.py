@@ -1,4 +1,4 @@
-"""Mapping of rectangles of torchtitan's Qwen3 parameters to Hugging Face's tensors."""
+"""Mapping of rectangles of torchtitan's parameters to Hugging Face's tensors."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -8,7 +8,7 @@ from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.qwen3 import Qwen3Model, Qwen3StateDictAdapter
 
 from rl.errors import RunError
-from rl.model.qwen3 import parameter_shapes, qwen3_config
+from rl.model.decoder import decoder_config, parameter_shapes
 from rl.model.shape import ModelShape
 from rl.model.shards import Box
 from rl.training.value_head import ValueHead
@@ -86,7 +86,7 @@ class HuggingFaceNames:
     def blocks(self, name: str, shape: tuple[int, ...]) -> Iterator[Block]:
         """Yield the blocks that tile parameter ``name`` of ``shape``.
 
-        Raises RunError if Hugging Face's Qwen3 has no such parameter.
+        Raises RunError if Hugging Face's model has no such parameter.
         """
         whole = Box.whole(shape)
         if "qkv_linear.wqkv." in name:
@@ -109,13 +109,19 @@ class HuggingFaceNames:
 
     def _translate(self, name: str, expert: int | None = None) -> str:
         layer = re.search(r"\d+", name)
-        pattern = self._names.get(re.sub(r"\d+", "{}", name, count=1))
+        place, _, kind = re.sub(r"\d+", "{}", name, count=1).rpartition(".")
+        # a bias stands beside its weight
+        pattern = self._names.get(f"{place}.weight" if kind == "bias" else f"{place}.{kind}")
         if pattern is None:
-            raise RunError(f"parameter {name} has no place in a Hugging Face Qwen3")
+            raise RunError(f"parameter {name} has no place in a Hugging Face model")
+        if kind == "bias":
+            pattern = pattern.removesuffix("weight") + kind
         return pattern.format(layer and layer[0], expert)
 
 
 def hugging_face_tensors(shape: ModelShape) -> Shapes:
-    """Return the tensors of a Hugging Face Qwen3 of ``shape``; allocates no memory."""
-    config = qwen3_config(shape, fuse_qkv=False, inner_attention=ScaledDotProductAttention.Config())
+    """Return the Hugging Face tensors of a model of ``shape``; allocates no memory."""
+    config = decoder_config(
+        shape, fuse_qkv=False, inner_attention=ScaledDotProductAttention.Config()
+    )
     return HuggingFaceNames(config).tensors(parameter_shapes(shape, fuse_qkv=False))

@@ -1,6 +1,5 @@
 """Layouts of the trainer's ranks, computed before any of them runs."""
 
-import dataclasses
 import itertools
 from functools import cache
 
@@ -10,7 +9,7 @@ from torch.distributed.tensor import DTensor, Placement
 from torchtitan.distributed import ParallelDims
 
 from rl.compat.torch_internals import part_at
-from rl.model.qwen3 import in_all_layers
+from rl.model.decoder import in_all_layers
 from rl.model.shape import ModelConfig, shape_of
 from rl.model.shards import Box, Layout, Region
 from rl.training.sharded_model import named_adapters, named_weights, sharded_model
@@ -29,16 +28,12 @@ def trainer_layout(
     """
     if dist.is_initialized():
         raise RuntimeError("trainer_layout: call it in a process without a process group")
-    shape = shape_of(model)
-    sizes = dataclasses.asdict(shape) | {"hf_path": None, "n_layers": 1}
-    del sizes["dtype"]
-    one_layer = dataclasses.replace(model, **sizes)
     dist.init_process_group("fake", rank=0, world_size=config.ranks)
     try:
         dims = ParallelDims.from_config(config.parallelism, config.ranks)
-        built = sharded_model(config, one_layer, dims, head=head, folder="")
+        built = sharded_model(config, model, dims, head=head, folder="", layers=1)
         of_one = named_weights(built) | (named_adapters(built) if adapters else {})
-        held = in_all_layers(of_one, shape.n_layers)
+        held = in_all_layers(of_one, shape_of(model).n_layers)
         regions = [_regions(name, parameter, config.ranks) for name, parameter in held.items()]
     finally:
         dist.destroy_process_group()

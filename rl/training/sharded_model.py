@@ -24,7 +24,7 @@ from torchtitan.tools.utils import set_default_dtype
 from rl.compat import titan
 from rl.compat.torch_internals import local_part, local_tensor, wait_for_local
 from rl.host.platform import device_type
-from rl.model.qwen3 import qwen3_config
+from rl.model.decoder import decoder_config
 from rl.model.shape import ModelConfig, shape_of
 from rl.model.shards import Box, Region, Shard, Shards
 from rl.training.attention import attention_config
@@ -38,7 +38,7 @@ from rl.types import Head
 
 @titan.without_head
 class HeadedModel(Qwen3Model):
-    """torchtitan's Qwen3 with a head of Tiller; FSDP needs both in one forward."""
+    """torchtitan's decoder with a head of Tiller; FSDP needs both in one forward."""
 
     def forward(  # type: ignore[override]
         self,
@@ -71,7 +71,7 @@ def build_model(
     folder: str,
     loads: bool = False,
 ) -> HeadedModel:
-    """Return torchtitan's Qwen3, parallelized by torchtitan, with weights that depend only on
+    """Return torchtitan's decoder, parallelized by torchtitan, with weights that depend only on
     ``seed``.
 
     With ``loads``, weights that come from a file are NaN: all except for adapters and value heads.
@@ -97,11 +97,14 @@ def sharded_model(
     *,
     head: Head = "logprobs",
     folder: str,
+    layers: int | None = None,
 ) -> HeadedModel:
     """Return the model of :func:`build_model` on the meta device: shapes and placements, without
-    memory.
+    memory. ``layers`` limits the number of layers.
     """
     shape = shape_of(model)
+    if layers is not None:
+        shape = dataclasses.replace(shape, n_layers=layers)
     if head == "values":
         shape = dataclasses.replace(shape, tie_embeddings=False)
     attention = attention_config(
@@ -110,7 +113,7 @@ def sharded_model(
         float32=config.training.mixed_precision_param == "float32",
         trees=config.prompt_sharing > 1,
     )
-    model_config = qwen3_config(shape, fuse_qkv=model.fuse_qkv, inner_attention=attention)
+    model_config = decoder_config(shape, fuse_qkv=model.fuse_qkv, inner_attention=attention)
     if config.float8 is not None:
         float8 = dataclasses.replace(
             config.float8,
@@ -125,8 +128,8 @@ def sharded_model(
     else:
         model_config.lm_head = _log_prob_head(model_config.lm_head, config.logits_mib)
     if config.lora is not None:
-        layers = config.lora.target_modules or adaptable_layers(model)
-        lora = dataclasses.replace(config.lora, target_modules=layers)
+        targets = config.lora.target_modules or adaptable_layers(model)
+        lora = dataclasses.replace(config.lora, target_modules=targets)
         model_config = lora.build().convert(model_config)
     with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]):
         built = HeadedModel(model_config)

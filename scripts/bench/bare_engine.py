@@ -21,7 +21,7 @@ from torchtitan.models.qwen3 import Qwen3StateDictAdapter
 from rl.compat.vllm_internals import model_of
 from rl.errors import RunError
 from rl.generation.generator_config import GeneratorConfig, environment
-from rl.model.qwen3 import qwen3_config
+from rl.model.decoder import decoder_config
 from rl.model.shape import ModelConfig, hf_config, shape_of
 from rl.types import Completion, GenerationRequest
 
@@ -99,7 +99,7 @@ def write_model(
     Hugging Face's names.
     """
     shape = shape_of(model)
-    config = qwen3_config(
+    config = decoder_config(
         shape, fuse_qkv=model.fuse_qkv, inner_attention=ScaledDotProductAttention.Config()
     )
     named = Qwen3StateDictAdapter(config, None).to_hf(state)

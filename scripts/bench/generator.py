@@ -34,7 +34,7 @@ from torchtitan.models.common.attention import ScaledDotProductAttention
 
 import rl  # noqa: F401  # before anything imports torchtitan, which asks it for the device
 from rl.generation.generator_config import GeneratorConfig
-from rl.model.qwen3 import qwen3_config
+from rl.model.decoder import decoder_config
 from rl.model.shape import ModelConfig, shape_of
 from rl.session.session import Session
 from rl.session.session_config import SessionConfig
@@ -135,7 +135,7 @@ def random_weights(model: ModelConfig) -> tuple[dict[str, torch.Tensor], dict[st
     weights are scaled up, so that some tokens are likely.
     """
     torch.manual_seed(0)
-    config = qwen3_config(
+    config = decoder_config(
         shape_of(model), fuse_qkv=model.fuse_qkv, inner_attention=ScaledDotProductAttention.Config()
     )
     titan = config.build()

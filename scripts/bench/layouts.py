@@ -1,8 +1,8 @@
 """Layouts against one rank: losses, gradients and checkpoints must agree.
 
-Usage: python scripts/bench/layouts.py [--only NAME ...] [--json]
+Usage: python scripts/bench/layouts.py [--only NAME ...] [--family NAME] [--json]
 
-Each row trains a tiny random Qwen3 for five steps on its own ranks, which are processes of this
+Each row trains a tiny random model for five steps on its own ranks, which are processes of this
 host: DAPO's loss with entropy bonus and KL penalty, on ragged sequences that are packed and cut
 into micro-batches. The row is compared with one rank that takes one sequence at a time, in fp32 (in
 float8 for the float8 row). After step 3 the row saves a checkpoint, from which another layout takes
@@ -14,7 +14,7 @@ import json
 import math
 import os
 import tempfile
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +86,7 @@ class Layout:
     precision: dict[str, Any] = field(default_factory=dict)
     """Fields on which the numbers depend, also set for the layout that resumes."""
     model: str = "dense"
+    family: str | None = None
     reference: str = "dense"
     moves_to: str = "1-rank"
     """Name of the layout that resumes from the checkpoint."""
@@ -165,7 +166,12 @@ def main() -> int:
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object as the last line"
     )
+    parser.add_argument("--family", help="family of the models without experts; default qwen3")
     arguments = parser.parse_args()
+    for table in (REFERENCES, LAYOUTS):
+        for name, layout in table.items():
+            if layout.model == "dense":
+                table[name] = replace(layout, family=arguments.family)
     print("| " + " | ".join(f"{title:<{width}}" for title, width in COLUMNS.items()) + " |")
     print("|" + "|".join("-" * (width + 2) for width in COLUMNS.values()) + "|")
     with tempfile.TemporaryDirectory() as folder:
@@ -198,7 +204,7 @@ def run_row(name: str, folder: str) -> dict[str, Any]:
     show("worst gradient", f"{worst:.1e}")
     show("whole gradient", f"{whole:.1e}")
     target = LAYOUTS[layout.moves_to]
-    target = Layout(degrees=target.degrees, model=layout.model, precision=layout.precision)
+    target = replace(layout, degrees=target.degrees, trainer=Layout().trainer)
     moved = on_ranks(target.ranks, go_on, target, mine)[0]
     moved_delta = largest_difference(moved, losses[SAVED_AFTER:])
     ok = delta <= limits.loss and worst <= limits.gradient and moved_delta <= limits.moved
@@ -273,8 +279,9 @@ def start(layout: Layout, folder: str) -> tuple[TrainingEngine, Checkpointer]:
         optimizer=default_adamw(lr=3e-3, weight_decay=0.1),
         **(layout.trainer | layout.precision),
     )
-    engine = TrainingEngine(config, MODELS[layout.model], seed=0, steps=STEPS, folder=folder)
-    return engine, Checkpointer(engine, MODELS[layout.model], folder=folder)
+    model = replace(MODELS[layout.model], family=layout.family)
+    engine = TrainingEngine(config, model, seed=0, steps=STEPS, folder=folder)
+    return engine, Checkpointer(engine, model, folder=folder)
 
 
 def accumulate(engine: TrainingEngine, step: int) -> float:

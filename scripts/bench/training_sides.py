@@ -18,7 +18,7 @@ from torchtitan.models.qwen3 import Qwen3StateDictAdapter, parallelize_qwen3
 
 from rl.algorithms.losses import grpo
 from rl.host.platform import device_type
-from rl.model.qwen3 import qwen3_config
+from rl.model.decoder import decoder_config
 from rl.model.shape import ModelConfig, hf_config, shape_of
 from rl.training.attention import attention_config, attention_masks
 from rl.training.engine import TrainingEngine
@@ -113,7 +113,7 @@ def bare(case: Case, engine: TrainingEngine, batch: Batch) -> Step:
     """Return a hand-written training step of torchtitan's Qwen3, parallelized by torchtitan."""
     config = engine.config
     attention = attention_config(case.model.attention)
-    model_config = qwen3_config(
+    model_config = decoder_config(
         shape_of(case.model), fuse_qkv=case.model.fuse_qkv, inner_attention=attention
     )
     model_config.update_from_config(config=config)

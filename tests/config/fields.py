@@ -93,7 +93,7 @@ model/test_shape.py
   test_the_shorter_of_both_lengths_is_used: ModelConfig max_seq_len
   test_every_size_changes_the_parameters:
     ModelConfig vocab_size dim n_layers n_heads n_kv_heads head_dim hidden_dim num_experts
-    ModelConfig moe_hidden_dim tie_embeddings fuse_qkv
+    ModelConfig moe_hidden_dim tie_embeddings fuse_qkv family
 observe/test_progress.py
   test_a_quiet_run_shows_nothing_others_their_warnings: RunConfig quiet
 observe/test_trackers.py
@@ -292,7 +292,7 @@ training/test_lora.py
   test_peft_puts_the_adapter_on_the_base_and_gets_the_same_logits: LoRAConverter.Config rank alpha
   test_named_layers_are_adapted: LoRAConverter.Config target_modules
 training/test_model_folders.py
-  test_generators_get_the_config_that_transformers_reads: ModelConfig hf_path
+  test_the_written_config_is_the_one_that_transformers_reads: ModelConfig hf_path
   test_an_initial_hugging_face_folder_is_read_before_a_process_starts:
     BaseCheckpointManager.Config initial_load_in_hf
 training/test_optim_step.py

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torchtitan.models.common.attention import ScaledDotProductAttention
 
-from rl.model.qwen3 import qwen3_config
+from rl.model.decoder import decoder_config
 from rl.model.shape import ModelConfig, shape_of
 from rl.types import Completion
 
@@ -22,6 +22,7 @@ SIZES = {
 TIED_FUSED = ModelConfig(**SIZES, tie_embeddings=True, fuse_qkv=True)
 TIED_SPLIT = replace(TIED_FUSED, fuse_qkv=False)
 UNTIED_SPLIT = ModelConfig(**SIZES, tie_embeddings=False, fuse_qkv=False)
+BIASED = ModelConfig(**SIZES, family="tests.seed_oss")
 EXPERTS = ModelConfig(**SIZES, num_experts=4, experts_per_token=2, moe_hidden_dim=48)
 NARROW = replace(EXPERTS, n_kv_heads=1, vocab_size=65, tie_embeddings=False)
 
@@ -33,13 +34,15 @@ class Policy:
 
     def __init__(self, config: ModelConfig, seed: int):
         shape = shape_of(config)
-        self.model = qwen3_config(
+        self.model = decoder_config(
             shape, fuse_qkv=config.fuse_qkv, inner_attention=ScaledDotProductAttention.Config()
         ).build()
         torch.manual_seed(seed)
         self.model.init_states(buffer_device=torch.device("cpu"))
         with torch.no_grad():
-            for parameter in self.model.parameters():
+            for name, parameter in self.model.named_parameters():
+                if name.endswith("bias"):
+                    parameter.normal_(std=0.3)
                 parameter.mul_(3.0 if parameter.ndim > 1 else 1.0)
         self.weights = {
             name: parameter.detach() for name, parameter in self.model.named_parameters()

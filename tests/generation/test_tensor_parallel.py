@@ -13,6 +13,7 @@ from rl.compat.vllm_internals import model_of
 from rl.errors import ConfigError
 from rl.generation.generator_config import GeneratorConfig
 from tests.generation.policies import (
+    BIASED,
     EXPERTS,
     NARROW,
     SIZES,
@@ -54,8 +55,8 @@ def test_the_second_rank_pads_an_odd_vocabulary_with_zeros(generators):
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("form", "whole_experts"),
-    [(TIED_FUSED, False), (UNTIED_SPLIT, False), (EXPERTS, False), (NARROW, True)],
-    ids=["tied, fused", "untied, split", "experts", "whole experts, an odd vocabulary"],
+    [(TIED_FUSED, False), (UNTIED_SPLIT, False), (BIASED, False), (EXPERTS, False), (NARROW, True)],
+    ids=["tied, fused", "untied, split", "biased", "experts", "whole experts, an odd vocabulary"],
 )
 def test_two_ranks_of_other_forms_of_the_model_agree_with_torchtitan(
     two_ranks, form, whole_experts
@@ -74,11 +75,19 @@ def test_two_ranks_of_other_forms_of_the_model_agree_with_torchtitan(
 
 
 @pytest.mark.long
-def test_four_ranks_with_half_a_kv_head_each_agree_with_torchtitan():
-    model = replace(NARROW, n_kv_heads=2)
+@pytest.mark.parametrize(
+    ("model", "whole_experts"),
+    [
+        (replace(NARROW, n_kv_heads=2), True),
+        (BIASED, False),
+        (replace(BIASED, fuse_qkv=False), False),
+    ],
+    ids=["whole experts", "biased", "biased, split"],
+)
+def test_four_ranks_with_half_a_kv_head_each_agree_with_torchtitan(model, whole_experts):
     policy = Policy(model, seed=3)
     config = GeneratorConfig(
-        tensor_parallel_degree=4, expert_parallel=True, kv_cache_gib=0.05, block_size=32
+        tensor_parallel_degree=4, expert_parallel=whole_experts, kv_cache_gib=0.05, block_size=32
     )
     ranks = GeneratorRanks(config, model)
     try:

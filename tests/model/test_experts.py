@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torchtitan.models.common.moe import GroupedExperts
 
-from rl.model.qwen3 import Experts
+from rl.model.decoder import Experts
 
 COUNTS = {
     "some are idle": (3, 0, 4, 0),

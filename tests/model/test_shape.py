@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from rl.errors import ConfigError
-from rl.model.qwen3 import parameter_shapes
+from rl.model.decoder import parameter_shapes
 from rl.model.shape import ModelConfig, shape_of
 
 HF = {
@@ -86,6 +86,7 @@ SIZES = {
     "n_kv_heads": (DENSE, 1),
     "head_dim": (DENSE, 64),
     "hidden_dim": (DENSE, 128),
+    "family": (DENSE, "qwen2"),
     "tie_embeddings": (DENSE, False),
     "fuse_qkv": (DENSE, False),
     "num_experts": (MIXTURE, 8),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rl.errors import ConfigError
-from rl.model.qwen3 import parameter_shapes
+from rl.model.decoder import parameter_shapes
 from rl.model.shape import ModelConfig, ModelShape, shape_of
 from rl.model.shards import Box, Layout, local_shapes, local_shards
 from rl.model.tp_plan import Cut, check_divides, check_generator, cut_of, divisors, generator_layout
@@ -144,7 +144,7 @@ def test_parts_are_views_that_fill_a_tensor_from_above(fused):
 
 @pytest.mark.parametrize(
     "name",
-    ["layers.0.attention.wo.bias", "layers.0.moe.shared_experts.w1.weight", "norms.weight", ""],
+    ["layers.0.attention.sinks", "layers.0.moe.shared_experts.w1.weight", "norms.weight", ""],
 )
 def test_a_parameter_without_a_cut_is_named(name):
     with pytest.raises(KeyError, match=f"no line for parameter '{name}'"):

@@ -212,7 +212,7 @@ def test_a_pad_token_that_stops_answers_is_replaced(chat_model, tmp_path, where)
         path.write_text(json.dumps(content | {"pad_token": content["eos_token"]}))
     stops = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
     assert AutoTokenizer.from_pretrained(folder).pad_token_id in stops
-    describe_reward_model(folder)
+    describe_reward_model(folder, "Qwen3ForSequenceClassification")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     assert config["architectures"] == ["Qwen3ForSequenceClassification"]

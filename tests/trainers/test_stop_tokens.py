@@ -105,7 +105,7 @@ def test_a_reward_model_of_conversations_has_a_pad_token_that_stops_none(
     rows = preference_rows(9)
     trainer = trainer_of("reward_model_jsonl", PreferenceTrainer, folder, rows)
     export = shutil.copytree(folder, tmp_path / "export")
-    describe_reward_model(export)  # as the ranks do
+    describe_reward_model(export, "Qwen3ForSequenceClassification")  # as the ranks do
     trainer.describe(export)
     pad = json.loads((export / "config.json").read_text())["pad_token_id"]
     assert pad == AutoTokenizer.from_pretrained(export).pad_token_id

@@ -54,6 +54,10 @@ PAIRS = [
     ("tied_fused", "tp2"),
     ("tied_fused", "fsdp2_tp2"),
     ("tied_fused", "fsdp2_cp2"),
+    ("biased", "fsdp2_tp2"),
+    ("biased", "tp2_no_sp"),
+    ("biased", "cp2_tp2"),
+    ("biased", "hsdp4"),
     ("untied_split", "tp2"),
     ("untied_split", "tp2_no_sp"),
     ("untied_split", "cp2"),
@@ -65,7 +69,7 @@ PAIRS = [
 ]
 """Models and layouts of the gradient tests."""
 TOGETHER = [
-    ("tied_fused", "fsdp2_tp2"),
+    ("biased", "fsdp2_tp2"),
     ("untied_split", "cp2_tp2"),
     ("untied_split", "hsdp4"),
     ("experts", "fsdp2_tp2_ep2"),

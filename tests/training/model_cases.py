@@ -1,6 +1,7 @@
 """Model folders with equal meaning, with unsupported values, or with damage."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +26,13 @@ from tests.training.model_folders import (
 
 OLD_ROPE = {"rope_parameters": GONE, "rope_scaling": None, "rope_theta": 5e5}
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 HUB = OLD_ROPE | {
     "dtype": GONE,
     "torch_dtype": "float32",
@@ -36,6 +44,9 @@ EMBEDDING = "model.embed_tokens.weight"
 UP = "model.layers.0.mlp.up_proj.weight"
 ABSURD = {"num_hidden_layers": 1000, "num_local_experts": 65_000, "layer_types": GONE}
 TIED = {"tie_word_embeddings": True}
+OLD_LENGTH = {"original_max_position_embeddings": 64}
+WIDE = {"hidden_size": 128}
+DEEP = {"num_hidden_layers": 4}
 FP8 = torch.float8_e4m3fn
 
 EQUAL: dict[str, Folder] = {
@@ -113,16 +124,111 @@ EQUAL: dict[str, Folder] = {
 }
 """Folders from which Tiller and transformers make the same model."""
 
+
+def scaled(family: str, **rope: Any) -> Folder:
+    """A model with a scaled rotary embedding."""
+    return Folder({"rope_parameters": {"rope_theta": 1e4, **rope}}, family=family)
+
+
+def old_layout(folder: Folder, kind: str = "type") -> Folder:
+    """The same model with the keys that config.json had before ``rope_parameters``."""
+    rope = dict(folder.sizes["rope_parameters"])
+    theta = rope.pop("rope_theta")
+    config = {"rope_parameters": GONE, "rope_scaling": {kind: rope.pop("rope_type"), **rope}}
+    return replace(folder, config={**config, "rope_theta": theta})
+
+
+WINDOW = {"use_sliding_window": True, "sliding_window": 2048, "max_window_layers": 1}
+FAMILIES: dict[str, Folder] = {
+    "llama": Folder(family="llama"),
+    "llama 2": Folder(
+        {**dict.fromkeys(("num_key_value_heads", "rope_parameters", "head_dim"), GONE), **WIDE},
+        family="llama",
+        config=dict.fromkeys(("head_dim", "num_key_value_heads", "rope_parameters"), GONE),
+    ),
+    "llama 3.1": scaled("llama", **LLAMA3),
+    "llama 3.2": Folder(
+        TIED | {"rope_parameters": {"rope_theta": 5e5, **LLAMA3, "factor": 32.0}}, family="llama"
+    ),
+    "llama 3.1, older keys": old_layout(scaled("llama", **LLAMA3), "rope_type"),
+    "llama, linear": scaled("llama", rope_type="linear", factor=4.0),
+    "llama, linear, older keys": old_layout(scaled("llama", rope_type="linear", factor=2.0)),
+    "llama, dynamic": scaled("llama", rope_type="dynamic", factor=2.0),
+    "llama, yarn": scaled("llama", rope_type="yarn", factor=4.0),
+    "llama, its length beside rope_scaling": Folder(
+        {"rope_parameters": {"rope_theta": 1e4, **LLAMA3}},
+        family="llama",
+        config={"original_max_position_embeddings": 32},
+    ),
+    "llama, biases": Folder({"attention_bias": True, "mlp_bias": True}, family="llama"),
+    "llama, tied, biases of attention": Folder(TIED | {"attention_bias": True}, family="llama"),
+    "llama, wide heads": Folder({"head_dim": 64}, family="llama"),
+    "llama, one key head": Folder({"num_key_value_heads": 1}, family="llama"),
+    "llama, bfloat16": Folder(family="llama", dtype="bfloat16"),
+    "llama, several files": replace(shards(), family="llama"),
+    "llama, older keys": Folder(
+        family="llama", config=OLD_ROPE | {"pretraining_tp": 2, "torch_dtype": "float32"}
+    ),
+    "qwen2": Folder(family="qwen2"),
+    "qwen2, tied": Folder(TIED, family="qwen2"),
+    "qwen2, its head size given": Folder(family="qwen2", config={"head_dim": 32}),
+    "qwen2, a window as long as a sequence": Folder(WINDOW, family="qwen2"),
+    "qwen2, yarn": scaled("qwen2", rope_type="yarn", factor=4.0, **OLD_LENGTH),
+    "qwen2, yarn, older keys": old_layout(
+        scaled("qwen2", rope_type="yarn", factor=4.0, **OLD_LENGTH)
+    ),
+    "qwen2, float16": Folder(family="qwen2", dtype="float16"),
+    "qwen2, several files": replace(shards(), family="qwen2"),
+    "qwen2, as the Hub has it": Folder(family="qwen2", config=HUB | {"max_window_layers": 1}),
+    "mistral": Folder({"sliding_window": None}, family="mistral"),
+    "mistral, a window as long as a sequence": Folder({"sliding_window": 2048}, family="mistral"),
+    "mistral, no sliding_window": Folder(family="mistral", config={"sliding_window": GONE}),
+    "mistral, heads that do not divide the width": Folder(
+        {"sliding_window": None, "num_attention_heads": 6, "head_dim": 32}, family="mistral"
+    ),
+    "mistral, yarn": scaled("mistral", rope_type="yarn", factor=8.0, mscale=1.0, **OLD_LENGTH),
+    "qwen3, yarn": scaled("qwen3", rope_type="yarn", factor=4.0, **OLD_LENGTH),
+    "qwen3, yarn, an attention factor": scaled(
+        "qwen3", rope_type="yarn", factor=4.0, attention_factor=1.5, **OLD_LENGTH
+    ),
+    "qwen3, yarn, every number": scaled(
+        "qwen3",
+        **{"rope_type": "yarn", "factor": 8, "beta_fast": 16, "beta_slow": 2, "truncate": False},
+        **{"mscale": 0.7, "mscale_all_dim": 0.5},
+        **OLD_LENGTH,
+    ),
+    "qwen3, yarn before rope_parameters": Folder(
+        {"rope_parameters": GONE}, config={"rope_scaling": YARN}
+    ),
+    "qwen3, biases": Folder({"attention_bias": True}),
+    "qwen3, another epsilon": Folder({"rms_norm_eps": 1e-2}),
+    "qwen3, a window as long as a sequence": Folder(WINDOW),
+    "experts, yarn": replace(scaled("", rope_type="yarn", factor=4.0, **OLD_LENGTH), experts=True),
+    "experts, biases": Folder({"attention_bias": True}, experts=True),
+    "smollm3": Folder(DEEP, family="smollm3"),
+    "smollm3, every second layer": Folder(DEEP | {"no_rope_layer_interval": 2}, family="smollm3"),
+    "smollm3, a list of layers": Folder(
+        DEEP | {"no_rope_layers": [0, 1, 1, 0], "attention_bias": True, "mlp_bias": True},
+        family="smollm3",
+    ),
+    "smollm3, yarn": replace(
+        scaled("smollm3", rope_type="yarn", factor=4.0, **OLD_LENGTH), family="smollm3"
+    ),
+}
+"""Folders of all families from which Tiller and transformers make the same model."""
+EQUAL |= FAMILIES
+
+
 VALUES: tuple[tuple[str, Any], ...] = (
     ("rope_scaling", "yarn"),
     ("partial_rotary_factor", 0.5),
-    ("use_sliding_window", True),
+    ("use_sliding_window", 1),
     ("layer_types", ["full_attention", "sliding_attention"]),
     ("layer_types", ["full_attention"] * 3),
-    ("attention_bias", True),
+    ("attention_bias", 1),
     ("attention_dropout", 0.1),
     ("hidden_act", "gelu"),
-    ("rms_norm_eps", 1e-5),
+    ("rms_norm_eps", 0.0),
     ("quantization_config", {"quant_method": "fp8"}),
     ("compression_config", {"format": "int"}),
     ("dual_chunk_attention_config", {"chunk_size": 8}),
@@ -132,12 +238,12 @@ VALUES: tuple[tuple[str, Any], ...] = (
     ("auto_map", {"AutoModelForCausalLM": "m.M"}),
     ("transformers_weights", "other.safetensors"),
     ("architectures", ["Qwen3ForSequenceClassification"]),
-    ("model_type", "llama"),
+    ("model_type", "gemma2"),
     ("dtype", "float8_e4m3fn"),
     ("hidden_size", "64"),
     ("num_hidden_layers", 2.0),
     ("num_hidden_layers", 0),
-    ("head_dim", None),
+    ("head_dim", 0),
     ("tie_word_embeddings", 1),
 )
 """Keys of config.json with values that are refused."""
@@ -165,18 +271,6 @@ REFUSED: dict[str, tuple[Folder, str]] = {
         )
         for theta in (None, "1e6", float("nan"), 0, True)
     },
-    "yarn, older key": (
-        Folder(config=OLD_ROPE | {"rope_scaling": YARN}),
-        "rope_type of rope_scaling .* is 'yarn'; Tiller trains 'default' only",
-    ),
-    "dynamic": (
-        Folder(config={"rope_parameters": {"rope_type": "dynamic", "rope_theta": 5e5}}),
-        "rope_type of rope_parameters .* is 'dynamic'",
-    ),
-    "yarn before rope_parameters": (
-        Folder(config={"rope_scaling": YARN}),
-        "rope_scaling .* is 'yarn'",
-    ),
     "rope of null type": (
         Folder(config={"rope_parameters": {"rope_type": None, "type": "default"}}),
         "rope_type .* is None",
@@ -184,6 +278,45 @@ REFUSED: dict[str, tuple[Folder, str]] = {
     "rope by layer type": (
         Folder(config={"rope_parameters": {"full_attention": {"rope_type": "default"}}}),
         "rope_parameters .* is {'full_attention'",
+    ),
+    **{
+        f"{family}, {key} {value}": refused(key, value, family=family)
+        for family, key, value in (
+            ("llama", "mlp_bias", "yes"),
+            ("llama", "layer_types", ["sliding_attention"] * 2),
+            ("llama", "sliding_window", 16),
+            ("llama", "quantization_config", {"quant_method": "gptq"}),
+            ("llama", "hidden_act", "gelu"),
+            ("llama", "num_key_value_heads", 3),
+            ("llama", "architectures", ["LlamaForSequenceClassification2"]),
+            ("mistral", "sliding_window", 1000),
+            ("mistral", "sliding_window", "4096"),
+            ("qwen2", "layer_types", ["chunked_attention"] * 2),
+            ("smollm3", "no_rope_layers", [1]),
+            ("smollm3", "no_rope_layers", "all"),
+        )
+    },
+    "qwen2, a window shorter than a sequence": (
+        Folder(WINDOW, family="qwen2", config={"sliding_window": 512}),
+        "sliding_window .* is 512; set model.max_seq_len, which is 2048, to at most 512",
+    ),
+    **{
+        f"rope_parameters without {key}": (
+            Folder(
+                family="llama",
+                config={"rope_parameters": {"rope_theta": 1e4, **LLAMA3, key: None}},
+            ),
+            f"{key} of rope_parameters .* is None",
+        )
+        for key in ("factor", "low_freq_factor", "high_freq_factor")
+    },
+    "longrope": (
+        Folder(config={"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}),
+        "rope_type of rope_parameters .* is 'longrope'; Tiller trains 'default' or 'linear'",
+    ),
+    "yarn with a factor of text": (
+        Folder(config=OLD_ROPE | {"rope_scaling": YARN | {"factor": "4"}}),
+        "factor of rope_scaling .* is '4'",
     ),
     "half a head rotated, in rope_parameters": (
         Folder(config={"rope_parameters": {"rope_theta": 5e5, "partial_rotary_factor": 0.5}}),

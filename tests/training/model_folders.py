@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl.model.shape import ModelConfig
 from rl.training.checkpoint import Checkpointer
@@ -27,6 +27,7 @@ SIZES = {
     "max_position_embeddings": 2048,
     "tie_word_embeddings": False,
     "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+    "pad_token_id": None,
 }
 EXPERTS = {
     "num_experts": 4,
@@ -49,6 +50,7 @@ class Folder:
     sizes: dict[str, Any] = field(default_factory=dict)
     """Fields of the transformers model that is saved."""
     experts: bool = False
+    family: str = "qwen3"
     dtype: str = "float32"
     config: dict[str, Any] = field(default_factory=dict)
     """Keys of config.json that are replaced afterwards."""
@@ -60,8 +62,7 @@ class Folder:
         """Save the model with random weights that are large enough to matter, and change it;
         returns ``folder``.
         """
-        fields = {"sizes": self.sizes, "experts": self.experts, "dtype": self.dtype}
-        key = repr((fields, self.max_shard_size))
+        key = repr((self.sizes, self.experts, self.family, self.dtype, self.max_shard_size))
         if key not in _saved:
             _saved[key] = tempfile.TemporaryDirectory()
             self._save(Path(_saved[key].name))
@@ -73,16 +74,17 @@ class Folder:
     def _save(self, folder: Path) -> None:
         """Save the model as transformers does."""
         torch.manual_seed(0)
-        kind = Qwen3MoeConfig if self.experts else Qwen3Config
+        family = "qwen3_moe" if self.experts else self.family
         sizes = SIZES | (EXPERTS if self.experts else {}) | self.sizes
         fields = {name: value for name, value in sizes.items() if value is not GONE}
-        model = AutoModelForCausalLM.from_config(
-            kind(**fields, initializer_range=0.1, dtype=self.dtype)
-        )
+        config = AutoConfig.for_model(family, **fields, initializer_range=0.1, dtype=self.dtype)
+        model = AutoModelForCausalLM.from_config(config)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if "norm" in name:
                     parameter.uniform_(0.5, 1.5)
+                elif "bias" in name:
+                    parameter.normal_(std=0.3)
         model.save_pretrained(folder, max_shard_size=self.max_shard_size)
 
 

@@ -50,7 +50,13 @@ EXPERTS = replace(TIED_FUSED, num_experts=4, experts_per_token=2, moe_hidden_dim
 FEW_EXPERTS = replace(
     EXPERTS, num_experts=2, tie_embeddings=False
 )  # fewer than four ranks: FSDP cuts within them
-MODELS = {"tied_fused": TIED_FUSED, "untied_split": UNTIED_SPLIT, "experts": EXPERTS}
+BIASED = replace(TIED_FUSED, family="tests.seed_oss")
+MODELS = {
+    "tied_fused": TIED_FUSED,
+    "untied_split": UNTIED_SPLIT,
+    "biased": BIASED,
+    "experts": EXPERTS,
+}
 
 TEMPERATURE = 0.7
 LOSS = dapo(entropy_coef=0.05, kl_coef=0.1)

@@ -13,7 +13,7 @@ from torchtitan.models.common.attention import FusedQKVLinear
 from torchtitan.models.qwen3 import Qwen3Model, Qwen3StateDictAdapter
 
 from rl.errors import RunError
-from rl.model.qwen3 import qwen3_config
+from rl.model.decoder import decoder_config
 from rl.model.shape import ModelConfig, shape_of
 from rl.model.shards import Box
 from rl.training.attention import DenseAttention
@@ -25,7 +25,7 @@ SIZES = {"vocab_size": 11, "dim": 6, "n_layers": 2, **HEADS}
 
 def config_of(fuse_qkv: bool, **experts: int) -> Qwen3Model.Config:
     shape = shape_of(ModelConfig(**SIZES, hidden_dim=5, tie_embeddings=False, **experts))
-    return qwen3_config(shape, fuse_qkv=fuse_qkv, inner_attention=DenseAttention.Config())
+    return decoder_config(shape, fuse_qkv=fuse_qkv, inner_attention=DenseAttention.Config())
 
 
 CONFIGS = {
@@ -100,6 +100,6 @@ def test_pieces_of_any_box_equal_the_state_dict_adapter(name, cuts):
 
 def test_an_unknown_parameter_is_named():
     with pytest.raises(
-        RunError, match="layers.0.attention.sinks has no place in a Hugging Face Qwen3"
+        RunError, match="layers.0.attention.sinks has no place in a Hugging Face model"
     ):
         list(HuggingFaceNames(CONFIGS["fused"]).blocks("layers.0.attention.sinks", (4,)))

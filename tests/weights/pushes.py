@@ -32,6 +32,8 @@ MODELS = {
     "tied_fused": TIED_FUSED,
     "untied_fused": replace(TIED_FUSED, tie_embeddings=False),
     "tied_split": replace(TIED_FUSED, fuse_qkv=False),
+    "biased": replace(TIED_FUSED, family="tests.seed_oss"),
+    "biased_split": replace(TIED_FUSED, family="tests.seed_oss", fuse_qkv=False),
     "untied_split": replace(TIED_FUSED, tie_embeddings=False, fuse_qkv=False),
     "experts": EXPERTS,
     "untied_split_experts": replace(EXPERTS, tie_embeddings=False, fuse_qkv=False),

@@ -30,6 +30,8 @@ TOGETHER = [
     ("untied_split", "cp2_tp2"),
     ("untied_fused", "hsdp4"),
     ("tied_split", "fsdp4"),
+    ("biased", "fsdp2_tp2"),
+    ("biased_split", "cp2_tp2"),
     ("experts", "fsdp2_tp2"),
     ("untied_split_experts", "fsdp2_tp2_ep2"),
 ]

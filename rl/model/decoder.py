@@ -1,4 +1,6 @@
-"""torchtitan's canonical Qwen3 in the sizes of a ModelShape; trainer and generator share it."""
+"""torchtitan's canonical decoder with the sizes and options of a ModelShape; trainer and generator
+share it.
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -8,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
-from torchtitan.models.common import CosSinRoPE
+from torchtitan.models.common import CosSinRoPE, Linear, RMSNorm
 from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.common.moe import GroupedExperts, MoE
 from torchtitan.models.qwen3 import Qwen3Model
@@ -48,7 +50,46 @@ class Experts(GroupedExperts):
         return torch.cat([(F.silu(x @ w1.T) * (x @ w3.T)) @ w2.T for x, w1, w3, w2 in experts])
 
 
-def qwen3_config(shape: ModelShape, *, fuse_qkv: bool, inner_attention: Any) -> Qwen3Model.Config:
+class RotaryEmbedding(CosSinRoPE):
+    """torchtitan's rotary embedding with transformers' scalings, or one that rotates nothing."""
+
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class Config(CosSinRoPE.Config):
+        parameters: tuple[tuple[str, Any], ...] = ()
+        """Items of transformers' parameters of a scaled embedding."""
+        rotates: bool = True
+
+    config: Config
+
+    def _precompute_cache(self) -> torch.Tensor:
+        """Return cosines and sines, float32 [max_seq_len, 2 * dim]."""
+        config = self.config
+        if config.rotates and not config.parameters:
+            return super()._precompute_cache()
+        frequencies, factor = torch.zeros(config.dim // 2), 1.0
+        if config.rotates:
+            frequencies, factor = _scaled_frequencies(config)
+        angles = torch.outer(torch.arange(config.max_seq_len).float(), frequencies).repeat(1, 2)
+        return torch.cat([angles.cos() * factor, angles.sin() * factor], dim=-1)
+
+
+def _scaled_frequencies(config: RotaryEmbedding.Config) -> tuple[torch.Tensor, float]:
+    """Return transformers' frequencies, float32 [dim / 2], and the factor of cosines and sines."""
+    from transformers import PreTrainedConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    parameters = {"rope_theta": config.theta, **dict(config.parameters)}
+    described = PreTrainedConfig(
+        rope_parameters=parameters,
+        head_dim=config.dim,
+        hidden_size=config.dim,
+        num_attention_heads=1,
+        max_position_embeddings=config.max_seq_len,
+    )
+    return ROPE_INIT_FUNCTIONS[parameters["rope_type"]](described, None)
+
+
+def decoder_config(shape: ModelShape, *, fuse_qkv: bool, inner_attention: Any) -> Qwen3Model.Config:
     """Return the model config of ``shape``; its layers attend through ``inner_attention``.
 
     ``inner_attention`` is a torchtitan module config, or a function from layer index to one.
@@ -61,8 +102,11 @@ def qwen3_config(shape: ModelShape, *, fuse_qkv: bool, inner_attention: Any) -> 
         "head_dim": shape.head_dim,
         "fuse_qkv": fuse_qkv,
         "attn_backend": "flex",
-        "rope": CosSinRoPE.Config(
-            dim=shape.head_dim, max_seq_len=shape.max_seq_len, theta=shape.rope_theta
+        "rope": RotaryEmbedding.Config(
+            dim=shape.head_dim,
+            max_seq_len=shape.max_seq_len,
+            theta=shape.rope_theta,
+            parameters=shape.rope_scaling,
         ),
     }
     if shape.num_experts:
@@ -78,11 +122,29 @@ def qwen3_config(shape: ModelShape, *, fuse_qkv: bool, inner_attention: Any) -> 
     for index, layer in enumerate(layers):
         attention = inner_attention(index) if callable(inner_attention) else inner_attention
         layer.attention = dataclasses.replace(layer.attention, inner_attention=attention)
+        layer.attention.rope.rotates = index not in shape.layers_without_rope
+        _set_options(layer, shape)
         if layer.moe is not None:
             layer.moe = _with_tiller_experts(layer.moe)
-    return titan.qwen3_config(
+    config = titan.qwen3_config(
         layers, vocab_size=shape.vocab_size, dim=shape.dim, tie_embeddings=shape.tie_embeddings
     )
+    for _, norm, _, _ in config.traverse(RMSNorm.Config):
+        norm.eps = shape.norm_eps
+    return config
+
+
+def _set_options(layer: Any, shape: ModelShape) -> None:
+    """Give the config of a layer the norms and biases of ``shape``."""
+    attention = layer.attention
+    if not shape.qk_norm:
+        attention.qk_norm = None
+    biases = [(attention.qkv_linear, shape.qkv_bias), (attention.wo, shape.output_bias)]
+    if layer.feed_forward is not None:
+        biases.append((layer.feed_forward, shape.feed_forward_bias))
+    for part, has_bias in biases:
+        for _, linear, _, _ in part.traverse(Linear.Config):
+            linear.bias = has_bias
 
 
 def parameter_shapes(shape: ModelShape, *, fuse_qkv: bool) -> dict[str, tuple[int, ...]]:
@@ -92,7 +154,7 @@ def parameter_shapes(shape: ModelShape, *, fuse_qkv: bool) -> dict[str, tuple[in
     """
     one_layer = dataclasses.replace(shape, n_layers=1)
     attention = ScaledDotProductAttention.Config()
-    config = qwen3_config(one_layer, fuse_qkv=fuse_qkv, inner_attention=attention)
+    config = decoder_config(one_layer, fuse_qkv=fuse_qkv, inner_attention=attention)
     with torch.device("meta"):
         model = config.build()
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}

@@ -1,0 +1,77 @@
+"""Recipe for nodes of eight H100s that the configs of all model families share."""
+
+from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+from torchtitan.config import ParallelismConfig, TrainingConfig
+from torchtitan.distributed.activation_checkpoint import FullAC
+
+from rl.algorithms.losses import dapo
+from rl.config import EvaluationConfig, PolicyGradientConfig, RLConfig, RolloutConfig
+from rl.generation.generator_config import GeneratorConfig
+from rl.model.shape import ModelConfig
+from rl.session.hardware import HardwareConfig
+from rl.tasks.gsm8k_jsonl import Gsm8kJsonl
+from rl.training.trainer_config import TrainerConfig
+
+PROMPT = 1024
+COMPLETION = 3072
+
+
+def on_h100s(
+    model: ModelConfig,
+    *,
+    shard: int,
+    replicas: int,
+    own_nodes: int = 0,
+    nodes: int = 1,
+    experts: int = 1,
+    tp: int = 1,
+) -> RLConfig:
+    """DAPO's loss one step off policy, in bfloat16: ``shard`` GPUs train, ``replicas * tp``
+    generate.
+    """
+    return RLConfig(
+        steps=500,
+        task=Gsm8kJsonl.Config(max_prompt_tokens=PROMPT),
+        model=model,
+        rollout=RolloutConfig(
+            prompts_per_step=128,
+            samples_per_prompt=8,
+            max_tokens=COMPLETION,
+            max_staleness=1,
+            reward_workers=4,
+        ),
+        algorithm=PolicyGradientConfig(loss=dapo(), overlong_buffer=512),
+        trainer=TrainerConfig(
+            parallelism=ParallelismConfig(
+                data_parallel_shard_degree=shard,
+                expert_parallel_degree=experts,
+                spmd_backend="partial_dtensor",
+            ),
+            nodes=nodes,
+            training=TrainingConfig(mixed_precision_param="bfloat16"),
+            optimizer=default_adamw(lr=1e-6, weight_decay=0.1),
+            lr_scheduler=LRSchedulersContainer.Config(warmup_steps=10, decay_ratio=0.0),
+            activation_checkpoint=FullAC.Config(),
+            checkpoint=CheckpointManager.Config(
+                enable=True,
+                folder="checkpoints",
+                interval=50,
+                keep_latest_k=2,
+                initial_load_model_only=False,
+                async_mode="async",
+            ),
+            micro_batch_tokens=4 * (PROMPT + COMPLETION),
+        ),
+        generator=GeneratorConfig(
+            replicas=replicas,
+            nodes=own_nodes,
+            tensor_parallel_degree=tp,
+            dtype="bfloat16",
+            gpu_memory_utilization=0.85,
+            enforce_eager=model.num_experts
+            > 0,  # how many tokens an expert gets is not known when it is compiled
+        ),
+        evaluation=EvaluationConfig(every=25, prompts=256, samples=4),
+        hardware=HardwareConfig(device="h100", gpus_per_node=8),
+    )

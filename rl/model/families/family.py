@@ -1,0 +1,171 @@
+"""Description of a model family: how Hugging Face folders write the options of a ModelShape."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rl.model.hugging_face_config import HuggingFaceConfig
+
+SIZES = {
+    "vocab_size": "vocab_size",
+    "dim": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "hidden_dim": "intermediate_size",
+}
+"""Keys of sizes in config.json, by field of ModelShape."""
+
+EXPERT_SIZES = {
+    "num_experts": "num_experts",
+    "experts_per_token": "num_experts_per_tok",
+    "moe_hidden_dim": "moe_intermediate_size",
+}
+"""Additional keys of a model with experts."""
+
+REWARD_CLASS = "ForSequenceClassification"
+"""Last part of the names of transformers' models with one score for a sequence in place of the
+output head."""
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+ALLOWED: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu",), "attention_dropout": (0.0, 0)}
+ALLOWED_IF_PRESENT: dict[str, tuple[Any, ...]] = {
+    "auto_map": (None,),
+    "compression_config": (None,),
+    "configuration_files": (None,),
+    "dual_chunk_attention_config": (None,),
+    "is_causal": (True, None),
+    "partial_rotary_factor": (1.0, 1, None),
+    "per_layer_config": (None,),
+    "quantization_config": (None,),
+    "shared_expert_intermediate_size": (0, None),
+    "transformers_weights": (None,),
+}
+"""Keys that transformers' configs do not list, but that change the computation or the files of the
+model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """A family of torchtitan's decoder, in the words of Hugging Face.
+
+    A subclass may override ``read`` and ``write`` for keys that the fields cannot describe.
+    """
+
+    model_type: str
+    """``model_type`` in config.json."""
+
+    prefix: str
+    """First part of the names of transformers' classes, such as "Llama" of LlamaForCausalLM."""
+
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of ModelShape that differ from its defaults, unless a key sets them."""
+
+    options: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Keys of config.json that are true or false, with the fields of ModelShape that they set."""
+
+    allowed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Other keys that change the computation, with the values that Tiller computes. The first of
+    them is written."""
+
+    head_dim: int | None = None
+    """Width of a head if config.json lacks it; None is hidden_size // num_attention_heads."""
+
+    has_experts: bool = False
+    """Whether experts replace the feed-forward layers."""
+
+    has_windows: bool = False
+    """Whether ``sliding_window`` limits the attention of layers."""
+
+    @property
+    def policy_class(self) -> str:
+        """Name of transformers' language model."""
+        return f"{self.prefix}ForCausalLM"
+
+    @property
+    def reward_class(self) -> str:
+        """Name of transformers' reward model."""
+        return f"{self.prefix}{REWARD_CLASS}"
+
+    def random(self, sizes: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the options of a model of ``sizes`` with random weights, as fields of
+        ModelShape.
+        """
+        return dict(self.fixed)
+
+    def read(self, config: HuggingFaceConfig, max_seq_len: int) -> dict[str, Any]:
+        """Return the fields of a ModelShape that ``config`` describes, for sequences of at most
+        ``max_seq_len`` tokens.
+
+        Raises ConfigError, naming the key, for a value that Tiller does not compute. An attention
+        window is one unless it holds the longest sequence, and so changes nothing.
+        """
+        config.config_class = f"{self.prefix}Config"
+        config.setdefault("head_dim", self.head_dim)
+        if not self.has_windows:
+            config.setdefault("sliding_window", None)
+        classes: tuple[Any, ...] = ([self.policy_class], [self.reward_class], [], None)
+        config.one_of("architectures", classes, config.get("architectures"))
+        for key, values in ALLOWED_IF_PRESENT.items():
+            config.one_of(key, values, config.get(key))
+        for key, values in {**ALLOWED, **self.allowed}.items():
+            config.one_of(key, values)
+        sizes = self._sizes(config)
+        fields = {**self.fixed, **sizes}
+        for key, names in self.options.items():
+            fields |= dict.fromkeys(names, config.one_of(key, (True, False)))
+        length = min(max_seq_len, config.size("max_position_embeddings"))
+        fields["max_seq_len"] = length
+        window = config.window(switched="use_sliding_window" in self.allowed)
+        allowed = f"set model.max_seq_len, which is {max_seq_len}, to at most {window}"
+        fits = window is None or (self.has_windows and length <= window)
+        config.require(fits, "sliding_window", window, allowed)
+        fields["norm_eps"] = config.number("rms_norm_eps")
+        fields["tie_embeddings"] = config.one_of("tie_word_embeddings", (True, False))
+        fields["rope_theta"], fields["rope_scaling"] = config.rope()
+        dtypes = (config.get(key) for key in ("dtype", "torch_dtype"))
+        given = next((each for each in dtypes if each is not None), DTYPES[0])
+        fields["dtype"] = config.one_of("dtype", DTYPES, given)
+        return fields
+
+    def write(self, shape: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the config.json of a model whose ModelShape has the fields ``shape``, as
+        transformers reads it.
+        """
+        sizes = SIZES | (EXPERT_SIZES if self.has_experts else {})
+        scaling = dict(shape["rope_scaling"]) or {"rope_type": "default"}
+        return {
+            "architectures": [self.policy_class],
+            "model_type": self.model_type,
+            **{key: shape[name] for name, key in sizes.items()},
+            **{key: values[0] for key, values in {**ALLOWED, **self.allowed}.items()},
+            **{key: shape[names[0]] for key, names in self.options.items()},
+            **({"sliding_window": None} if self.has_windows else {}),
+            "tie_word_embeddings": shape["tie_embeddings"],
+            "rope_parameters": {"rope_theta": shape["rope_theta"], **scaling},
+            "max_position_embeddings": shape["max_seq_len"],
+            "rms_norm_eps": shape["norm_eps"],
+            "dtype": shape["dtype"],
+        }
+
+    def _sizes(self, config: HuggingFaceConfig) -> dict[str, int]:
+        if self.has_experts and "num_local_experts" in config:  # transformers' name precedes
+            config["num_experts"] = config["num_local_experts"]
+        heads = config.size("num_attention_heads")
+        if config["num_key_value_heads"] is None and not self.has_experts:
+            config["num_key_value_heads"] = heads
+        if config["head_dim"] is None:
+            config["head_dim"] = config.size("hidden_size") // heads
+        keys = SIZES | (EXPERT_SIZES if self.has_experts else {})
+        sizes = {name: config.size(key) for name, key in keys.items()}
+        groups = sizes["n_kv_heads"]
+        allowed = f"it must divide num_attention_heads={heads}"
+        config.require(heads % groups == 0, "num_key_value_heads", groups, allowed)
+        if self.has_experts:
+            chosen = sizes["experts_per_token"]
+            allowed = f"it must be at most num_experts={sizes['num_experts']}"
+            fits = chosen <= sizes["num_experts"]
+            config.require(fits, "num_experts_per_tok", chosen, allowed)
+        return sizes

@@ -1,0 +1,17 @@
+"""Qwen3 with experts in every layer."""
+
+from rl.model.families.family import Family
+
+FAMILY = Family(
+    model_type="qwen3_moe",
+    prefix="Qwen3Moe",
+    options={"attention_bias": ("qkv_bias", "output_bias")},
+    allowed={
+        "use_sliding_window": (False, True),
+        "norm_topk_prob": (True,),
+        "decoder_sparse_step": (1,),
+        "mlp_only_layers": ([], None),
+    },
+    has_experts=True,
+    has_windows=True,
+)

@@ -1,0 +1,85 @@
+"""Generators of all model families give transformers' log-probs of the folder's model."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torchtitan.models.common.attention import ScaledDotProductAttention
+
+from rl.generation.generator_config import GeneratorConfig
+from rl.model.decoder import decoder_config, parameter_shapes
+from rl.model.shape import ModelConfig, ModelShape, shape_of
+from rl.model.shards import Box
+from rl.training.hugging_face_names import HuggingFaceNames
+from tests.generation.policies import TIED_SPLIT
+from tests.generation.ranks import GeneratorRanks, generate, push, request
+from tests.training.model_cases import FAMILIES
+from tests.training.model_folders import tensors_of, transformers_model
+
+PROMPTS = [[5], [*range(1, 20)], [7, 3] * 60]
+DISTINCT = {"llama 3.1, older keys", "qwen2, yarn", "smollm3, a list of layers"}
+"""Folders whose options are computed in another way. Others are for the long tests."""
+
+
+def weights_of(folder: Path, shape: ModelShape, *, fuse_qkv: bool) -> dict[str, torch.Tensor]:
+    """Return the folder's weights by torchtitan's names."""
+    attention = ScaledDotProductAttention.Config()
+    config = decoder_config(shape, fuse_qkv=fuse_qkv, inner_attention=attention)
+    names = HuggingFaceNames(config)
+    stored = tensors_of(folder)
+    weights = {}
+    for name, size in parameter_shapes(shape, fuse_qkv=fuse_qkv).items():
+        weights[name] = torch.empty(size)
+        for piece in names.pieces(name, size, Box.whole(size)):
+            source = piece.in_tensor.slices_in(Box.whole(piece.shape))
+            weights[name][piece.in_shard] = stored[piece.tensor][source]
+    return weights
+
+
+def worst_error(ranks: GeneratorRanks, folder: Path, *, fuse_qkv: bool) -> float:
+    """Return the largest difference between transformers' log-probs and those of samples from
+    the folder's weights.
+    """
+    model = ModelConfig(hf_path=str(folder), max_seq_len=256, fuse_qkv=fuse_qkv)
+    weights = weights_of(folder, shape_of(model), fuse_qkv=fuse_qkv)
+    ranks.rebuild(model, expert_parallel=False)
+    ranks.run(push, weights, 1)
+    asks = [request(str(n), prompt, seed=n, max_tokens=40) for n, prompt in enumerate(PROMPTS)]
+    first, *others = ranks.run(generate, asks)
+    assert all(other == first for other in others)
+    reference = transformers_model(folder)
+    worst = 0.0
+    for prompt, completion in zip(PROMPTS, first, strict=True):
+        tokens = torch.tensor([prompt + completion.tokens])
+        with torch.no_grad():
+            logprobs = reference(tokens).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        wanted = logprobs.gather(1, tokens[:, len(prompt) :].T).flatten()
+        worst = max(worst, (torch.tensor(completion.logprobs) - wanted).abs().max().item())
+    return worst
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in DISTINCT else [pytest.mark.long]) for name in FAMILIES],
+)
+def test_generators_agree_with_transformers(one_rank, tmp_path, name):
+    folder = replace(FAMILIES[name], dtype="float32").write(tmp_path / "in")
+    try:
+        assert worst_error(one_rank, folder, fuse_qkv=True) <= 1e-5
+    finally:
+        one_rank.rebuild(TIED_SPLIT)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["qwen2", "smollm3, a list of layers", "llama 3.2"])
+@pytest.mark.parametrize("tp", [2, 4])
+def test_tensor_parallel_generators_agree_with_transformers(tmp_path, name, tp):
+    config = GeneratorConfig(tensor_parallel_degree=tp, kv_cache_gib=0.05, block_size=32)
+    folder = FAMILIES[name].write(tmp_path / "in")
+    ranks = GeneratorRanks(config, replace(TIED_SPLIT, n_kv_heads=4))
+    try:
+        for fuse_qkv in (True, False):
+            assert worst_error(ranks, folder, fuse_qkv=fuse_qkv) <= 1e-5
+    finally:
+        ranks.close()

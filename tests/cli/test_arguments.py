@@ -138,7 +138,7 @@ def test_an_algorithm_is_chosen_by_its_name_and_later_fields_change_it():
         ("--config xyzzy", "there is no such config; the configs are dpo_jsonl, "),
         ("--config no.such.config", r"cannot import no.such \(.*\); is its folder on PYTHONPATH"),
         *(
-            (given, r"--config NAME is missing; for example .*\nconfigs: .*quickstart")
+            (given, r"--config NAME is missing; for example .*\nconfigs: (.|\n)*quickstart")
             for given in ("", "--seed 1", "--config")
         ),
     ],

@@ -14,7 +14,7 @@ from rl.model.shards import Box
 from rl.training.hugging_face_names import HuggingFaceNames
 from tests.generation.policies import TIED_SPLIT
 from tests.generation.ranks import GeneratorRanks, generate, push, request
-from tests.training.model_cases import FAMILIES
+from tests.training.model_cases import EQUAL
 from tests.training.model_folders import tensors_of, transformers_model
 
 PROMPTS = [[5], [*range(1, 20)], [7, 3] * 60]
@@ -61,10 +61,10 @@ def worst_error(ranks: GeneratorRanks, folder: Path, *, fuse_qkv: bool) -> float
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[] if name in DISTINCT else [pytest.mark.long]) for name in FAMILIES],
+    [pytest.param(name, marks=[] if name in DISTINCT else [pytest.mark.long]) for name in EQUAL],
 )
 def test_generators_agree_with_transformers(one_rank, tmp_path, name):
-    folder = replace(FAMILIES[name], dtype="float32").write(tmp_path / "in")
+    folder = replace(EQUAL[name], dtype="float32").write(tmp_path / "in")
     try:
         assert worst_error(one_rank, folder, fuse_qkv=True) <= 1e-5
     finally:
@@ -76,7 +76,7 @@ def test_generators_agree_with_transformers(one_rank, tmp_path, name):
 @pytest.mark.parametrize("tp", [2, 4])
 def test_tensor_parallel_generators_agree_with_transformers(tmp_path, name, tp):
     config = GeneratorConfig(tensor_parallel_degree=tp, kv_cache_gib=0.05, block_size=32)
-    folder = FAMILIES[name].write(tmp_path / "in")
+    folder = EQUAL[name].write(tmp_path / "in")
     ranks = GeneratorRanks(config, replace(TIED_SPLIT, n_kv_heads=4))
     try:
         for fuse_qkv in (True, False):

@@ -42,7 +42,7 @@ def learn(engine: TrainingEngine, seed: int, clip: float = 0.5) -> dict[str, flo
 
 def critic_of(layout: str, folder: str, **fields: Any) -> TrainingEngine:
     place = {"folder": folder, "layout": LAYOUTS[layout], "head": "values"}
-    return engine_of(MODELS["tied_fused"], **place, **fields)
+    return engine_of(MODELS["biased"], **place, **fields)
 
 
 def judged(layout: str, folder: str) -> dict[str, Any]:

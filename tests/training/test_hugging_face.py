@@ -78,7 +78,9 @@ def test_a_policy_from_random_weights_is_one_that_transformers_loads(tmp_path, n
     tokens = torch.randint(SIZES["vocab_size"], (1, 64), generator=torch.Generator().manual_seed(1))
     assert (logits_of(engine, tokens) - transformers_logits(out, tokens)).abs().max() <= 1e-5
     assert ("lm_head.weight" in tensors_of(out)) == (not model.tie_embeddings)
-    again, checkpointer = open_folder(out, tmp_path / "again", fuse_qkv=model.fuse_qkv)
+    again, checkpointer = open_folder(
+        out, tmp_path / "again", fuse_qkv=model.fuse_qkv, family=model.family
+    )
     checkpointer.close()
     assert torch.equal(logits_of(again, tokens), logits_of(engine, tokens))
 

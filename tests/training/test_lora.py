@@ -41,8 +41,8 @@ from tests.training.test_residency import resident
 
 LORA = LoRAConverter.Config(rank=4, alpha=6.0)
 STEPS = 3
-PAIRS = [("tied_fused", "fsdp2_tp2"), ("tied_fused", "fsdp2"), ("untied_split", "tp2_no_sp")]
-DENSE = ["tied_fused", "untied_split"]
+PAIRS = [("biased", "fsdp2_tp2"), ("tied_fused", "fsdp2"), ("untied_split", "tp2_no_sp")]
+DENSE = ["biased", "untied_split"]
 
 
 def adapted(model: str, layout: str, folder: str, **trainer: Any) -> TrainingEngine:
@@ -146,7 +146,7 @@ def test_only_adapters_are_trained(plays, model):
     (answer,), _ = plays(model, "alone")
     moved = unequal(answer["fresh"], answer["trained"])
     assert moved == [*filter(is_adapter, answer["fresh"])]
-    assert len(moved) == 2 * 2 * (5 if model == "tied_fused" else 7)  # A and B, in both layers
+    assert len(moved) == 2 * 2 * (5 if model == "biased" else 7)  # A and B, in both layers
     assert answer["losses"] == sorted(answer["losses"], reverse=True)
     assert answer["losses"][0] - answer["losses"][-1] > 0.05
 
@@ -296,7 +296,7 @@ def test_peft_puts_the_adapter_on_the_base_and_gets_the_same_logits(tmp_path, fo
 
 
 def test_four_ranks_export_merged_weights_and_adapters(plays):
-    answers, folder = plays("tied_fused", "fsdp2_tp2")
+    answers, folder = plays("biased", "fsdp2_tp2")
     exported = tensors_of(folder / "export")
     whole = merged(answers[0]["trained"])
     for layer in range(SIZES["n_layers"]):

@@ -1,5 +1,7 @@
 """Generators of all model families give transformers' log-probs of the folder's model."""
 
+import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from rl.training.hugging_face_names import HuggingFaceNames
 from tests.generation.policies import TIED_SPLIT
 from tests.generation.ranks import GeneratorRanks, generate, push, request
 from tests.training.model_cases import EQUAL
-from tests.training.model_folders import tensors_of, transformers_model
+from tests.training.model_folders import Folder, tensors_of, transformers_model
 
 PROMPTS = [[5], [*range(1, 20)], [7, 3] * 60]
 DISTINCT = {"llama 3.1, older keys", "qwen2, yarn", "smollm3, a list of layers"}
@@ -37,11 +39,13 @@ def weights_of(folder: Path, shape: ModelShape, *, fuse_qkv: bool) -> dict[str, 
     return weights
 
 
-def worst_error(ranks: GeneratorRanks, folder: Path, *, fuse_qkv: bool) -> float:
+def worst_error(
+    ranks: GeneratorRanks, folder: Path, *, fuse_qkv: bool, family: str | None = None
+) -> float:
     """Return the largest difference between transformers' log-probs and those of samples from
     the folder's weights.
     """
-    model = ModelConfig(hf_path=str(folder), max_seq_len=256, fuse_qkv=fuse_qkv)
+    model = ModelConfig(hf_path=str(folder), max_seq_len=256, fuse_qkv=fuse_qkv, family=family)
     weights = weights_of(folder, shape_of(model), fuse_qkv=fuse_qkv)
     ranks.rebuild(model, expert_parallel=False)
     ranks.run(push, weights, 1)
@@ -69,6 +73,27 @@ def test_generators_agree_with_transformers(one_rank, tmp_path, name):
         assert worst_error(one_rank, folder, fuse_qkv=True) <= 1e-5
     finally:
         one_rank.rebuild(TIED_SPLIT)
+
+
+def test_a_family_of_the_documentation_agrees_with_transformers(one_rank, tmp_path, monkeypatch):
+    """It stands in a module outside of the repository."""
+    text = Path("docs/your-model.md").read_text()
+    module = tmp_path / "my_families" / "seed_oss.py"
+    module.parent.mkdir()
+    module.write_text(re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0])
+    monkeypatch.syspath_prepend(tmp_path)
+    one_rank.run(extend_path, str(tmp_path))
+    sizes = {"residual_dropout": 0.0, "attention_dropout": 0.0, "mlp_bias": True}
+    folder = Folder(sizes, family="seed_oss").write(tmp_path / "in")
+    try:
+        error = worst_error(one_rank, folder, fuse_qkv=True, family="my_families.seed_oss")
+    finally:
+        one_rank.rebuild(TIED_SPLIT)
+    assert error <= 1e-5
+
+
+def extend_path(_engine: object, folder: str) -> None:
+    sys.path.insert(0, folder)
 
 
 @pytest.mark.long

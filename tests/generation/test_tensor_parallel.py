@@ -133,14 +133,16 @@ def logits_width(engine):
 
 
 def owned_by_none(engine):
-    """Return the largest value of each row of a parameter that no shard covers."""
+    """Return the largest value of each row of a matrix that no shard covers."""
     rows = Counter()
     for shard in engine.parameters():
         rows[shard.name] += len(shard.tensor)
     left = {
         name: parameter[rows[name] :] for name, parameter in engine._model.titan.named_parameters()
     }
-    return {name: row.abs().amax(1).tolist() for name, row in left.items() if len(row)}
+    return {
+        name: row.abs().amax(1).tolist() for name, row in left.items() if len(row) and row.ndim > 1
+    }
 
 
 def maps_shared_memory(engine):

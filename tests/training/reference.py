@@ -11,9 +11,10 @@ EPS = 1e-6
 
 class Qwen3:
     """A Qwen3 on weights by torchtitan's names; arXiv:2505.09388 and transformers' modeling_qwen3
-    and qwen3_moe.
+    and qwen3_moe. Biases are added, and norms of queries and keys left out, as the weights have
+    them.
 
-    Where the weights are those of experts, each token goes through ``top_k`` of them.
+    If the weights are those of experts, each token goes through ``top_k`` of them.
     """
 
     def __init__(
@@ -48,7 +49,9 @@ class Qwen3:
             if "moe.router.gate.weight" in w:
                 x = x + self._mix(w, h)
             else:
-                x = x + feed_forward(h, *(w[f"feed_forward.w{n}.weight"] for n in (1, 2, 3)))
+                gate = linear(w, "feed_forward.w1", h)
+                up = linear(w, "feed_forward.w3", h)
+                x = x + linear(w, "feed_forward.w2", gate * gate.sigmoid() * up)
         return (
             norm(x, self.weights["norm.weight"]) @ self.weights.get("lm_head.weight", embedding).T
         )
@@ -57,7 +60,7 @@ class Qwen3:
         length = len(h)
         size = self.head_dim
         if "attention.qkv_linear.wqkv.weight" in w:  # by kv group: its queries, its key, its value
-            groups = (h @ w["attention.qkv_linear.wqkv.weight"].T).view(length, -1, size)
+            groups = linear(w, "attention.qkv_linear.wqkv", h).view(length, -1, size)
             per_group = self.n_heads // ((groups.shape[1] - self.n_heads) // 2) + 2
             groups = groups.view(length, -1, per_group, size)
             q = groups[:, :, :-2].reshape(length, -1, size)
@@ -65,18 +68,18 @@ class Qwen3:
             v = groups[:, :, -1]
         else:
             q, k, v = (
-                (h @ w[f"attention.qkv_linear.w{n}.weight"].T).view(length, -1, size) for n in "qkv"
+                linear(w, f"attention.qkv_linear.w{n}", h).view(length, -1, size) for n in "qkv"
             )
-        q = self._rotate(norm(q, w["attention.q_norm.weight"]))
-        k = self._rotate(norm(k, w["attention.k_norm.weight"]))
+        if "attention.q_norm.weight" in w:
+            q = norm(q, w["attention.q_norm.weight"])
+            k = norm(k, w["attention.k_norm.weight"])
+        q, k = self._rotate(q), self._rotate(k)
         k, v = (t.repeat_interleave(self.n_heads // t.shape[1], dim=1) for t in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) / size**0.5
         future = torch.ones(length, length, dtype=torch.bool).triu(1)
         attended = scores.masked_fill(future, -torch.inf).softmax(-1)
-        return (
-            torch.einsum("hqk,khd->qhd", attended, v).reshape(length, -1)
-            @ w["attention.wo.weight"].T
-        )
+        out = torch.einsum("hqk,khd->qhd", attended, v).reshape(length, -1)
+        return linear(w, "attention.wo", out)
 
     def _mix(self, w: dict[str, torch.Tensor], h: torch.Tensor) -> torch.Tensor:
         """The ``top_k`` likeliest experts of each token, by their share of the probability of
@@ -108,6 +111,10 @@ def feed_forward(
 ) -> torch.Tensor:
     gate = x @ w1.T
     return (gate * gate.sigmoid() * (x @ w3.T)) @ w2.T
+
+
+def linear(w: dict[str, torch.Tensor], name: str, x: torch.Tensor) -> torch.Tensor:
+    return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0.0)
 
 
 def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -99,7 +99,7 @@ def engine_of(
     **trainer: Any,
 ) -> TrainingEngine:
     """Return an engine with random weights three times torchtitan's, so that some tokens are more
-    likely.
+    likely, and biases that are not 0.
     """
     config = TrainerConfig(
         parallelism=(layout or Layout()).parallelism,
@@ -112,8 +112,9 @@ def engine_of(
         config, model, head=head, seed=0, steps=steps, folder=folder, loads=loads
     )
     with torch.no_grad():
-        for parameter in engine.model.parameters():
+        for name, parameter in engine.model.named_parameters():
             parameter.mul_(3.0 if parameter.ndim > 1 else 1.0)
+            parameter.add_(0.1 if name.endswith("bias") else 0.0)
     return engine
 
 

@@ -68,7 +68,7 @@ def merged(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """W + alpha / rank * B @ A of whole weights, by the names of the model without adapters."""
 
     def product(name: str) -> torch.Tensor | float:
-        a, b = (weights.get(name.replace(".weight", f".lora_{x}.weight")) for x in "ab")
+        a, b = (weights.get(f"{name.removesuffix('.weight')}.lora_{x}.weight") for x in "ab")
         return 0.0 if a is None else LORA.alpha / LORA.rank * (b @ a)
 
     return {

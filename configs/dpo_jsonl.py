@@ -9,7 +9,7 @@ from rl.training.trainer_config import TrainerConfig
 
 
 def dpo_jsonl() -> PreferenceConfig:
-    """A Hugging Face Qwen3 learns to prefer the chosen answers of a JSONL file by DPO."""
+    """A Hugging Face Qwen3 learns to prefer the chosen answers of a file or dataset by DPO."""
     return PreferenceConfig(
         steps=200,
         model=ModelConfig(max_seq_len=2048),

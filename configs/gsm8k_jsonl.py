@@ -10,7 +10,7 @@ from rl.training.trainer_config import TrainerConfig
 
 
 def gsm8k_jsonl() -> RLConfig:
-    """A Hugging Face Qwen3 learns to answer a JSONL file of GSM8K's form by DAPO's loss."""
+    """A Hugging Face Qwen3 learns to answer problems of GSM8K's form by DAPO's loss."""
     return RLConfig(
         steps=200,
         task=Gsm8kJsonl.Config(max_prompt_tokens=512),

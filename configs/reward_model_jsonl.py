@@ -8,8 +8,8 @@ from rl.training.trainer_config import TrainerConfig
 
 
 def reward_model_jsonl() -> RewardModelConfig:
-    """A Hugging Face Qwen3 with a value head learns to score the chosen answers of a JSONL file
-    above the rejected ones.
+    """A Hugging Face Qwen3 with a value head learns to score the chosen answers of a file or
+    dataset above the rejected ones.
     """
     return RewardModelConfig(
         steps=200,

@@ -8,7 +8,7 @@ from rl.training.trainer_config import TrainerConfig
 
 
 def sft_jsonl() -> SFTConfig:
-    """A Hugging Face Qwen3 learns what the assistant writes in a JSONL file of conversations."""
+    """A Hugging Face Qwen3 learns what the assistant writes in given conversations."""
     return SFTConfig(
         steps=200,
         model=ModelConfig(max_seq_len=2048),

@@ -119,6 +119,12 @@ def _bases(kind: type) -> list[type]:
     return [base for base in bases if dataclasses.is_dataclass(base) and own_fields(base)]
 
 
+def _parents(kind: type) -> list[type]:
+    """Return the nearest dataclasses with fields that ``kind`` inherits from."""
+    bases = [base for base in kind.__bases__ if dataclasses.is_dataclass(base)]
+    return [each for base in bases for each in ([base] if own_fields(base) else _parents(base))]
+
+
 def _choices(kind: type) -> list[type]:
     """Return Tiller's own subclasses of the config of an exchangeable part, in source order."""
     if not issubclass(kind, Configurable.Config):
@@ -174,8 +180,8 @@ def _section_text(section: Section) -> str:
     text = _class_doc(kind)
     if text:
         lines += [_markdown(text), ""]
-    for base in _bases(kind)[-1:]:
-        lines += [f"It also has the fields of {_link(base)}.", ""]
+    if parents := _parents(kind):
+        lines += [f"It also has the fields of {' and '.join(map(_link, parents))}.", ""]
     for name, hint in own_fields(kind):
         lines += [*_field_text(section, name, hint), ""]
     return "\n".join(lines)

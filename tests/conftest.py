@@ -111,6 +111,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> Rooms:
     return Rooms(config, log)
 
 
+@pytest.fixture
+def dataset_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Folder of the package ``datasets`` for the files that a test converts."""
+    folder = tmp_path / "datasets"
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", folder)
+    return folder
+
+
 def pytest_unconfigure(config: pytest.Config) -> None:
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     skipped = Counter[tuple[str, str]]()

@@ -98,7 +98,7 @@ COMMON = """\
   --resume               go on from the newest complete checkpoint in --output-dir
   --quiet                print errors only
   --model.hf_path DIR    Hugging Face folder to start from
-  --task.path FILE       JSONL file of prompts, for configs that read one"""
+  --task.path FILE       file, folder or Hub dataset of prompts, for configs that read one"""
 
 USAGE = (
     """\

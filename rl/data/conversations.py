@@ -127,7 +127,8 @@ def _masked(row: Row, encoder: Encoder, config: ConversationsConfig) -> Masked:
     if kind == "completion":
         return encoder.completion(row, row.value["prompt"], row.value["completion"], "completion")
     fields = ", ".join(map(repr, row.value)) or "nothing"
-    raise row.error(f"it has {fields}; write {FORM}")
+    fix = f"write {FORM}, or name their columns in {encoder.section}.columns"
+    raise row.error(f"it has {fields}", fix=fix)
 
 
 def _by_turn(row: Row, encoder: Encoder) -> Iterator[Masked]:

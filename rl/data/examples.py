@@ -3,13 +3,16 @@
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Generic, Literal, Protocol, TypeVar, get_args
 
 import numpy as np
 
 from rl.data.jsonl import Row, Source, read_rows
+from rl.data.sources import open_source
+from rl.data.stored import kept
 from rl.dialects.dialect import ConversationError, Dialect, usual_messages
 from rl.dialects.plain_text import ControlTokens
 from rl.errors import ConfigError, require, shown
@@ -97,7 +100,7 @@ class EncodingConfig:
 class Examples(Generic[Item]):
     """Examples, pairs or labelled examples, in the order of their rows."""
 
-    items: list[Item]
+    items: Sequence[Item]
     dropped: int
     """Number of items that were left out for their length."""
     truncated: int
@@ -156,17 +159,6 @@ class Encoder:
         bos = dialect.tokenizer.bos_token_id
         begins = dialect.tokenizer.encode("")[:1]
         self._begin: list[int] = begins if bos is not None and begins == [bos] else []
-
-    def renamed(self, row: Row) -> Row:
-        """Return the row with the columns of the config under the names of their fields."""
-        columns = self.config.columns
-        missing = [name for name in columns.values() if name not in row.value]
-        if missing:
-            raise row.error(
-                f"{self.section}.columns names {missing[0]!r}; the row has no such column"
-            )
-        kept = {key: each for key, each in row.value.items() if key not in columns.values()}
-        return replace(row, value=kept | {ours: row.value[own] for ours, own in columns.items()})
 
     def messages(self, row: Row, given: Any, origin: str) -> list[Any]:
         """Return the messages of field ``given`` in the form that dialects read.
@@ -357,18 +349,24 @@ def read_examples(
     ``make`` yields items, and None for each that is dropped. ``form`` is an example of a row.
     Raises ConfigError if no item is left.
     """
-    made = [
-        item
-        for row in read_rows(source, field=f"{encoder.section}.path", form=form)
-        for item in make(encoder.renamed(row))
-    ]
-    items = [item for item in made if item is not None]
-    dropped = len(made) - len(items)
+    field = f"{encoder.section}.path"
+    source = open_source(source, field)
+    counts = Counter[str]()
+
+    def made() -> Iterator[Item]:
+        for row in read_rows(source, field=field, form=form):
+            for item in make(row.renamed(encoder.config.columns)):
+                counts["dropped"] += item is None
+                if item is not None:
+                    counts["truncated"] += any(each.truncated for each in item.examples)
+                    yield item
+
+    items = kept(made(), source)
+    dropped = counts["dropped"]
     if not items:
-        require(dropped > 0, f"{encoder.section}.path: each row has the weight 0; none is left")
+        require(dropped > 0, f"{field}: each row has the weight 0; none is left")
         raise ConfigError(
             f"{encoder.section}.max_tokens: each of the {dropped} examples has more than "
             f"{encoder.config.max_tokens} tokens; raise it"
         )
-    truncated = sum(any(each.truncated for each in item.examples) for item in items)
-    return Examples(items, dropped, truncated)
+    return Examples(items, dropped, counts["truncated"])

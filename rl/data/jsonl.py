@@ -1,4 +1,4 @@
-"""Rows of JSONL files, of ``datasets.Dataset`` and of lists, with errors that name the row."""
+"""Rows of files, of datasets and of lists, with errors that name the row."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any
 
+from rl.data.sources import SourceConfig, Table, open_source
 from rl.dialects.plain_text import is_unicode
-from rl.errors import ConfigError, shown
+from rl.errors import ConfigError, require, shown
 
 BOM = b"\xef\xbb\xbf"
 OTHER_BOMS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
@@ -17,8 +18,13 @@ EVERY = 10_000  # rows between two lines of progress
 
 _listener: ContextVar[Callable[[str], None] | None] = ContextVar("listener", default=None)
 
-Source = str | PathLike[str] | Iterable[Mapping[str, Any]]
-"""Path of a JSONL file; or a ``datasets.Dataset``, a list or any iterable of rows."""
+Source = SourceConfig | Table | str | PathLike[str] | Iterable[Mapping[str, Any]]
+"""Path of a file or folder, name of a dataset of the Hugging Face Hub, or a config with these; or a
+``datasets.Dataset``, a list or any iterable of rows."""
+
+
+Found = tuple[str, int, Any]
+"""Place, number and value of a row that may be no object."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +34,39 @@ class Row:
     where: str
     """Source and place, for errors: ``data.path: FILE line 3``."""
     line: int
-    """Line of the file, from 1; of other sources, number of the row, from 0."""
+    """Line of the JSONL file, from 1; of other sources, number of the row, from 0."""
     value: Mapping[str, Any]
     field: str = ""
     """Config field that names the source."""
 
+    @property
+    def unit(self) -> str:
+        """Unit of ``line``: ``line`` or ``row``."""
+        return self.where.split()[-2]
+
+    @property
+    def columns(self) -> str:
+        """Names of the columns, and the field that maps them, as the fix of an error."""
+        names = ", ".join(map(repr, self.value)) or "none"
+        section = self.field.rpartition(".")[0]
+        return f"the row has {names}; name the column of the field in {section}.columns"
+
     def error(self, problem: str, *, fix: str = "") -> ConfigError:
         """Return an error that names the row."""
         return ConfigError(f"{self.where}: {problem}", field=self.field, fix=fix)
+
+    def renamed(self, columns: Mapping[str, str]) -> "Row":
+        """Return the row with ``columns`` under the names of their fields.
+
+        Raises ConfigError if it lacks one of them.
+        """
+        for name in columns.values():
+            if name not in self.value:
+                section = self.field.rpartition(".")[0]
+                problem = f"{section}.columns names {name!r}; the row has no such column"
+                raise self.error(problem, fix=self.columns)
+        kept = {key: each for key, each in self.value.items() if key not in columns.values()}
+        return replace(self, value=kept | {ours: self.value[own] for ours, own in columns.items()})
 
     def text(self, name: str, *, empty: bool = False) -> str:
         """Return the text in field ``name``.
@@ -45,7 +76,8 @@ class Row:
         """
         value = self.value.get(name)
         if not isinstance(value, str) or not (empty or value.strip()):
-            raise self.error(f"field {name!r} is missing or not text{_given(value)}")
+            fix = "" if name in self.value else self.columns
+            raise self.error(f"field {name!r} is missing or not text{_given(value)}", fix=fix)
         if not is_unicode(value):
             problem = f"field {name!r} has half of a surrogate pair, as \\ud800"
             raise self.error(problem, fix="remove it")
@@ -60,51 +92,62 @@ def read_rows(source: Source, *, field: str = "data.path", form: str = "{…}") 
     Arrow adds them to every row if one row has them. Raises ConfigError that names the first row
     that cannot be read, or if there is no row.
     """
-    path = str(source) if isinstance(source, str | PathLike) else None
-    if path == "":
-        fix = f"name a JSONL file whose lines are {form}"
+    opened = open_source(source, field)
+    if opened == "":
+        fix = f"name a JSONL file whose lines are {form}, or another source of such rows"
         raise ConfigError("not set", field=field, fix=fix)
-    rows = _of_items(source, field, form) if path is None else _of_file(path, field, form)
-    count = 0
-    for row in rows:
+    if isinstance(opened, Table):
+        name = opened.name or f"the {type(opened.rows).__name__}"
+        found = _of_table(opened, field)
+    else:
+        name = opened
+        found = _of_file(opened, field)
+    is_empty = True
+    for where, number, value in found:
+        is_empty = False
+        row = Row(where, number, value, field)
+        if not isinstance(value, Mapping):
+            raise row.error(f"not a JSON object{_given(value)}", fix=f"write {form}")
         yield row
-        count += 1
-    if not count:
-        name = path or f"the {type(source).__name__}"
-        fix = f"each line should be a JSON object {form}"
-        raise ConfigError(f"{name} is empty", field=field, fix=fix)
+    fix = f"each line should be a JSON object {form}"
+    require(not is_empty, f"{name} is empty", field=field, fix=fix)
 
 
-def _of_file(path: str, field: str, form: str) -> Iterator[Row]:
+def _of_file(path: str, field: str) -> Iterator[Found]:
+    source = f"{field}: {path}"
     try:
         with open(path, "rb") as lines:
             for number, raw in enumerate(lines, start=1):
                 if number % EVERY == 0:
                     tell_progress(f"read {number:,} lines of {path}")
-                where = f"{field}: {path} line {number}"
+                where = f"{source} line {number}"
                 if number == 1 and raw[:2] in OTHER_BOMS:
                     problem = f"{where}: not JSON: the file is {OTHER_BOMS[raw[:2]]}"
                     raise ConfigError(problem, field=field, fix="save it as UTF-8")
                 if number == 1:
                     raw = raw.removeprefix(BOM)
-                if raw.strip():
-                    yield _row(where, number, _parsed(where, raw, field), form, field)
+                if number == 1 and raw.lstrip().startswith(b"["):
+                    array = _parsed(source, raw + lines.read(), field)
+                    yield from _of_table(Table(array, path), field)
+                elif raw.strip():
+                    yield where, number, _parsed(where, raw, field)
     except FileNotFoundError:
         raise ConfigError(f"there is no file {path!r}", field=field) from None
-    except OSError as error:  # a folder, no permission, a broken disk
+    except OSError as error:  # no permission, a broken disk
         raise ConfigError(f"{path!r} cannot be read: {error.strerror}", field=field) from None
 
 
-def _of_items(source: Any, field: str, form: str) -> Iterator[Row]:
-    nested = type(source).__module__.partition(".")[0] == "datasets"
-    if isinstance(source, Mapping) or not isinstance(source, Iterable):
-        fix = f"take one of its splits, {', '.join(map(str, source))}" if nested else "give rows"
-        raise ConfigError(f"a {type(source).__name__} has no rows", field=field, fix=fix)
-    for number, value in enumerate(source):
+def _of_table(table: Table, field: str) -> Iterator[Found]:
+    rows = table.rows
+    nested = type(rows).__module__.partition(".")[0] == "datasets"
+    if isinstance(rows, Mapping) or not isinstance(rows, Iterable):
+        fix = f"take one of its splits, {', '.join(map(str, rows))}" if nested else "give rows"
+        raise ConfigError(f"a {type(rows).__name__} has no rows", field=field, fix=fix)
+    source = f"{field}: {table.name}".rstrip()
+    for number, value in enumerate(rows):
         if number and number % EVERY == 0:
-            tell_progress(f"read {number:,} rows of {field}")
-        row = _row(f"{field}: row {number}", number, value, form, field)
-        yield replace(row, value=without_nulls(row.value)) if nested else row
+            tell_progress(f"read {number:,} rows of {table.name or field}")
+        yield f"{source} row {number}", number, without_nulls(value) if nested else value
 
 
 def _parsed(where: str, raw: bytes, field: str) -> Any:
@@ -115,13 +158,6 @@ def _parsed(where: str, raw: bytes, field: str) -> Any:
         raise ConfigError(problem, field=field, fix="save the file as UTF-8") from None
     except (ValueError, RecursionError) as error:  # also if nested too deep
         raise ConfigError(f"{where}: not JSON: {error}", field=field) from None
-
-
-def _row(where: str, line: int, value: Any, form: str, field: str) -> Row:
-    if not isinstance(value, Mapping):
-        problem = f"{where}: not a JSON object{_given(value)}"
-        raise ConfigError(problem, field=field, fix=f"write {form}")
-    return Row(where, line, value, field)
 
 
 def without_nulls(value: Any) -> Any:

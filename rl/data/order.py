@@ -51,16 +51,22 @@ def stream_indices(seed: int, first: int, count: int, size: int) -> list[int]:
     return [epoch_index(seed, first + place, size) for place in range(count)]
 
 
-def choose_held_out(texts: Sequence[str], fraction: float, field: str, source: str) -> list[bool]:
-    """Return which of ``texts``, such as questions, are for evaluation: those with the lowest
-    hashes, so that copies of a text stay together. None if ``fraction`` is 0. ``field`` names
-    ``source``, for errors.
+def text_hash(text: str) -> bytes:
+    """Return the hash of a text that :func:`choose_held_out` takes."""
+    return blake2b(text.encode(), digest_size=8).digest()
+
+
+def choose_held_out(
+    hashes: Sequence[bytes], fraction: float, field: str, source: str
+) -> list[bool]:
+    """Return which texts, such as questions, are for evaluation: those with the lowest hashes, so
+    that copies of a text stay together. None if ``fraction`` is 0. ``field`` names ``source``, for
+    errors.
     """
     rule = "at least 0 and below 1"
     require(0 <= fraction < 1, f"task.held_out_fraction: {fraction}; it must be {rule}")
     if fraction == 0:
-        return [False] * len(texts)
-    hashes = [blake2b(text.encode(), digest_size=8).digest() for text in texts]
+        return [False] * len(hashes)
     different = sorted(set(hashes))
     require(
         len(different) >= 2,

@@ -1,6 +1,7 @@
 """Rows of answers that are preferred to others, or labelled good or bad."""
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import takewhile
@@ -23,6 +24,8 @@ from rl.dialects.dialect import Dialect
 from rl.errors import shown
 
 PAIRS = '{"prompt": …, "chosen": …, "rejected": …} or {"chosen": […], "rejected": […]}'
+SPEAKERS = {"Human": "user", "Assistant": "assistant"}
+TURN = re.compile(r"\n\n(Human|Assistant):(.*?)(?=\n\n(?:Human|Assistant):|\Z)", re.DOTALL)
 LABELLED = '{"prompt": …, "completion": …, "label": true or false}'
 
 
@@ -63,9 +66,11 @@ def read_preferences(
 
     A row has ``chosen`` and ``rejected``, each one text or a list of messages that the assistant
     begins, and their ``prompt``, of the same kind. Without ``prompt``, both are whole conversations
-    and their common first messages are the prompt. ``tools`` may be given with messages. A row is
-    dropped if one of its answers is too long. An answer ends with the last token that the assistant
-    writes, at which a reward model scores it as it scores rollouts. ``margin`` is a number.
+    and their common first messages are the prompt; they may be texts of turns that begin with
+    ``Human:`` and ``Assistant:``, each after an empty line. ``tools`` may be given with messages. A
+    row is dropped if one of its answers is too long. An answer ends with the last token that the
+    assistant writes, at which a reward model scores it as it scores rollouts. ``margin`` is a
+    number.
 
     ``section`` is the name of ``config`` in errors. Raises ConfigError that names the first row
     that cannot be used, or if none is left.
@@ -116,6 +121,8 @@ def _both(row: Row, encoder: Encoder) -> tuple[Masked, Masked]:
     if chosen == rejected:
         raise row.error("fields 'chosen' and 'rejected' are equal; remove the row")
     prompt = row.value.get("prompt")
+    if prompt is None:
+        chosen, rejected = map(_of_transcript, (chosen, rejected))
     repeated = isinstance(prompt, str) and repeats(prompt, chosen) and repeats(prompt, rejected)
     if prompt is None or repeated:
         for name, value in (("chosen", chosen), ("rejected", rejected)):
@@ -129,6 +136,16 @@ def _both(row: Row, encoder: Encoder) -> tuple[Masked, Masked]:
         encoder.completion(row, prompt, chosen, "chosen"),
         encoder.completion(row, prompt, rejected, "rejected"),
     )
+
+
+def _of_transcript(answer: Any) -> Any:
+    """Return the messages of the text of a conversation, as Anthropic's HH-RLHF has them; other
+    answers as they are.
+    """
+    if not isinstance(answer, str) or not TURN.match(answer):
+        return answer
+    turns = TURN.findall(answer)
+    return [{"role": SPEAKERS[speaker], "content": text.strip()} for speaker, text in turns]
 
 
 def _margin(row: Row) -> float | None:
@@ -172,5 +189,5 @@ def _fields(row: Row, form: str, *names: str) -> list[Any]:
     values = [row.value.get(name) for name in names]
     for name, value in zip(names, values, strict=True):
         if value is None:
-            raise row.error(f"field {name!r} is missing; write {form}")
+            raise row.error(f"field {name!r} is missing", fix=f"write {form}; {row.columns}")
     return values

@@ -6,8 +6,6 @@ import os
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import compress
-from operator import not_
 from typing import Annotated, Any, ClassVar
 
 import msgspec
@@ -15,7 +13,9 @@ import zmq
 import zmq.asyncio
 
 from rl.data.jsonl import read_rows
-from rl.data.order import choose_held_out, epoch_index
+from rl.data.order import choose_held_out, epoch_index, text_hash
+from rl.data.sources import SourceConfig, open_source
+from rl.data.stored import kept, parted
 from rl.environments.agent import AgentTask, Api
 from rl.environments.protocol import Reply
 from rl.errors import RunError, require_value, shown
@@ -34,7 +34,7 @@ class VerifiersTask(AgentTask):
     The server runs where you start it, in a Python environment of its own. It samples by the API of
     :class:`AgentTask`, so its host must reach the hosts of the environment workers.
 
-    - The file has the data of each task, as verifiers writes it.
+    - A row has the data of one task, as verifiers writes it.
     - The reward is the sum of score × weight over the taskset's rewards. Scores and metrics are
       reported by name.
     - An episode is solved if its reward is at least ``solved_at``.
@@ -42,10 +42,7 @@ class VerifiersTask(AgentTask):
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(AgentTask.Config):
-        path: str = ""
-        """JSONL file with the data of one task a line."""
-
+    class Config(AgentTask.Config, SourceConfig):
         address: str = "tcp://127.0.0.1:5000"
         """Address of the EnvServer, as ZeroMQ writes it."""
 
@@ -69,14 +66,12 @@ class VerifiersTask(AgentTask):
         self._env_server: _EnvServer | None = None
         if only_scores:
             return
-        rows = [
-            (_text_of(row.value), json.dumps(row.value))
-            for row in read_rows(config.path, field="task.path", form='{"prompt": …, …}')
-        ]
-        texts = [text for text, _ in rows]
-        held_out = choose_held_out(texts, config.held_out_fraction, "task.path", config.path)
-        self._held_out = [*compress(rows, held_out)]
-        self._train = [*compress(rows, map(not_, held_out))]
+        table = open_source(config, "task.path")
+        read = read_rows(table, field="task.path", form='{"prompt": …, …}')
+        rows = kept(((_text_of(row.value), json.dumps(row.value)) for row in read), table)
+        hashes = [text_hash(text) for text, _ in rows]
+        held_out = choose_held_out(hashes, config.held_out_fraction, "task.path", config.path)
+        self._train, self._held_out = parted(rows, held_out)
 
     def prompt(self, prompt_id: int) -> Prompt:
         text, data = self._train[epoch_index(self.seed, prompt_id, len(self._train))]

@@ -2,13 +2,15 @@
 
 from abc import abstractmethod
 from array import array
-from dataclasses import dataclass
-from itertools import compress
-from operator import not_
-from typing import Annotated, ClassVar, cast
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Annotated, Any, ClassVar, cast
 
-from rl.data.jsonl import tell_progress
-from rl.data.order import choose_held_out, epoch_index
+from rl.data.jsonl import Row, read_rows, tell_progress
+from rl.data.order import choose_held_out, epoch_index, text_hash
+from rl.data.sources import SourceConfig, Table, open_source
+from rl.data.stored import kept, parted
 from rl.environments.task import Task
 from rl.errors import ConfigError
 from rl.model.shape import ModelConfig
@@ -70,8 +72,11 @@ class ChatTask(Task):
     field: ClassVar[str]
     """Field of the config that names the questions, such as ``"path"``."""
 
-    unit: ClassVar[str]
+    unit: str
     """Unit of :attr:`Problem.number`, such as ``"line"``."""
+
+    table: Table | str = ""
+    """Table that the questions come from, or path of their file; empty for other sources."""
 
     def __init__(self, config: Config, *, seed: int, model: ModelConfig, only_scores: bool = False):
         folder = model.hf_path
@@ -85,15 +90,14 @@ class ChatTask(Task):
         self.set_tokenizer(tokenizer, read_stop_token_ids(folder, tokenizer))
         if only_scores:
             return
-        texts = [each.question for each in problems]
+        hashes = list[bytes]()
+        questions = kept(self._make_questions(problems, hashes), self.table)
         named = f"task.{self.field}"
-        held_out = choose_held_out(texts, config.held_out_fraction, named, self.source)
-        questions = self._make_questions(problems)
-        self.held_out = list(compress(questions, held_out))
-        self.train = list(compress(questions, map(not_, held_out)))
+        held_out = choose_held_out(hashes, config.held_out_fraction, named, self.source)
+        self.train, self.held_out = parted(questions, held_out)
 
     @abstractmethod
-    def read_problems(self) -> list[Problem]:
+    def read_problems(self) -> Iterable[Problem]:
         """Return all questions. Raises ConfigError, naming the first invalid one."""
 
     def prompt(self, prompt_id: int) -> Prompt:
@@ -102,19 +106,23 @@ class ChatTask(Task):
     def eval_prompts(self, count: int) -> list[Prompt]:
         return [question.prompt(place) for place, question in enumerate(self.held_out[:count])]
 
-    def _make_questions(self, problems: list[Problem]) -> list[_Question]:
-        questions = list[_Question]()
-        for start in range(0, len(problems), CHUNK):
-            tell_progress(f"tokenised {start:,} of {len(problems):,} questions of {self.source}")
-            chunk = problems[start : start + CHUNK]
+    def _make_questions(
+        self, problems: Iterable[Problem], hashes: list[bytes]
+    ) -> Iterator[_Question]:
+        """Yield the questions as prompts, and add the hash of each to ``hashes``."""
+        source = iter(problems)
+        long = list[tuple[int, int]]()
+        limit = self.prompt_limit()[0]
+        while chunk := [*islice(source, CHUNK)]:
             texts = [self._render(problem.question) for problem in chunk]
             rows = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
-            questions += [
-                _Question(text, array("i", row), problem.answer)
-                for text, row, problem in zip(texts, rows, chunk, strict=True)
-            ]
-        self._check_lengths(problems, [len(question.tokens) for question in questions])
-        return questions
+            for text, row, problem in zip(texts, rows, chunk, strict=True):
+                hashes.append(text_hash(problem.question))
+                if len(row) > limit:
+                    long.append((len(row), problem.number))
+                yield _Question(text, array("i", row), problem.answer)
+            tell_progress(f"tokenised {len(hashes):,} questions of {self.source}")
+        self._check_lengths(long)
 
     def _render(self, question: str) -> str:
         messages = [{"role": "user", "content": f"{question}\n{self.config.instruction}".strip()}]
@@ -133,32 +141,42 @@ class ChatTask(Task):
             raise ConfigError(problem, field="model.hf_path") from None
         return cast(str, text)
 
-    def _check_lengths(self, problems: list[Problem], lengths: list[int]) -> None:
-        limit, field = self.prompt_limit()
-        long = [
-            (length, problem.number)
-            for length, problem in zip(lengths, problems, strict=True)
-            if length > limit
-        ]
+    def _check_lengths(self, long: list[tuple[int, int]]) -> None:
+        """Raise ConfigError if there are prompts, by length and number, that are too long."""
         if long:
             length, number = long[0]
             problem = (
                 f"{self.source} {self.unit} {number}: its prompt has {length} tokens, more than "
-                f"{field} allows ({len(long)} such {self.unit}s, the longest of {max(long)[0]} "
-                "tokens)"
+                f"{self.prompt_limit()[1]} allows ({len(long)} such {self.unit}s, the longest of "
+                f"{max(long)[0]} tokens)"
             )
             fix = f"raise the limit or leave such {self.unit}s out"
             raise ConfigError(problem, field=f"task.{self.field}", fix=fix)
 
 
 class ChatJsonl(ChatTask):
-    """Task of a JSONL file with one question a line. A subclass reads the file and scores."""
+    """Task of rows with one question each, such as the lines of a JSONL file. A subclass reads the
+    rows and scores.
+    """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(ChatTask.Config):
-        path: str = ""
-        """JSONL file, one question a line."""
+    class Config(ChatTask.Config, SourceConfig):
+        columns: dict[str, str] = field(default_factory=dict)
+        """Names of columns by the fields that they hold, such as ``question`` from ``query``.
+        Other fields have columns of their own names."""
 
     config: Config
     field: ClassVar[str] = "path"
-    unit: ClassVar[str] = "line"
+
+    def __init__(self, config: Config, *, only_scores: bool = False, **options: Any):
+        if not only_scores:
+            self.table = open_source(config, "task.path")
+        super().__init__(config, only_scores=only_scores, **options)
+
+    def rows(self, form: str) -> Iterator[Row]:
+        """Yield the rows, with the columns of the config under the names of their fields. ``form``
+        is an example of a row, for errors.
+        """
+        for row in read_rows(self.table, field="task.path", form=form):
+            self.unit = row.unit
+            yield row.renamed(self.config.columns)

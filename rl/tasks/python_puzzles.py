@@ -1,4 +1,4 @@
-"""Task of programming puzzles with unit tests, from a JSONL file."""
+"""Task of programming puzzles with unit tests."""
 
 import ast
 import builtins
@@ -7,12 +7,12 @@ import json
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-from rl.data.jsonl import Row, read_rows
+from rl.data.jsonl import Row
 from rl.environments.task import Score
 from rl.errors import shown
 from rl.sandbox.sandbox import Sandbox, open_sandbox
@@ -28,7 +28,9 @@ OWN_NAMES = {*dir(builtins), "__name__", "__builtins__"}
 
 
 class PythonPuzzles(ChatJsonl):
-    """Task of lines ``{"instruction": …, "tests": ["assert add(1, 2) == 3", …]}``.
+    """Task of rows ``{"instruction": …, "tests": ["assert add(1, 2) == 3", …]}``.
+
+    A test is a Python program, and passes if it raises nothing.
 
     The reward is the share of the tests that the last block of Python code of the completion
     passes. Tokenizer and chat template are those of ``model.hf_path``.
@@ -36,10 +38,6 @@ class PythonPuzzles(ChatJsonl):
 
     @dataclass(kw_only=True, slots=True)
     class Config(ChatJsonl.Config):
-        path: str = ""
-        """JSONL file. Each line has ``instruction`` and ``tests``, a list of Python programs. A
-        test passes if it raises nothing."""
-
         instruction: str = (
             "Answer with one Markdown code block of Python that holds the whole solution."
         )
@@ -65,13 +63,11 @@ class PythonPuzzles(ChatJsonl):
         self.sandbox = open_sandbox(unsafe=config.unsafe)
         super().__init__(config, **options)
 
-    def read_problems(self) -> list[Problem]:
-        problems = []
-        for row in read_rows(self.config.path, field="task.path", form=FORM):
+    def read_problems(self) -> Iterator[Problem]:
+        for row in self.rows(FORM):
             question = row.text("instruction").strip()
             answer = json.dumps(read_tests(row))
-            problems.append(Problem(number=row.line, question=question, answer=answer))
-        return problems
+            yield Problem(number=row.line, question=question, answer=answer)
 
     def score(self, prompt: Prompt, text: str, completion: Completion) -> Score:
         """Return the score. Metric ``answered``: the text has a block of code; ``passed``: share of

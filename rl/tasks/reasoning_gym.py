@@ -61,7 +61,7 @@ class ReasoningGym(ChatTask):
 
     config: Config
     field: ClassVar[str] = "dataset"
-    unit: ClassVar[str] = "item"
+    unit = "item"
     can_only_score: ClassVar[bool] = True
 
     def __init__(self, config: Config, **options: Any):

@@ -7,12 +7,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from rl.config import DatasetConfig, DatasetRunConfig
-from rl.data.examples import Example, Examples
+from rl.data.examples import Examples, HasExamples
 from rl.data.jsonl import Source
 from rl.data.order import stream_indices
+from rl.data.sources import open_source
+from rl.data.stored import parted
 from rl.dialects.choose import dialect_or_text
 from rl.dialects.dialect import Dialect
 from rl.errors import RunError, require
@@ -25,29 +27,19 @@ from rl.trainers.trainer import Trainer
 from rl.trainers.trial import reading
 
 Config = TypeVar("Config", bound=DatasetRunConfig)
-Item = TypeVar("Item", bound="DatasetItem")
+Item = TypeVar("Item", bound=HasExamples)
 Evaluate = Callable[[], Awaitable[dict[str, float]]]
-
-
-class DatasetItem(Protocol):
-    """Item of a data set."""
-
-    @property
-    def examples(self) -> tuple[Example, ...]:
-        """The sequences that are trained."""
-        ...
 
 
 class DatasetTrainer(Trainer[Config], Generic[Config, Item]):
     """Trains on examples in an order that is a function of seed and epoch.
 
     ``dataset_train`` and ``dataset_eval`` are rows: dicts in a list or a ``datasets.Dataset``, or
-    the name of a JSONL file; by default the files of ``arguments.task``. Each epoch has each
-    example once.
+    the name of a file; by default those of ``arguments.task``. Each epoch has each example once.
     """
 
-    dataset_train: list[Item]
-    dataset_eval: list[Item]
+    dataset_train: Sequence[Item]
+    dataset_eval: Sequence[Item]
     stop_token_ids: list[int]
     """Tokens that stop the examples, the most frequent one first."""
     _resumed = (0, 0)  # steps of the checkpoint, and examples in them
@@ -69,11 +61,11 @@ class DatasetTrainer(Trainer[Config], Generic[Config, Item]):
         data = self.data
         hf_path = self.arguments.model.hf_path
         assert hf_path is not None, "validation requires it"
-        rows: Any = data.path if self.dataset_train is None else self.dataset_train
-        held_out: Any = data.held_out_path if self.dataset_eval is None else self.dataset_eval
+        rows: Any = data if self.dataset_train is None else self.dataset_train
+        held_out: Any = data.held_out() if self.dataset_eval is None else self.dataset_eval
         require(
-            not isinstance(rows, str) or bool(rows),
-            "task.path is not set; name a JSONL file, or give the trainer dataset_train",
+            rows is not data or bool(data.path),
+            "task.path is not set; name a file or dataset, or give the trainer dataset_train",
         )
         with reading(quiet=self.arguments.quiet):
             dialect = dialect_or_text(hf_path)
@@ -83,6 +75,7 @@ class DatasetTrainer(Trainer[Config], Generic[Config, Item]):
             self.truncated = examples.truncated
             self.dataset_train = examples.items
             if held_out:
+                held_out = open_source(held_out, "task.held_out_path")
                 self.dataset_eval = self.read(held_out, dialect).items
         if not held_out:
             split = split_examples(self.dataset_train, data.held_out_fraction, self.key)
@@ -198,7 +191,7 @@ class DatasetTrainer(Trainer[Config], Generic[Config, Item]):
         indices = stream_indices(config.seed, self.examples_seen, count, size)
         return [self.dataset_train[index] for index in indices]
 
-    def chunks(self, items: list[Item]) -> list[list[Item]]:
+    def chunks(self, items: Sequence[Item]) -> list[Sequence[Item]]:
         """Return ``items`` in lists of at most ``examples_per_step``."""
         size = self.arguments.examples_per_step
         return [items[first : first + size] for first in range(0, len(items), size)]
@@ -250,7 +243,7 @@ class DatasetTrainer(Trainer[Config], Generic[Config, Item]):
         return {name: value for each in due for name, value in (await each()).items()}
 
 
-def stops_of(items: Sequence[DatasetItem], dialect: Dialect) -> list[int]:
+def stops_of(items: Sequence[HasExamples], dialect: Dialect) -> list[int]:
     """Return the tokens that stop ``items``, the most frequent one first."""
     stops = {dialect.tokenizer.eos_token_id, *dialect.stop_token_ids}
     last = Counter[int]()
@@ -261,8 +254,8 @@ def stops_of(items: Sequence[DatasetItem], dialect: Dialect) -> list[int]:
 
 
 def split_examples(
-    items: list[Item], fraction: float, key: Callable[[Item], bytes]
-) -> tuple[list[Item], list[Item]]:
+    items: Sequence[Item], fraction: float, key: Callable[[Item], bytes]
+) -> tuple[Sequence[Item], Sequence[Item]]:
     """Return the examples to train on and those to hold out, a share ``fraction`` in expectation.
 
     A hash of its key decides for each example, so examples of one key are on one side.
@@ -272,6 +265,4 @@ def split_examples(
     def is_held_out(item: Item) -> bool:
         return int.from_bytes(blake2b(key(item), digest_size=8).digest(), "little") < limit
 
-    held_out = [is_held_out(item) for item in items]
-    pairs = [*zip(items, held_out, strict=True)]
-    return [item for item, out in pairs if not out], [item for item, out in pairs if out]
+    return parted(items, [is_held_out(item) for item in items])

@@ -1,7 +1,7 @@
 """Preference training and reward models: losses over whole sequences."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from rl.data.examples import Examples
 from rl.data.jsonl import Source
 from rl.data.order import epoch_order, step_indices
 from rl.data.preferences import Labelled, Pair, read_labelled, read_preferences
+from rl.data.stored import Stored
 from rl.dialects.dialect import Dialect
 from rl.errors import RunError
 from rl.metrics import Metrics
@@ -105,7 +106,7 @@ class PreferenceTrainer(DatasetTrainer[PreferenceConfig, Preference]):
         self.report.step(self.row() | dict(metrics), [metrics], tokens=len(learned.tokens))
         return True
 
-    def batch_of(self, items: list[Preference]) -> tuple[Batch, Labels]:
+    def batch_of(self, items: Sequence[Preference]) -> tuple[Batch, Labels]:
         """Return the sequences of ``items`` with the weights of their scores, and their labels."""
         if self.is_unpaired:
             labelled = [item for item in items if isinstance(item, Labelled)]
@@ -129,8 +130,8 @@ class PreferenceTrainer(DatasetTrainer[PreferenceConfig, Preference]):
         """Return warnings of the examples, for the start of the run."""
         found = super().warnings()
         if not isinstance(self.arguments.loss, BradleyTerryLoss.Config):
-            pairs = [item for item in self.dataset_train if isinstance(item, Pair)]
-            if any(pair.margin is not None for pair in pairs):
+            margins = (item.margin for item in self.dataset_train if isinstance(item, Pair))
+            if any(margin is not None for margin in margins):
                 found.append(f"{type(self.loss).__name__} does not read the margins of the rows")
         if isinstance(self.arguments.loss, KTOLoss.Config):
             found += kto_imbalance(self.arguments.loss, self.dataset_train)
@@ -174,7 +175,7 @@ class PreferenceTrainer(DatasetTrainer[PreferenceConfig, Preference]):
             metrics |= metric_calculator(parts)
         return {f"eval/{name}": value for name, value in metrics.items()}
 
-    def held_out_batches(self) -> list[list[Preference]]:
+    def held_out_batches(self) -> list[Sequence[Preference]]:
         """Return the examples of ``dataset_eval`` in batches; a baseline of KTO needs two."""
         batches = self.chunks(self.dataset_eval)
         return [items for items in batches if len(items) > 1 or not self.is_unpaired]
@@ -193,6 +194,10 @@ def kto_imbalance(loss: KTOLoss.Config, items: Sequence[Preference]) -> list[str
     ratio = f"loss.undesirable_weight / loss.desirable_weight to {good / bad:.3g}" if bad else ""
     fix = f"set {ratio}" if good and bad else "add answers of the other kind"
     return [f"{good} answers are good and {bad} are bad, which do not weigh the same; {fix}"]
+
+
+def _line_of(item: Preference) -> int:
+    return item.examples[0].line
 
 
 class CachedReference:
@@ -218,13 +223,14 @@ class CachedReference:
             source=source_digest(config),
             note=print if trainer.run.folder is None else trainer.run.events.note,
         )
-        order = epoch_order(config.seed, 0, len(trainer.dataset_train))
-        in_order = {
-            "train": [trainer.dataset_train[index] for index in order],
-            "eval": trainer.dataset_eval,
-        }
+        train = trainer.dataset_train
+        order = epoch_order(config.seed, 0, len(train))
+        # a stored item is another object each time, and has a line of its own
+        is_stored = Stored in (type(train), type(trainer.dataset_eval))
+        self._key: Callable[[Any], int] = _line_of if is_stored else id
+        in_order = {"train": (train[index] for index in order), "eval": trainer.dataset_eval}
         self._places = {
-            part: {id(item): place for place, item in enumerate(items)}
+            part: {self._key(item): place for place, item in enumerate(items)}
             for part, items in in_order.items()
         }
 
@@ -252,7 +258,7 @@ class CachedReference:
                             done = entries.count(part)
                             trainer.run.progress.stage(f"reference, {part}: {done:,} of {count:,}")
 
-    def scores(self, part: str, items: list[Preference]) -> torch.Tensor:
+    def scores(self, part: str, items: Sequence[Preference]) -> torch.Tensor:
         """Return the scores of the sequences of ``items``, a batch of ``part``, float64 [n].
 
         Raises RunError if ``items`` are not those that the cache was made for.
@@ -261,9 +267,10 @@ class CachedReference:
         if part == "train" and trainer.is_unpaired:
             first = trainer.examples_seen
             places = [*range(first, first + len(items))]
-            is_known = [*map(id, items)] == [*map(id, self._batch_at(part, first))]
+            batch = self._batch_at(part, first)
+            is_known = [*map(self._key, items)] == [*map(self._key, batch)]
         else:
-            places = [self._places[part].get(id(item), -1) for item in items]
+            places = [self._places[part].get(self._key(item), -1) for item in items]
             is_known = min(places) >= 0
         if not is_known or max(places) >= self._entries.count(part):
             raise RunError(
@@ -285,7 +292,7 @@ class CachedReference:
         seen = trainer.total_steps * self._config.examples_per_step
         return seen if trainer.is_unpaired else min(seen, len(trainer.dataset_train))
 
-    def _batch_at(self, part: str, first: int) -> list[Preference]:
+    def _batch_at(self, part: str, first: int) -> Sequence[Preference]:
         """Return the examples of the batch whose first entry is ``first``."""
         trainer = self._trainer
         size = self._config.examples_per_step

@@ -2,11 +2,13 @@
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from rl.config import RunConfig
 from rl.config.frozen import changed_fields, frozen, read_config_file
+from rl.data.sources import SourceConfig, is_hub_name, newest_commit
 from rl.errors import counted, require, said_by
 from rl.observe.checkpoint_folders import StepFolders
 from rl.observe.curves import write_curves_png
@@ -15,6 +17,7 @@ from rl.observe.owner import claim
 from rl.observe.progress import Progress, summary_text
 from rl.observe.record import RunRecord
 from rl.observe.sinks import Sinks
+from rl.validation.values import value_of, values
 
 UNCHANGED = ("resume", "quiet", "output_dir")
 """Fields that may differ between attempts without a note."""
@@ -131,6 +134,24 @@ def claim_run(config: RunConfig, total_steps: int, *, name: str, command: str) -
             run.events.note(f"resuming with another {field}: {change}")
     _warn_of_long_warmups(run, total_steps * config.updates_per_step)
     return run
+
+
+def pin_datasets(config: RunConfig) -> None:
+    """Set the revision of each dataset of the Hub that has none: to the commit that a run which is
+    resumed has read before, otherwise to the newest.
+    """
+    path = Path(config.output_dir) / "config.json"
+    is_resumed = config.resume and bool(config.output_dir) and path.exists()
+    before = read_config_file(path, f"--resume: {path}")["config"] if is_resumed else {}
+    for value in values(config):
+        source = value.content
+        if isinstance(source, SourceConfig) and is_hub_name(source.path) and not source.revision:
+            saved: Any = None
+            with suppress(AttributeError, KeyError):  # the run had another task
+                saved = value_of(before, value.name)
+            is_same = isinstance(saved, dict) and saved.get("path") == source.path
+            commit = saved.get("revision") if is_same else ""
+            source.revision = commit or newest_commit(source, f"{value.name}.path")
 
 
 def _warn_of_long_warmups(run: RunFolder, updates: int) -> None:

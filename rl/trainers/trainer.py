@@ -23,7 +23,7 @@ from rl.trainers.endings import Interrupts, fail
 from rl.trainers.failed_call import FailedCall
 from rl.trainers.report import Report
 from rl.trainers.run import Run
-from rl.trainers.run_folder import RunFolder
+from rl.trainers.run_folder import RunFolder, pin_datasets
 from rl.validation import validate
 
 Arguments = TypeVar("Arguments", bound=RunConfig)
@@ -82,6 +82,7 @@ class Trainer(ABC, Generic[Arguments]):
         value and what is allowed.
         """
         validate(arguments)
+        pin_datasets(arguments)
         self.arguments = arguments
         self.dataset_train = dataset_train
         self.dataset_eval = dataset_eval

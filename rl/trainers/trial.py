@@ -17,6 +17,7 @@ from rich.console import Console
 from rl.config import RLConfig
 from rl.config.users_code import users_code
 from rl.data.jsonl import showing_progress, tell_progress
+from rl.data.sources import is_quiet
 from rl.environments.protocol import EnvironmentTask
 from rl.environments.task import Task
 from rl.errors import ConfigError, GroupLost, RunError, require, shown
@@ -163,14 +164,11 @@ def _same_randomness() -> Iterator[None]:
 
 @contextmanager
 def reading(*, quiet: bool) -> Iterator[None]:
-    """Show the progress of reading while the block runs, if it takes long: in one changing line on
-    a terminal, otherwise in a line every few seconds.
+    """Show the progress of reading while the block runs, if it takes long: in a line every few
+    seconds, between the bars of downloads.
     """
     console = Console(quiet=quiet, highlight=False)
-    if console.is_terminal and not quiet:
-        with console.status("reading the data") as status, showing_progress(status.update):
-            yield
-        return
+    is_quiet.set(quiet)
     newest = time.monotonic()
 
     def show(text: str) -> None:

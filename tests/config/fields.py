@@ -59,6 +59,10 @@ data/test_conversations.py
   test_rows_have_the_mask_of_their_form: ConversationsConfig loss_on
 data/test_preferences.py
   test_the_prompt_of_messages_is_given_or_what_both_begin_with: EncodingConfig enable_thinking
+data/test_sources.py
+  test_splits_and_their_parts_are_read: SourceConfig path split
+  test_a_dataset_of_the_hub_is_read_by_config_split_and_revision:
+    SourceConfig dataset_config revision
 data/test_turns.py
   test_turns_apart_train_every_answer_once_with_its_thinking: ConversationsConfig turns
 e2e/test_endings.py
@@ -68,7 +72,7 @@ environments/test_adapters.py
 environments/test_verifiers.py
   test_an_episode_has_the_data_of_its_task_and_the_rewards_of_the_server:
     VerifiersTask.Config address renderer solved_at
-  test_training_and_evaluation_share_no_task: VerifiersTask.Config path held_out_fraction
+  test_training_and_evaluation_share_no_task: VerifiersTask.Config held_out_fraction
 generation/test_engine.py
   test_a_push_in_bfloat16_leaves_the_rope_cache_in_float32: GeneratorConfig dtype
   test_more_prompt_tokens_than_fit_a_step_take_several_steps: GeneratorConfig max_batched_tokens
@@ -145,11 +149,10 @@ tasks/test_games.py
   test_a_store_has_the_keys_of_the_config_and_no_other_episode_shares_it:
     KeyValueWorld.Config keys changes
 tasks/test_gsm8k_jsonl.py
+  test_columns_of_common_sets_are_recognised: ChatJsonl.Config columns
   test_a_file_that_cannot_be_used_is_refused_with_its_line: Task.Config max_prompt_tokens
   test_training_and_evaluation_share_no_question_and_lose_none:
-    ChatJsonl.Config path
     ChatTask.Config held_out_fraction
-    Gsm8kJsonl.Config path
   test_prompts_are_the_chat_template_with_the_question_in_it:
     ChatTask.Config system_prompt instruction enable_thinking
     Gsm8kJsonl.Config instruction
@@ -159,7 +162,7 @@ tasks/test_mixture.py
     Stage first_prompt_id weights
   test_each_task_shows_its_prompts_in_order_across_stages: Mixture.Config weights
 tasks/test_python_puzzles.py
-  test_score_is_the_share_of_tests_that_pass: PythonPuzzles.Config path all_or_nothing instruction
+  test_score_is_the_share_of_tests_that_pass: PythonPuzzles.Config all_or_nothing instruction
   test_a_solution_has_the_time_and_the_memory_of_the_config: PythonPuzzles.Config seconds memory_mib
   test_unsafe_allows_a_host_without_a_sandbox: PythonPuzzles.Config unsafe
 tasks/test_reasoning_gym.py
@@ -227,7 +230,7 @@ trainers/test_sft.py
   test_epochs_set_the_number_of_steps_and_each_has_each_example_once:
     DatasetRunConfig examples_per_step epochs
   test_a_run_learns_and_its_validation_loss_is_that_of_transformers: DatasetRunConfig validate_every
-  test_a_file_of_its_own_holds_the_validation_examples: DatasetConfig path held_out_path
+  test_a_file_of_its_own_holds_the_validation_examples: DatasetConfig held_out_path held_out_split
   test_equal_examples_are_held_out_together: DatasetConfig held_out_fraction
 trainers/test_validation_at_start.py
   test_the_initial_weights_are_validated_once_although_the_run_is_left_and_fails:

@@ -35,7 +35,9 @@ BROKEN = {
     "latin-1": (['{"a": "é"}\n'.encode("latin-1")], "line 1: not JSON: .*save the file as UTF-8"),
     "UTF-16": ([json.dumps(ROW).encode("utf-16")], "line 1: not JSON: the file is UTF-16; save it"),
     "mark within": ([ROW, codecs.BOM_UTF8 + b"{}\n"], "line 2: not JSON: Unexpected UTF-8 BOM"),
-    "deep": ([b"[" * 100_000], "line 1: not JSON: maximum recursion depth"),
+    "deep": ([b"[" * 100_000], "data.jsonl: not JSON: maximum recursion depth"),
+    "array": ([b'[{"a": 1}, 5]'], r"data.jsonl row 1: not a JSON object: 5; write \{…\}"),
+    "empty array": ([b" [ ]"], "is empty; each line should be a JSON object"),
     "a list": ([ROW, b"[1]\n"], r"line 2: not a JSON object: \[1\]; write \{…\}"),
     "a text": ([b'"a"\n'], "line 1: not a JSON object: 'a'; write"),
     "null": ([b"null\n"], "line 1: not a JSON object; write"),
@@ -56,7 +58,7 @@ def test_lines_that_cannot_be_read_are_named(write, name):
 def test_paths_that_cannot_be_read_are_named(tmp_path):
     for path, message in (
         ("/nowhere/x", "there is no file '/nowhere/x'"),
-        (tmp_path, ".* cannot be read: Is a directory"),
+        (tmp_path, ".* cannot be opened: The directory at .* doesn't contain any data files"),
         ("", "not set; name a JSONL file"),
     ):
         with pytest.raises(ConfigError, match=f"data.path: {message}"):
@@ -72,7 +74,7 @@ def test_fields_that_are_no_text_are_named(write):
         ("b", "line 1: field 'b' is missing or not text: 5"),
         ("c", "line 1: field 'c' has half of a surrogate pair, as .*; remove it"),
         ("e", "line 1: field 'e' is missing or not text: ''"),
-        ("f", "line 1: field 'f' is missing or not text$"),
+        ("f", "line 1: field 'f' is missing or not text; the row has 'a', 'b', .* data.columns$"),
     ):
         with pytest.raises(ConfigError, match=message):
             row.text(name)

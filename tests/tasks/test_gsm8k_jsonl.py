@@ -2,15 +2,19 @@ import json
 import shutil
 from dataclasses import dataclass, replace
 
+import pyarrow as pa
+import pyarrow.parquet as parquet
 import pytest
 
 from rl.data.jsonl import showing_progress
+from rl.data.stored import Stored
 from rl.environments.task import Task
 from rl.errors import ConfigError
 from rl.model.shape import ModelConfig, shape_of
 from rl.tasks.gsm8k_jsonl import Gsm8kJsonl
 from rl.tasks.mixture import Mixture
 from rl.types import Completion
+from tests.tables import check_rows
 
 SILENT = Completion.written([])
 
@@ -67,6 +71,68 @@ def test_training_and_evaluation_share_no_question_and_lose_none(tiny, tmp_path)
     one = write(tmp_path / "one.jsonl", problem(2))
     task = build(tiny, path=one, held_out_fraction=0.0)
     assert (task.prompt(0).answer, task.eval_prompts(9)) == ("2", [])
+
+
+SETS = {
+    "GSM8K": ({"question": "q", "answer": "2 * 21\n#### 42"}, "42"),
+    "MATH": (
+        {"problem": "q", "solution": r"so $\boxed{\dfrac{1}{2}}$.", "level": 3},
+        r"\frac{1}{2}",
+    ),
+    "MATH, no number": (
+        {"problem": "q", "solution": r"\boxed{\left( 3, \frac{\sqrt{3}}{2} \right)}"},
+        r"(3,\frac{\sqrt{3}}{2})",
+    ),
+    "MATH-500": (
+        {"problem": "q", "solution": r"\boxed{x^2}", "answer": "x^2", "subject": "Algebra"},
+        "x^2",
+    ),
+    "AIME": ({"problem": "q", "answer": "1,024"}, "1024"),
+    "DAPO-Math": (
+        {
+            "prompt": [{"role": "user", "content": "q"}],
+            "reward_model": {"ground_truth": "34", "style": "rule-lighteval/MATH_v2"},
+            "data_source": "math_dapo",
+        },
+        "34",
+    ),
+    "other columns": ({"ask": "q", "gold": "#### 7"}, "7"),
+}
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_columns_of_common_sets_are_recognised(tiny, tmp_path, dataset_cache, ending):
+    def check(name):
+        row, answer = SETS[name]
+        path = tmp_path / f"{len(name)}.{ending}"
+        if ending == "jsonl":
+            write(path, row)
+        else:
+            parquet.write_table(pa.Table.from_pylist([row]), path)
+        columns = {"question": "ask", "answer": "gold"} if name == "other columns" else {}
+        options = {"held_out_fraction": 0.0, "columns": columns, "instruction": ""}
+        task = build(tiny, path=str(path), **options)
+        prompt = task.prompt(0)
+        assert (prompt.answer, prompt.text.count("user\nq<|im_end|>")) == (answer, 1)
+        right = task.score(prompt, rf"It is $\boxed{{{answer}}}$", SILENT)
+        assert right.correct and right.metrics == {"answered": 1.0, "format": 1.0}
+        assert not task.score(prompt, r"\boxed{99999}", SILENT).correct
+        assert not task.score(prompt, "none", SILENT).correct
+
+    check_rows(SETS, check)
+
+
+def test_prompts_of_a_table_are_those_of_lines(tiny, tmp_path, dataset_cache):
+    lines = [json.loads(line) for line in tiny[1].read_text().splitlines()]
+    parquet.write_table(pa.Table.from_pylist(lines), tmp_path / "problems.parquet")
+    own = build(tiny)
+    task = build(tiny, path=str(tmp_path / "problems.parquet"))
+    assert isinstance(task.train, Stored) and isinstance(own.train, list)
+    assert [task.prompt(number) for number in range(130)] == [own.prompt(n) for n in range(130)]
+    assert task.eval_prompts(100) == own.eval_prompts(100)
+    long = {"path": str(tmp_path / "problems.parquet"), "max_prompt_tokens": 9}
+    with pytest.raises(ConfigError, match=r"parquet row 0: its prompt has .* such rows, the long"):
+        build(tiny, **long)
 
 
 def test_prompts_are_a_function_of_seed_and_ordinal(tiny):
@@ -130,9 +196,10 @@ def test_progress_is_reported_while_a_file_is_read_and_tokenised(tiny, tmp_path)
     told = []
     with showing_progress(told.append):
         build(tiny, path=path)
-    counts = range(0, 10_000, 2_000)
-    tokenised = [f"tokenised {count:,} of 10,000 questions of {path}" for count in counts]
-    assert told == [f"read 10,000 lines of {path}", *tokenised]
+    *tokenised, last = [
+        f"tokenised {count:,} questions of {path}" for count in range(2000, 10_001, 2000)
+    ]
+    assert told == [*tokenised, f"read 10,000 lines of {path}", last]
 
 
 LONG = {"question": "How many? " * 80, "answer": "#### 1"}
@@ -143,7 +210,11 @@ LONG = {"question": "How many? " * 80, "answer": "#### 1"}
     [
         ([problem(1), "\n", "{nope\n"], {}, " line 3: not JSON"),
         ([{"question": "?"}], {}, " line 1: field 'answer' is missing"),
-        ([problem(1), {"question": "?", "answer": "5"}], {}, " line 2: field 'answer' does not"),
+        (
+            [problem(1), {"question": "?", "answer": "5 or 6"}],
+            {},
+            " line 2: field 'answer' does not",
+        ),
         ([problem(1), problem(1)], {}, " has 1 different question"),
         (
             [problem(1), LONG, problem(2), LONG],

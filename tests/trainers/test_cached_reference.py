@@ -3,6 +3,8 @@
 import os
 from dataclasses import replace
 
+import pyarrow as pa
+import pyarrow.parquet as parquet
 import pytest
 import torch
 
@@ -61,15 +63,20 @@ def train(examples_config):
         pytest.param(
             labelled_rows(6), labelled_rows(3), {"loss": KTOLoss.Config()}, marks=pytest.mark.long
         ),
+        pytest.param("pairs.parquet", HELD_OUT, {}, marks=pytest.mark.long),
     ],
-    ids=["dpo", "kto"],
+    ids=["dpo", "kto", "table"],
 )
 def test_scores_that_were_computed_once_give_the_loss_of_those_of_each_step(
-    train, examples_config, monkeypatch, tmp_path, rows, held_out, fields
+    train, examples_config, dataset_cache, monkeypatch, tmp_path, rows, held_out, fields
 ):
     """The 16 examples of the steps are more than an epoch. The cached run is left before its first
     step and goes on.
     """
+    is_table = isinstance(rows, str)
+    if is_table:
+        rows = str(tmp_path / rows)
+        parquet.write_table(pa.Table.from_pylist(preference_rows(14)), rows)
     computed, wanted = train(rows, held_out, output_dir=str(tmp_path / "computed"), **fields)
     monkeypatch.setattr(reference_scores, "EVERY_S", 0.0)
     config = examples_config(**CACHED, **fields)
@@ -82,7 +89,7 @@ def test_scores_that_were_computed_once_give_the_loss_of_those_of_each_step(
     held_out_batches = -(-len(held_out) // 4)
     assert cached.batches == held_out_batches + 4 - 3
     assert cached.batches + left.batches <= computed.batches
-    entries = 16 if cached.is_unpaired else len(rows)
+    entries = 16 if cached.is_unpaired else 14
     assert f"reference, train: {entries} of {entries}" in cached.run.record.run_log.read_text()
     first, *later = zip(metrics_of(cached), metrics_of(computed), strict=True)
     assert first[0] == first[1]  # the same bits
@@ -91,6 +98,9 @@ def test_scores_that_were_computed_once_give_the_loss_of_those_of_each_step(
     for name in ("eval/loss", "eval/rewards/accuracy"):
         assert results[name] == pytest.approx(wanted[name], rel=1e-6)
     strangers = PreferenceTrainer(config, rows, held_out).dataset_train[:4]
+    if is_table:  # whose rows are known by their numbers
+        cached.cache.scores("train", strangers)
+        return
     with pytest.raises(RunError, match="set reference.scores to 'computed'"):
         cached.cache.scores("train", strangers)
 

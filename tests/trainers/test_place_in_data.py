@@ -3,13 +3,17 @@
 import asyncio
 import json
 
+import pyarrow as pa
+import pyarrow.parquet as parquet
 import pytest
 
 from rl.algorithms.sequence_losses import KTOLoss
+from rl.data.stored import Stored
 from rl.errors import RunError
 from rl.trainers.dataset import DatasetTrainer
 from rl.trainers.preference import PreferenceTrainer
 from rl.trainers.sft import SFTTrainer
+from tests.loopback_hub import offline, serving_hub
 from tests.trainers.tiny_chat import chat_rows, labelled_rows, preference_rows
 
 KINDS = {
@@ -90,3 +94,53 @@ def test_epochs_do_not_set_the_length_of_a_run_whose_steps_have_two_sizes(make):
     said = "examples_per_step is 5, .* 12 examples in 3 steps, .* steps to 10"
     with pytest.raises(RunError, match=said):
         resumed(make(examples_per_step=5, epochs=2), state)
+
+
+ROWS = {"sft": chat_rows, "dpo": preference_rows}
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_a_table_gives_the_examples_of_lines_in_their_order(
+    kind, examples_config, tmp_path, dataset_cache
+):
+    rows = ROWS[kind](23)
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    trainer_class, name, *_ = KINDS[kind]
+
+    def make(ending):
+        return trainer_class(examples_config(name, **{"task.path": str(tmp_path / ending)}))
+
+    lines, table = make("rows.jsonl"), make("rows.parquet")
+    assert isinstance(table.dataset_train, Stored) and isinstance(table.dataset_eval, Stored)
+    assert [*map(table.key, table.dataset_eval)] == [*map(lines.key, lines.dataset_eval)] != []
+    assert after(table, 12) == after(lines, 12)
+    left, state = after(make("rows.jsonl"), 5)
+    assert (
+        left + after(resumed(make("rows.parquet"), state), 7)[0] == after(make("rows.jsonl"), 12)[0]
+    )
+
+
+def test_a_run_on_a_dataset_of_the_hub_is_resumed_with_its_commit(examples_config, tmp_path):
+    name = "tiller/chats"
+
+    def make(**fields):
+        trainer = SFTTrainer(examples_config("sft_jsonl", **{"task.path": name} | fields))
+        trainer.run.claim().release()
+        return trainer.arguments.task.revision, trainer.data_digest
+
+    def commit(count):
+        lines = "\n".join(map(json.dumps, chat_rows(count)))
+        return hub.commit(name, {"train.jsonl": lines.encode()})
+
+    with serving_hub(tmp_path / "hf") as hub:
+        older = commit(23)
+        first = make()
+        assert first[0] == older
+        newer = commit(24)
+        assert make(resume=True) == first
+        with offline():
+            assert make(resume=True) == first
+        assert make(resume=True, **{"task.revision": newer})[0] == newer
+        last = make(output_dir=str(tmp_path / "another"))
+        assert last[0] == newer and last[1] != first[1]

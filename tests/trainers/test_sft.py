@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rl
@@ -201,7 +201,7 @@ def test_equal_examples_are_held_out_together(config):
     assert train and held_out and not train & held_out
 
 
-def test_a_file_of_its_own_holds_the_validation_examples(config, tmp_path):
+def test_a_file_of_its_own_holds_the_validation_examples(config, tmp_path, dataset_cache):
     for name, rows in (("train", chat_rows(9)), ("held_out", chat_rows(4))):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     config.task.path = str(tmp_path / "train.jsonl")
@@ -209,6 +209,19 @@ def test_a_file_of_its_own_holds_the_validation_examples(config, tmp_path):
     trainer = SFTTrainer(config)
     assert (len(trainer.dataset_train), len(trainer.dataset_eval)) == (9, 4)
     assert rl.SFTTrainer is SFTTrainer
+    tables = {
+        name: Dataset.from_list(chat_rows(count)) for name, count in (("train", 9), ("val", 3))
+    }
+    DatasetDict(tables).save_to_disk(tmp_path / "splits")
+    config.task.path = str(tmp_path / "splits")
+    config.task.held_out_split = "val"
+    for held_out_path in ("", config.task.path):
+        config.task.held_out_path = held_out_path
+        trainer = SFTTrainer(config)
+        assert (len(trainer.dataset_train), len(trainer.dataset_eval)) == (9, 3)
+    config.task.held_out_split = "test"
+    with pytest.raises(ConfigError, match="task.held_out_split is 'test'; .* 'train', 'val'"):
+        SFTTrainer(config)
 
 
 def test_a_tokenizer_with_tokens_beyond_the_model_is_refused(config, chat_model, tmp_path):

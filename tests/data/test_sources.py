@@ -1,0 +1,285 @@
+"""Rows of files, of folders and of the Hub are the same rows, and memory does not hold them."""
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as parquet
+import pytest
+from datasets import Dataset, DatasetDict
+
+from rl.data.conversations import ConversationsConfig, read_conversations
+from rl.data.jsonl import read_rows
+from rl.data.preferences import read_preferences
+from rl.data.sources import SourceConfig, newest_commit
+from rl.data.stored import Stored, parted
+from rl.errors import ConfigError
+from tests.loopback_hub import TOKEN, offline, serving_hub
+from tests.tables import check_rows
+
+ROWS = [
+    {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "é" * n}]}
+    for n in range(1, 20)
+]
+NAME = "tiller/sums"
+
+
+def parquet_of(rows) -> bytes:
+    file = io.BytesIO()
+    parquet.write_table(pa.Table.from_pylist(rows), file)
+    return file.getvalue()
+
+
+def lines_of(rows) -> bytes:
+    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def hub(tmp_path_factory):
+    """A Hub. The cache of all tests of this file is that of the Hub's files."""
+    with serving_hub(tmp_path_factory.mktemp("hf")) as hub:
+        yield hub
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """The rows in all formats, and files that cannot be read."""
+    folder = tmp_path_factory.mktemp("rows")
+    (folder / "rows.jsonl").write_bytes(lines_of(ROWS))
+    (folder / "rows.json").write_text(json.dumps(ROWS, indent=2))
+    (folder / "rows.parquet").write_bytes(parquet_of(ROWS))
+    table = Dataset.from_list(ROWS)
+    table.save_to_disk(folder / "saved")
+    DatasetDict(train=table, test=table.select([0])).save_to_disk(folder / "splits")
+    (folder / "rows.arrow").hardlink_to(folder / "saved" / "data-00000-of-00001.arrow")
+    (folder / "parts").mkdir()
+    (folder / "parts" / "train-0.parquet").write_bytes(parquet_of(ROWS[:9]))
+    (folder / "parts" / "train-1.parquet").write_bytes(parquet_of(ROWS[9:]))
+    (folder / "parts" / "test-0.parquet").write_bytes(parquet_of(ROWS[:1]))
+    (folder / "cut.parquet").write_bytes(parquet_of(ROWS)[:200])
+    (folder / "nothing").mkdir()
+    return folder
+
+
+def read(source):
+    return [row.value for row in read_rows(source, field="task.path")]
+
+
+FORMATS = ("jsonl", "json", "parquet", "arrow")
+
+
+def test_every_format_gives_the_same_examples_in_the_same_order(folder, dialect):
+    def examples(name):
+        found = read_conversations(str(folder / name), dialect, ConversationsConfig())
+        is_mapped = name not in ("rows.jsonl", "rows.json")
+        assert isinstance(found.items, Stored if is_mapped else list), name
+        return [(each.tokens.tolist(), each.trained.tolist()) for each in found]
+
+    wanted = examples("rows.jsonl")
+    assert len(wanted) == len(ROWS)
+    names = [*(f"rows.{ending}" for ending in FORMATS), "saved", "splits", "parts"]
+    check_rows(names, lambda name: _same(examples(name), wanted))
+    assert read(str(folder / "parts")) == ROWS
+
+
+def _same(found, wanted):
+    assert found == wanted
+
+
+def test_splits_and_their_parts_are_read(folder):
+    for name, split, count in (
+        ("splits", "test", 1),
+        ("parts", "test", 1),
+        ("parts", "train[:3]", 3),
+        ("parts", "train+test", len(ROWS) + 1),
+        ("rows.parquet", "train", len(ROWS)),
+    ):
+        assert len(read(SourceConfig(path=str(folder / name), split=split))) == count, (name, split)
+
+
+WRONG = {
+    "a split": ("splits", {"split": "tset"}, "task.split is 'tset'; it must be one of 'train', 't"),
+    "a split of files": ("parts", {"split": "a"}, "task.split is 'a'; .* one of 'train', 'test'"),
+    "a split of a file": ("rows.parquet", {"split": "b"}, "task.split is 'b'; .* one of 'train'"),
+    "a split of lines": ("rows.jsonl", {"split": "train"}, "task.split: '.*rows.jsonl' has none"),
+    "a revision": ("rows.parquet", {"revision": "v"}, "task.revision: '.*rows.parquet' has none"),
+    "a config": ("saved", {"dataset_config": "a"}, "task.dataset_config: '.*saved' has none"),
+    "a config of files": (
+        "parts",
+        {"dataset_config": "main"},
+        "task.dataset_config is 'main'; it must be one of 'default'",
+    ),
+    "a broken file": ("cut.parquet", {}, "task.path: '.*cut.parquet' cannot be opened: Parquet"),
+    "an empty folder": ("nothing", {}, "task.path: '.*nothing' cannot be opened: .* any data file"),
+    "no file": ("none.parquet", {}, "task.path: there is no file '.*none.parquet'"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_sources_that_cannot_be_read_are_named_with_what_exists(folder, name):
+    file, options, message = WRONG[name]
+    with pytest.raises(ConfigError, match=message):
+        read(SourceConfig(path=str(folder / file), **options))
+
+
+def test_a_row_of_a_table_is_named_by_its_number(folder, dialect):
+    path = folder / "pairs.parquet"
+    path.write_bytes(parquet_of([{"question": "a", "answer": "b"}]))
+    with pytest.raises(ConfigError) as error:
+        read_conversations(str(path), dialect, ConversationsConfig(), section="task")
+    said = f"task.path: {path} row 0: it has 'question', 'answer'; write "
+    assert str(error.value).startswith(said)
+    assert str(error.value).endswith("or name their columns in task.columns")
+
+
+# The Hub
+
+
+@pytest.fixture(scope="module")
+def commits(hub) -> list[str]:
+    """Hashes of two commits of a dataset with two configs. The first has one row less."""
+    card = "---\nconfigs:\n"
+    for config in ("main", "other"):
+        card += f"- config_name: {config}\n  data_files:\n"
+        for split in ("train", "test"):
+            card += f"  - split: {split}\n    path: {config}/{split}.parquet\n"
+    tables = {"main/test.parquet": ROWS[:2], "other/train.parquet": ROWS[:3]}
+    tables |= {"other/test.parquet": ROWS[:4]}
+    made = []
+    for rows in (ROWS[1:], ROWS):
+        files = {path: parquet_of(part) for path, part in tables.items()}
+        files |= {"README.md": f"{card}---\n".encode(), "main/train.parquet": parquet_of(rows)}
+        made.append(hub.commit(NAME, files))
+    return made
+
+
+def source(**options) -> SourceConfig:
+    return SourceConfig(**{"path": NAME, "dataset_config": "main"} | options)
+
+
+def test_a_dataset_of_the_hub_is_read_by_config_split_and_revision(hub, commits):
+    assert read(source()) == ROWS
+    assert "other/train.parquet" not in hub.downloads
+    assert read(source(split="test")) == ROWS[:2]
+    assert read(source(dataset_config="other", split="test[1:]")) == ROWS[1:4]
+    assert read(source(revision=commits[0])) == ROWS[1:]
+    assert newest_commit(source(), "task.path") == commits[1]
+    before = len(hub.downloads)
+    assert read(source(revision=commits[1])) == ROWS
+    assert "main/train.parquet" not in hub.downloads[before:]
+
+
+REFUSED = {
+    "no config": ({"dataset_config": ""}, "task.dataset_config is ''; .* 'main', 'other'"),
+    "another config": ({"dataset_config": "a"}, "task.dataset_config is 'a'; .* 'main', 'other'"),
+    "another split": ({"split": "val"}, "task.split is 'val'; it must be one of 'train', 'test'"),
+    "another revision": ({"revision": "v9"}, "task.path: .* Revision 'v9' doesn't exist"),
+    "no dataset": ({"path": "tiller/none"}, "task.path: 'tiller/none' .* doesn't exist .*HF_TOKEN"),
+    "a file": ({"path": "data/none.jsonl", "dataset_config": ""}, "there is no file 'data/none.j"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_hub_does_not_have_is_named_with_what_it_has(commits, name):
+    options, message = REFUSED[name]
+    with pytest.raises(ConfigError, match=message):
+        read(source(**options))
+
+
+def test_a_gated_dataset_needs_its_token(hub, commits, monkeypatch):
+    hub.commit("tiller/gated", {"train.jsonl": lines_of(ROWS)})
+    hub.gated.add("tiller/gated")
+    gated = source(path="tiller/gated", dataset_config="")
+    with pytest.raises(ConfigError, match="^task.path: 'tiller/gated' .* gated .* HF_TOKEN"):
+        read(gated)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    assert read(gated) == ROWS
+
+
+def test_without_the_hub_the_cache_has_what_was_read_and_nothing_else(commits):
+    for commit in reversed(commits):
+        read(source(revision=commit))
+    with offline():
+        assert read(source()) in (ROWS, ROWS[1:])
+        assert read(source(revision=commits[1])) == ROWS
+        assert read(source(revision=commits[0])) == ROWS[1:]
+        with pytest.raises(ConfigError, match="^task.path: '.*sums' .* doesn't exist .* a cache"):
+            read(source(revision="v1"))
+        with pytest.raises(ConfigError, match="^task.path: 'tiller/new' cannot be opened: Couldn"):
+            read(source(path="tiller/new"))
+
+
+def test_a_folder_takes_precedence_over_a_name(commits, folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiller").mkdir()
+    (tmp_path / NAME).symlink_to(folder / "splits")
+    assert read(source(dataset_config="", split="test")) == ROWS[:1]
+
+
+# Forms of the common sets
+
+
+def test_transcripts_are_conversations(dialect):
+    """As Anthropic's HH-RLHF has them."""
+    begin = "\n\nHuman: Hi\n\nAssistant: Hello.\n\nHuman: 1 + 1?\n\nAssistant:"
+    rows = [{"chosen": f"{begin} 2", "rejected": f"{begin} 3\n\nWhat else?"}]
+    talk = [("user", "Hi"), ("assistant", "Hello."), ("user", "1 + 1?")]
+    prompt = [{"role": role, "content": text} for role, text in talk]
+    answers = {"chosen": "2", "rejected": "3\n\nWhat else?"}
+    config = ConversationsConfig()
+    (pair,) = read_preferences(rows, dialect, config)
+    (wanted,) = read_preferences([{"prompt": prompt, **answers}], dialect, config)
+    assert pair.prompt_tokens == wanted.prompt_tokens
+    for own, other in zip(pair.examples, wanted.examples, strict=True):
+        assert own.tokens.tolist() == other.tokens.tolist()
+    with pytest.raises(ConfigError, match="field 'chosen' is 'Hi', without a 'prompt'"):
+        read_preferences([{"chosen": "Hi", "rejected": "No"}], dialect, config)
+
+
+# Memory
+
+
+def test_stored_items_are_a_sequence_of_which_parts_can_be_taken(tmp_path):
+    items = Stored(iter(ROWS), tmp_path)
+    assert [*tmp_path.iterdir()] == []
+    assert [*items] == ROWS and len(items) == len(ROWS) and items[-1] == ROWS[-1]
+    assert [*items[2:9:3]] == ROWS[2:9:3]
+    odd, even = parted(items, [number % 2 == 0 for number in range(len(items))])
+    assert [*odd] == ROWS[1::2]
+    assert isinstance(even, Stored) and [*even] == ROWS[::2] and [*even[1:3]] == ROWS[2:6:2]
+    with pytest.raises(IndexError):
+        even[10]
+
+
+LIMITED = """
+import resource, sys
+from rl.data.sources import open_source
+from rl.data.jsonl import read_rows
+from rl.data.stored import kept
+
+def used():
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmData"))
+
+table = open_source(sys.argv[1])
+next(read_rows(table))
+limit = used() + (64 << 20)
+resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+items = kept((row.value["text"] for row in read_rows(table)), table)
+print(len(items), sum(map(len, items)))
+"""
+
+
+def test_rows_and_what_is_made_of_them_may_be_larger_than_memory(tmp_path):
+    """The rows have 256 MiB, and the process may take 64 MiB of memory more than at its start."""
+    schema = pa.schema({"text": pa.string()})
+    with parquet.ParquetWriter(tmp_path / "large.parquet", schema) as writer:
+        for number in range(64):
+            text = chr(ord("a") + number % 26) * (1 << 20)
+            writer.write_table(pa.table({"text": [text] * 4}, schema))
+    command = [sys.executable, "-c", LIMITED, str(tmp_path / "large.parquet")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.stdout == f"256 {256 << 20}\n", done.stderr

@@ -80,7 +80,7 @@ GROUPS = {
 }
 """Fields that a config's help shows, by group, each with a few words. ``*`` stands for one name."""
 
-RARE = {"task.max_open_episodes"}
+RARE = {"task.max_open_episodes", "task.revision"}
 """Fields of GROUPS that a config's help leaves out."""
 
 CONFIGS = """\

@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from copy import copy
 from itertools import compress
+from operator import not_
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,18 +35,15 @@ class Stored(Sequence[Item]):
 
     def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, slice):
-            return self._at(self._places[index])
+            return self.at(range(len(self))[index])
         place = self._places[index]
         start, end = self._ends[place : place + 2]
         return pickle.loads(os.pread(self._file.fileno(), end - start, start))
 
-    def only(self, flags: Iterable[bool]) -> "Stored[Item]":
-        """Return the items whose flags are True."""
-        return self._at(array("Q", compress(self._places, flags)))
-
-    def _at(self, places: Sequence[int]) -> "Stored[Item]":
+    def at(self, indices: Iterable[int]) -> "Stored[Item]":
+        """Return the items at ``indices``."""
         part = copy(self)
-        part._places = places
+        part._places = array("Q", (self._places[index] for index in indices))
         return part
 
 
@@ -63,8 +61,7 @@ def kept(items: Iterable[Item], source: Any) -> Sequence[Item]:
 
 def parted(items: Sequence[Item], flags: Sequence[bool]) -> tuple[Sequence[Item], Sequence[Item]]:
     """Return the items whose flags are False, and those whose flags are True."""
-    first, second = (
-        items.only(each) if isinstance(items, Stored) else [*compress(items, each)]
-        for each in ([not flag for flag in flags], flags)
-    )
-    return first, second
+    if isinstance(items, Stored):
+        first, second = parted(range(len(items)), flags)
+        return items.at(first), items.at(second)
+    return [*compress(items, map(not_, flags))], [*compress(items, flags)]

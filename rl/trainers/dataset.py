@@ -65,7 +65,7 @@ class DatasetTrainer(Trainer[Config], Generic[Config, Item]):
         held_out: Any = data.held_out() if self.dataset_eval is None else self.dataset_eval
         require(
             rows is not data or bool(data.path),
-            "task.path is not set; name a file or dataset, or give the trainer dataset_train",
+            "task.path is not set; name a JSONL file or dataset, or give the trainer dataset_train",
         )
         with reading(quiet=self.arguments.quiet):
             dialect = dialect_or_text(hf_path)

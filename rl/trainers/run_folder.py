@@ -141,14 +141,14 @@ def pin_datasets(config: RunConfig) -> None:
     resumed has read before, otherwise to the newest.
     """
     path = Path(config.output_dir) / "config.json"
-    is_resumed = config.resume and bool(config.output_dir) and path.exists()
-    before = read_config_file(path, f"--resume: {path}")["config"] if is_resumed else {}
     for value in values(config):
         source = value.content
         if isinstance(source, SourceConfig) and is_hub_name(source.path) and not source.revision:
             saved: Any = None
-            with suppress(AttributeError, KeyError):  # the run had another task
-                saved = value_of(before, value.name)
+            if config.resume and config.output_dir and path.is_file():
+                with suppress(AttributeError, KeyError):  # the run had another task
+                    content = read_config_file(path, f"--resume: {path}")
+                    saved = value_of(content, f"config.{value.name}")
             is_same = isinstance(saved, dict) and saved.get("path") == source.path
             commit = saved.get("revision") if is_same else ""
             source.revision = commit or newest_commit(source, f"{value.name}.path")

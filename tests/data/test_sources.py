@@ -14,7 +14,7 @@ from datasets import Dataset, DatasetDict
 from rl.data.conversations import ConversationsConfig, read_conversations
 from rl.data.jsonl import read_rows
 from rl.data.preferences import read_preferences
-from rl.data.sources import SourceConfig, newest_commit
+from rl.data.sources import SourceConfig, is_hub_name, newest_commit
 from rl.data.stored import Stored, parted
 from rl.errors import ConfigError
 from tests.loopback_hub import TOKEN, offline, serving_hub
@@ -217,6 +217,7 @@ def test_a_folder_takes_precedence_over_a_name(commits, folder, tmp_path, monkey
     (tmp_path / "tiller").mkdir()
     (tmp_path / NAME).symlink_to(folder / "splits")
     assert read(source(dataset_config="", split="test")) == ROWS[:1]
+    assert not is_hub_name(NAME) and is_hub_name("tiller/others")
 
 
 # Forms of the common sets
@@ -264,6 +265,8 @@ def used():
     lines = open("/proc/self/status").read().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmData"))
 
+[*read_rows(sys.argv[2])]
+assert not {"datasets", "pyarrow", "pandas"} & {*sys.modules}, "lines need none of them"
 table = open_source(sys.argv[1])
 next(read_rows(table))
 limit = used() + (64 << 20)
@@ -280,6 +283,8 @@ def test_rows_and_what_is_made_of_them_may_be_larger_than_memory(tmp_path):
         for number in range(64):
             text = chr(ord("a") + number % 26) * (1 << 20)
             writer.write_table(pa.table({"text": [text] * 4}, schema))
-    command = [sys.executable, "-c", LIMITED, str(tmp_path / "large.parquet")]
+    (tmp_path / "rows.jsonl").write_bytes(lines_of(ROWS))
+    paths = [str(tmp_path / name) for name in ("large.parquet", "rows.jsonl")]
+    command = [sys.executable, "-c", LIMITED, *paths]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.stdout == f"256 {256 << 20}\n", done.stderr

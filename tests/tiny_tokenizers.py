@@ -2,14 +2,23 @@
 
 import copy
 import importlib.util
+import json
 from functools import cache
 from pathlib import Path
 
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "make_tiny_model.py"
 TEMPLATES = Path(__file__).parent / "dialects" / "templates"
+LLAMA = (
+    "<|begin_of_text|> <|end_of_text|> <|start_header_id|> <|end_header_id|> <|eot_id|> <|eom_id|>"
+    " <|python_tag|>"
+)
+MISTRAL = (
+    "[INST] [/INST] [TOOL_CALLS] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_RESULTS]"
+    " [/TOOL_RESULTS]"
+)
 GLM = "[gMASK] <sop> <|system|> <|user|> <|assistant|> <|observation|> <arg_key> </arg_key>"
 
 
@@ -36,10 +45,61 @@ def qwen3_instruct() -> PreTrainedTokenizerFast:
 @cache
 def glm() -> PreTrainedTokenizerFast:
     """Return the same with tokens and template of GLM-4.5."""
-    tokenizer = _with("glm_4_5")
-    words = f"{GLM} <arg_value> </arg_value> /nothink".split()
-    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in words])
+    return _with("glm_4_5", f"{GLM} <arg_value> </arg_value> /nothink")
+
+
+@cache
+def llama3(template: str) -> PreTrainedTokenizerFast:
+    """Return the same with tokens and a template of Llama 3."""
+    tokenizer = _with(template, LLAMA)
+    tokenizer.bos_token = "<|begin_of_text|>"
+    tokenizer.eos_token = "<|end_of_text|>"
     return tokenizer
+
+
+@cache
+def tekken() -> PreTrainedTokenizerFast:
+    """Return the same with tokens and template of Mistral Nemo."""
+    tokenizer = _with("mistral_v3", f"{MISTRAL} <s> </s>")
+    tokenizer.bos_token = "<s>"
+    tokenizer.eos_token = "</s>"
+    template = tokenizer.chat_template.replace(
+        '" " + message["content"]|trim', 'message["content"]'
+    )
+    for spaced in ("[INST] ", "S] [", "S] {"):
+        template = template.replace(spaced, spaced.replace(" ", ""))
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+@cache
+def mistral() -> PreTrainedTokenizerFast:
+    """Return a tokenizer as SentencePiece's, which begins a text with a space, with the tokens and
+    the template of Mistral 7B.
+    """
+    bpe = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    bpe.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    space = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    bpe.decoder = decoders.Sequence([*space, decoders.Strip(" ", 1, 0)])
+    names = ["<unk>", "<s>", "</s>"]
+    octets = [f"<0x{byte:02X}>" for byte in range(256)]
+    trainer = trainers.BpeTrainer(
+        vocab_size=500, special_tokens=[*names, *octets], show_progress=False
+    )
+    texts = (row["question"] for row in _script().make_problems(60, seed=0))
+    bpe.train_from_iterator((f" {word}" for text in texts for word in text.split()), trainer)
+    spec = json.loads(bpe.to_str())
+    spec["added_tokens"] = [row for row in spec["added_tokens"] if row["content"] in names]
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(spec)), bos_token="<s>", eos_token="</s>"
+    )
+    return _with("mistral_v3", MISTRAL, tokenizer)
+
+
+@cache
+def plain_family(template: str) -> PreTrainedTokenizerFast:
+    """Return the tokenizer of :func:`qwen3` with another template."""
+    return _with(template)
 
 
 def copy_of(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
@@ -47,8 +107,11 @@ def copy_of(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
     return copy.deepcopy(tokenizer)
 
 
-def _with(template: str) -> PreTrainedTokenizerFast:
-    tokenizer = copy_of(qwen3())
+def _with(
+    template: str, words: str = "", tokenizer: PreTrainedTokenizerFast | None = None
+) -> PreTrainedTokenizerFast:
+    tokenizer = tokenizer or copy_of(qwen3())
+    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in words.split()])
     tokenizer.chat_template = (TEMPLATES / f"{template}.jinja").read_text()
     return tokenizer
 

@@ -7,6 +7,7 @@ from rl.dialects.dialect import ConversationError, Dialect
 from rl.dialects.plain_text import TextDialect
 from rl.dialects.qwen3 import Qwen3Dialect
 from rl.dialects.template import PROBES, difference, template_text
+from rl.dialects.template_dialect import TemplateDialect
 from rl.errors import ConfigError
 from rl.model.tokenizer import load_tokenizer, require_chat_template
 
@@ -18,9 +19,10 @@ def dialect_of(model: "str | PreTrainedTokenizerFast") -> Dialect:
     """Return the dialect that renders exactly as the chat template of ``model``: a tokenizer, or
     a Hugging Face folder with one.
 
-    Qwen3's is our own; for other families the optional package renderers may have one. The choice
-    depends on what the template makes of sample conversations, not on the model's name. Raises
-    ConfigError, naming ``model.hf_path``, if no dialect is exact.
+    Qwen3's is our own. A template that appends each turn gives one itself, as Llama 3's, Mistral's
+    and Qwen2.5's do. For others the optional package renderers may have one. The choice depends on
+    what the template makes of sample conversations, not on the model's name. Raises ConfigError,
+    naming ``model.hf_path``, if no dialect is exact.
     """
     tokenizer = load_tokenizer(model) if isinstance(model, str) else model
     require_chat_template(tokenizer)
@@ -36,16 +38,18 @@ def dialect_of(model: "str | PreTrainedTokenizerFast") -> Dialect:
             return dialect
         reasons.append(reason)
     try:
+        return TemplateDialect(tokenizer)
+    except (ConfigError, ConversationError) as error:
+        others = f"Qwen3's ({reasons[0]}) nor one that only appends turns ({error})"
+    try:
         from rl.dialects.renderers_adapter import find_family
     except ImportError:
-        problem = f"{where} is not Qwen3's ({reasons[0]})"
+        problem = f"{where} is neither {others}"
         fix = "for other families install the package renderers: pip install 'tiller-rl[dialects]'"
         raise ConfigError(problem, field="model.hf_path", fix=fix) from None
     family = find_family(tokenizer)
     if family is None:
-        problem = (
-            f"{where} is neither Qwen3's ({reasons[0]}) nor one that the package renderers has"
-        )
+        problem = f"{where} is neither {others} nor one that the package renderers has"
         raise ConfigError(problem, field="model.hf_path", fix="use a model with such a template")
     return family
 

@@ -13,6 +13,10 @@ from rl.errors import shown
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+Messages = Sequence[Mapping[str, Any]]
+"""Messages, or tools, in the form of the Chat Completions API."""
+Tokens = Sequence[int]
+
 ROLES = ("system", "user", "assistant", "tool")
 UNREAD = {
     "function_call": "write 'tool_calls'",
@@ -59,6 +63,8 @@ class ToolCall:
     error: str = ""
     """Reason for which the call cannot be read, in words for the model; then ``name`` and
     ``arguments`` are empty."""
+    id: str = ""
+    """Id that the model gave the call, as Mistral's do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,8 +102,8 @@ class Dialect(Protocol):
 
     def render(
         self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        messages: Messages,
+        tools: Messages | None = None,
         *,
         add_generation_prompt: bool = False,
         enable_thinking: bool = True,
@@ -109,17 +115,12 @@ class Dialect(Protocol):
         """
         ...
 
-    def parse(self, prompt: Sequence[int], answer: Sequence[int]) -> AssistantTurn:
+    def parse(self, prompt: Tokens, answer: Tokens) -> AssistantTurn:
         """Return the parts of an ``answer`` that was sampled after ``prompt``."""
         ...
 
     def continuation(
-        self,
-        prompt: Sequence[int],
-        answer: Sequence[int],
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        enable_thinking: bool = True,
+        self, prompt: Tokens, answer: Tokens, messages: Messages, *, enable_thinking: bool = True
     ) -> list[int]:
         """Return the tokens that follow ``prompt`` and ``answer``, up to the next answer.
 
@@ -142,7 +143,7 @@ class Dialect(Protocol):
         ...
 
 
-def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def checked_messages(messages: Messages) -> list[dict[str, Any]]:
     """Return the messages with only the keys that dialects read.
 
     Each has ``role`` and ``content`` (text), an assistant's also ``reasoning_content`` (text or
@@ -152,6 +153,19 @@ def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, An
     if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
         raise ConversationError("there are no messages; write a list with at least one")
     return [_checked(f"message {index}", message) for index, message in enumerate(messages)]
+
+
+def outside_messages(messages: Messages) -> list[dict[str, Any]]:
+    """Return :func:`checked_messages` that follow an answer. Raises ConversationError if one is the
+    assistant's.
+    """
+    turns = checked_messages(messages)
+    for index, turn in enumerate(turns):
+        if turn["role"] == "assistant":
+            raise ConversationError(
+                f"message {index}: an assistant's message cannot follow an answer; sample it"
+            )
+    return turns
 
 
 def joined_text(content: Any) -> Any:
@@ -217,7 +231,7 @@ def _with_calls(where: str, message: Mapping[str, Any], content: str) -> dict[st
     return {**message, "content": text, "tool_calls": calls}
 
 
-def checked_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[Mapping[str, Any]]:
+def checked_tools(tools: Messages | None) -> list[Mapping[str, Any]]:
     """Return the tools as a list. Raises ConversationError unless each is an object."""
     if tools is None:
         return []
@@ -261,6 +275,8 @@ def _checked(where: str, message: Any) -> dict[str, Any]:
     if not isinstance(content, str):
         fix = "write one text" if isinstance(content, list) else "write text, or '' for none"
         raise ConversationError(f"{where}: content is {shown(content)}; {fix}")
+    if role == "tool" and isinstance(message.get("tool_call_id"), str):
+        result["tool_call_id"] = message["tool_call_id"]
     return result | {"content": content}
 
 
@@ -289,4 +305,5 @@ def _call(where: str, call: Any) -> dict[str, Any]:
             raise ConversationError(f"{where}: its arguments are not JSON: {error}") from None
     if not isinstance(parsed, Mapping):
         raise ConversationError(f"{where}: its arguments are {shown(arguments)}; write an object")
-    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+    result = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return result | ({"id": call["id"]} if isinstance(call.get("id"), str) else {})

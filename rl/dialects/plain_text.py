@@ -5,8 +5,9 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from rl.dialects.dialect import AssistantTurn, ConversationError, Dialect
+from rl.dialects.dialect import AssistantTurn, ConversationError, Dialect, Tokens
 from rl.errors import ConfigError, require
+from rl.model.tokenizer import read_stop_token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -15,16 +16,22 @@ if TYPE_CHECKING:
 class PlainText:
     """Encoder of outside text: a copy of ``tokenizer`` that encodes control tokens as plain text.
 
+    ``within`` is for texts that stand after a control token: some tokenizers begin a whole text
+    with a space of their own, and such a part without.
+
     Raises ConfigError if the copy still makes one of them. This happens if the vocabulary lists
     them among its words.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerFast"):
+    def __init__(self, tokenizer: "PreTrainedTokenizerFast", *, within: bool = False):
         from tokenizers import Tokenizer
 
         spec = json.loads(tokenizer.backend_tokenizer.to_str())
         spec |= {"added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
-        self._copy = Tokenizer.from_str(json.dumps(spec))
+        text = json.dumps(spec)
+        if within:
+            text = text.replace('"prepend_scheme": "first"', '"prepend_scheme": "never"')
+        self._copy = Tokenizer.from_str(text)
         control = tokenizer.get_added_vocab()
         for text, row in zip(control, self.encode(list(control)), strict=True):
             if not set(control.values()).isdisjoint(row):
@@ -47,7 +54,11 @@ class ControlTokens:
     def __init__(self, tokenizer: "PreTrainedTokenizerFast"):
         added = filter(str.strip, tokenizer.get_added_vocab())  # runs of spaces control nothing
         words = sorted(added, key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, words)) or r"(?!)")
+        self._pattern = re.compile(f"({'|'.join(map(re.escape, words)) or '(?!)'})")
+
+    def split(self, text: str) -> list[str]:
+        """Return the texts and the control tokens between them, by turns; a text is first."""
+        return self._pattern.split(text)
 
     def first_in(self, text: str) -> str | None:
         """Return the first control token that ``text`` contains, or None."""
@@ -71,15 +82,15 @@ class TextDialect(Dialect):
     """Dialect that encodes plain text and renders no conversation.
 
     ``reason`` is the error that messages get. Raises ConfigError if ``tokenizer`` has no eos_token,
-    without which no text could end.
+    without which no text could end, and neither does its folder.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerFast", reason: str):
-        stop = tokenizer.eos_token_id
         place = repr(tokenizer.name_or_path)
-        require(stop is not None, f"model.hf_path: the tokenizer in {place} has no eos_token")
+        self.stop_token_ids = read_stop_token_ids(tokenizer)
+        has_stop = bool(self.stop_token_ids)
+        require(has_stop, f"model.hf_path: the tokenizer in {place} has no eos_token")
         self.tokenizer = tokenizer
-        self.stop_token_ids: tuple[int, ...] = (stop,)
         self._reason = reason
         self._control = ControlTokens(tokenizer)
 
@@ -89,7 +100,7 @@ class TextDialect(Dialect):
 
     continuation = render
 
-    def parse(self, prompt: Sequence[int], answer: Sequence[int]) -> AssistantTurn:
+    def parse(self, prompt: Tokens, answer: Tokens) -> AssistantTurn:
         """Return the text of ``answer``."""
         text = self.tokenizer.decode([each for each in answer if each not in self.stop_token_ids])
         return AssistantTurn(content=text)

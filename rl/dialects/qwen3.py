@@ -9,10 +9,13 @@ import numpy as np
 from rl.dialects.dialect import (
     AssistantTurn,
     ConversationError,
+    Messages,
     Rendered,
+    Tokens,
     as_json,
     checked_messages,
     checked_tools,
+    outside_messages,
 )
 from rl.dialects.plain_text import PlainText, is_unicode
 from rl.dialects.qwen3_turns import Control, parse_answer
@@ -58,8 +61,8 @@ class Qwen3Dialect:
 
     def render(
         self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        messages: Messages,
+        tools: Messages | None = None,
         *,
         add_generation_prompt: bool = False,
         enable_thinking: bool = True,
@@ -71,7 +74,7 @@ class Qwen3Dialect:
         message.
         """
         turns = checked_messages(messages)
-        out = _Pieces()
+        out = Pieces()
         self._system(out, turns[0], checked_tools(tools))
         query = _last_query(turns)
         for index, turn in enumerate(turns):
@@ -85,19 +88,14 @@ class Qwen3Dialect:
             self._generation_prompt(out, enable_thinking)
         return out.encoded(self._plain)
 
-    def parse(self, prompt: Sequence[int], answer: Sequence[int]) -> AssistantTurn:
+    def parse(self, prompt: Tokens, answer: Tokens) -> AssistantTurn:
         """Return the parts of an ``answer``, told apart by control tokens, never by text that looks
         like them.
         """
-        return parse_answer(answer, self._control, self.tokenizer)
+        return parse_answer(answer, self._control.markup, self.tokenizer)
 
     def continuation(
-        self,
-        prompt: Sequence[int],
-        answer: Sequence[int],
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        enable_thinking: bool = True,
+        self, prompt: Tokens, answer: Tokens, messages: Messages, *, enable_thinking: bool = True
     ) -> list[int]:
         """Return the tokens that follow ``prompt`` and ``answer``, up to the next answer.
 
@@ -105,18 +103,14 @@ class Qwen3Dialect:
         of earlier turns. Raises ConversationError, naming the message.
         """
         control = self._control
-        turns = checked_messages(messages)
-        out = _Pieces()
+        turns = outside_messages(messages)
+        out = Pieces()
         if not answer or answer[-1] not in control.stops:
             if self.parse(prompt, answer).is_reasoning_open:
                 out.add(-1, False, control.think_end)
             out.add(-1, False, control.im_end)
         out.add(-1, False, "\n")
-        for index, turn in enumerate(turns):
-            if turn["role"] == "assistant":
-                raise ConversationError(
-                    f"message {index}: an assistant's message cannot follow an answer; sample it"
-                )
+        for index in range(len(turns)):
             self._outside(out, index, turns)
         self._generation_prompt(out, enable_thinking)
         return out.encoded(self._plain).tokens.tolist()
@@ -126,7 +120,7 @@ class Qwen3Dialect:
         any tool. They hold an empty thought.
         """
         control = self._control
-        out = _Pieces()
+        out = Pieces()
         if self.thinks and enable_thinking:
             out.add(-1, False, control.think, "\n\n", control.think_end, "\n\n")
         rest = '"' if name is None else f'{as_json("a tool", name)}, "arguments":'
@@ -137,7 +131,7 @@ class Qwen3Dialect:
         """Return the tokens of ``text`` outside of any template, none of them a control token."""
         return self._plain.encode([text])[0]
 
-    def _system(self, out: "_Pieces", first: Mapping[str, Any], tools: list) -> None:
+    def _system(self, out: "Pieces", first: Mapping[str, Any], tools: list) -> None:
         control = self._control
         given = first["role"] == "system"
         index = 0 if given else -1
@@ -156,7 +150,7 @@ class Qwen3Dialect:
 
     def _assistant(
         self,
-        out: "_Pieces",
+        out: "Pieces",
         index: int,
         turn: Mapping[str, Any],
         after_query: bool,
@@ -200,13 +194,13 @@ class Qwen3Dialect:
             content = content.lstrip("\n")
         return thought or "", content
 
-    def _generation_prompt(self, out: "_Pieces", enable_thinking: bool) -> None:
+    def _generation_prompt(self, out: "Pieces", enable_thinking: bool) -> None:
         control = self._control
         out.add(-1, False, control.im_start, "assistant\n")
         if self.thinks and not enable_thinking:
             out.add(-1, False, control.think, "\n\n", control.think_end, "\n\n")
 
-    def _outside(self, out: "_Pieces", index: int, turns: Sequence[Mapping[str, Any]]) -> None:
+    def _outside(self, out: "Pieces", index: int, turns: Sequence[Mapping[str, Any]]) -> None:
         """Add a message that no assistant wrote; neighbouring outputs of tools share a turn of the
         user.
         """
@@ -224,7 +218,7 @@ class Qwen3Dialect:
             out.add(index, False, control.im_end, "\n")
 
 
-class _Pieces:
+class Pieces:
     """Control tokens and texts in order, each with its message and whether it is sampled."""
 
     def __init__(self) -> None:

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from rl.dialects.dialect import AssistantTurn, ToolCall
 from rl.errors import ConfigError
@@ -11,7 +11,20 @@ from rl.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-CALL_SHAPE = 'a tool call is {"name": …, "arguments": {…}}'
+
+class Markup(NamedTuple):
+    """Control tokens between the parts of an answer; -1 for one that a format lacks."""
+
+    stops: tuple[int, ...]
+    think: int = -1
+    think_end: int = -1
+    tool_call: int = -1
+    tool_call_end: int = -1
+    """If a format lacks it, calls end with the answer, and may be in a list."""
+    arguments: str = "arguments"
+    """Key of the arguments of a call."""
+    is_bare: bool = False
+    """Whether an answer that is a call needs no control token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,40 +56,50 @@ class Control:
         return cls(*(known[word] for word in words))
 
     @property
+    def markup(self) -> Markup:
+        """Control tokens between the parts of an answer."""
+        ends = self.tool_call, self.tool_call_end
+        return Markup(self.stops, self.think, self.think_end, *ends)
+
+    @property
     def stops(self) -> tuple[int, int]:
         """Tokens that end an answer."""
         return self.im_end, self.endoftext
 
 
 def parse_answer(
-    tokens: Sequence[int], control: Control, tokenizer: "PreTrainedTokenizerFast"
+    tokens: Sequence[int], markup: Markup, tokenizer: "PreTrainedTokenizerFast"
 ) -> AssistantTurn:
     """Return the parts of a sampled answer.
 
     Thinking is what follows ``<think>`` at the start, up to ``</think>`` or to a tool call. Content
     is the text before the first call.
     """
-    body = [token for token in tokens if token not in control.stops]
+    body = [token for token in tokens if token not in markup.stops]
     begin = next((i for i, token in enumerate(body) if tokenizer.decode([token]).strip()), None)
     reasoning = ""
     is_open = False
     rest = body
-    if begin is not None and body[begin] == control.think:
-        close = _index(body, control.think_end, begin)
-        call = _index(body, control.tool_call, begin)  # a call ends the thinking too
+    if begin is not None and body[begin] == markup.think:
+        close = _index(body, markup.think_end, begin)
+        call = _index(body, markup.tool_call, begin)  # a call ends the thinking too
         end = close if close < len(body) else call
         is_open = end == len(body)
         reasoning = tokenizer.decode(body[begin + 1 : end])
         rest = body[end + (end == close) :]
     calls = []
-    first = place = _index(rest, control.tool_call, 0)
+    first = place = _index(rest, markup.tool_call, 0)
     while place < len(rest):
-        end = _index(rest, control.tool_call_end, place)
+        end = _index(rest, markup.tool_call_end, place)
         text = tokenizer.decode(rest[place + 1 : end])
-        calls.append(_parse_call(text) if end < len(rest) else _broken("the tool call has no end"))
-        place = _index(rest, control.tool_call, end)
+        has_end = markup.tool_call_end < 0 or end < len(rest)
+        calls += _parse_calls(text, markup) if has_end else [_broken("the tool call has no end")]
+        place = _index(rest, markup.tool_call, end)
+    content = tokenizer.decode(rest[:first]).strip()
+    if markup.is_bare and not calls and not (bare := _parse_calls(content, markup))[0].error:
+        calls, content = bare, ""
     return AssistantTurn(
-        content=tokenizer.decode(rest[:first]).strip(),
+        content=content,
         reasoning=reasoning.strip(),
         tool_calls=tuple(calls),
         is_reasoning_open=is_open,
@@ -94,16 +117,21 @@ def _index(tokens: Sequence[int], token: int, start: int) -> int:
     return next((i for i in range(start, len(tokens)) if tokens[i] == token), len(tokens))
 
 
-def _parse_call(text: str) -> ToolCall:
+def _parse_calls(text: str, markup: Markup) -> list[ToolCall]:
     try:
-        call: Any = json.loads(text)
+        value: Any = json.loads(text)
     except (ValueError, RecursionError) as error:
-        return _broken(f"the tool call is not JSON: {error}")
+        return [_broken(f"the tool call is not JSON: {error}")]
+    is_list = isinstance(value, list) and bool(value) and markup.tool_call_end < 0
+    return [_call(each, markup.arguments) for each in (value if is_list else [value])]
+
+
+def _call(call: Any, key: str) -> ToolCall:
     name = call.get("name") if isinstance(call, dict) else None
-    arguments = call.get("arguments", {}) if isinstance(call, dict) else None
+    arguments = call.get(key, {}) if isinstance(call, dict) else None
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
-        return _broken(CALL_SHAPE)
-    return ToolCall(name=name, arguments=arguments)
+        return _broken(f'a tool call is {{"name": …, "{key}": {{…}}}}')
+    return ToolCall(name=name, arguments=arguments, id=str(call.get("id") or ""))
 
 
 def _broken(error: str) -> ToolCall:

@@ -1,6 +1,5 @@
 """Dialects of other model families than Qwen3, from the package renderers."""
 
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,7 +10,9 @@ from rl.dialects.dialect import (
     AssistantTurn,
     ConversationError,
     Dialect,
+    Messages,
     Rendered,
+    Tokens,
     ToolCall,
     as_json,
     checked_messages,
@@ -55,8 +56,8 @@ class FamilyDialect(Dialect):
 
     def render(
         self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        messages: Messages,
+        tools: Messages | None = None,
         *,
         add_generation_prompt: bool = False,
         enable_thinking: bool = True,
@@ -83,7 +84,7 @@ class FamilyDialect(Dialect):
             return rendered
         return self._stopped(rendered)
 
-    def parse(self, prompt: Sequence[int], answer: Sequence[int]) -> AssistantTurn:
+    def parse(self, prompt: Tokens, answer: Tokens) -> AssistantTurn:
         """Return the parts of an ``answer`` that was sampled after ``prompt``."""
         parsed = self._renderer(True).parse_response([*answer], prompt_ids=[*prompt])
         return AssistantTurn(
@@ -93,12 +94,7 @@ class FamilyDialect(Dialect):
         )
 
     def continuation(
-        self,
-        prompt: Sequence[int],
-        answer: Sequence[int],
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        enable_thinking: bool = True,
+        self, prompt: Tokens, answer: Tokens, messages: Messages, *, enable_thinking: bool = True
     ) -> list[int]:
         """Return the tokens that follow ``prompt`` and ``answer``, up to the next answer.
 

@@ -1,16 +1,21 @@
 """Comparison of rendered tokens with a tokenizer's own chat template, on sample conversations."""
 
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rl.dialects.dialect import ConversationError
+from rl.dialects.plain_text import ControlTokens
 from rl.errors import said_by, shown
+from rl.model.tokenizer import read_stop_token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+DATE = datetime(2024, 7, 26)
+"""Date that chat templates write as today's, so that a prompt is the same on each day."""
 SHOWN = 40  # characters of a difference
 
 
@@ -24,11 +29,31 @@ def template_text(
 
     Raises ConversationError if the template, which is a program, fails.
     """
+    given: dict[str, Any] = {"tools": tools, "strftime_now": DATE.strftime, **options}
     try:
-        text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options)
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, **given))
     except Exception as error:
-        raise ConversationError(f"the chat template fails: {said_by(error)}") from None
-    return str(text)
+        line = f" in line {error.lineno}" if hasattr(error, "lineno") else ""
+        raise ConversationError(f"the chat template fails: {said_by(error)}{line}") from None
+
+
+def template_stops(tokenizer: "PreTrainedTokenizerFast") -> list[int]:
+    """Return the token that the chat template writes after an answer, if it writes one."""
+    answer = ANSWERED[-1]
+    try:
+        text = template_text(tokenizer, [*QUESTION, answer, *QUESTION], None)
+    except ConversationError:
+        return []
+    _, found, rest = text.rpartition(answer["content"])
+    space, *parts = ControlTokens(tokenizer).split(rest)
+    is_next = found and parts and not space.strip()
+    return [tokenizer.get_added_vocab()[parts[0]]] if is_next else []
+
+
+def stop_tokens(tokenizer: "PreTrainedTokenizerFast") -> tuple[int, ...]:
+    """Return the tokens that stop an answer: that of the chat template, then the eos tokens."""
+    own = template_stops(tokenizer) if tokenizer.chat_template else []
+    return tuple(dict.fromkeys([*own, *read_stop_token_ids(tokenizer)]))
 
 
 def difference(tokenizer: "PreTrainedTokenizerFast", tokens: np.ndarray, text: str) -> str:
@@ -36,6 +61,11 @@ def difference(tokenizer: "PreTrainedTokenizerFast", tokens: np.ndarray, text: s
     if tokenizer.encode(text, add_special_tokens=False) == tokens.tolist():
         return ""
     ours = str(tokenizer.decode(tokens.tolist()))
+    return text_difference(ours, text)
+
+
+def text_difference(ours: str, text: str) -> str:
+    """Return in words how the template's ``text`` differs from ``ours``; empty if it does not."""
     if ours == text:
         return ""
     pairs = enumerate(zip(ours, text, strict=False))

@@ -57,7 +57,7 @@ def _choose_pad_token(folder: Path) -> int | None:
     time.
     """
     tokenizer = load_tokenizer(str(folder))
-    stops = read_stop_token_ids(str(folder), tokenizer)
+    stops = read_stop_token_ids(tokenizer)
     if tokenizer.pad_token_id not in (None, *stops):
         return tokenizer.pad_token_id  # type: ignore[no-any-return]
     used = {*stops, tokenizer.bos_token_id, tokenizer.unk_token_id}

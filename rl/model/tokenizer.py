@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
+GENERATION = "generation_config.json"
+
+
 def load_tokenizer(hf_path: str) -> "PreTrainedTokenizerFast":
     """Return the tokenizer of a Hugging Face folder.
 
@@ -57,22 +60,28 @@ def require_chat_template(tokenizer: "PreTrainedTokenizerFast") -> None:
     )
 
 
-def read_stop_token_ids(hf_path: str, tokenizer: "PreTrainedTokenizerFast") -> tuple[int, ...]:
-    """Return the eos tokens of the tokenizer and of generation_config.json, sorted.
+def named_stop_tokens(tokenizer: "PreTrainedTokenizerFast") -> dict[str, list[int]]:
+    """Return the eos tokens by what names them: generation_config.json in the folder of
+    ``tokenizer``, and the tokenizer.
 
     Raises ConfigError for an eos_token_id that the tokenizer does not have.
     """
-    ids = {tokenizer.eos_token_id} - {None}
-    path = Path(hf_path) / "generation_config.json"
-    if path.exists():
-        listed = _generation_stops(Path(hf_path))
-        size = len(tokenizer)
-        wrong = [token for token in listed if type(token) is not int or not 0 <= token < size]
-        problem = f"eos_token_id in {path} is {wrong[0] if wrong else ''!r}"
-        fix = f"it must be one or more of the {size} token ids of the tokenizer"
-        require(not wrong, problem, field="model.hf_path", fix=fix)
-        ids.update(listed)
-    return tuple(sorted(ids))
+    folder = Path(tokenizer.name_or_path)
+    path = folder / GENERATION
+    listed = _generation_stops(folder) if tokenizer.name_or_path and path.exists() else []
+    size = len(tokenizer)
+    wrong = [token for token in listed if type(token) is not int or not 0 <= token < size]
+    problem = f"eos_token_id in {path} is {wrong[0] if wrong else ''!r}"
+    fix = f"it must be one or more of the {size} token ids of the tokenizer"
+    require(not wrong, problem, field="model.hf_path", fix=fix)
+    own = tokenizer.eos_token_id
+    return {GENERATION: listed, "the tokenizer": [] if own is None else [own]}
+
+
+def read_stop_token_ids(tokenizer: "PreTrainedTokenizerFast") -> tuple[int, ...]:
+    """Return all :func:`named_stop_tokens`, the tokenizer's first."""
+    named = reversed(named_stop_tokens(tokenizer).values())
+    return tuple(dict.fromkeys(token for tokens in named for token in tokens))
 
 
 def missing_stop_tokens(folder: Path, stops: Sequence[int]) -> list[int]:

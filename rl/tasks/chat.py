@@ -5,16 +5,19 @@ from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Annotated, Any, ClassVar, cast
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
 
 from rl.data.jsonl import Row, read_rows, tell_progress
 from rl.data.order import choose_held_out, epoch_index, text_hash
 from rl.data.sources import SourceConfig, Table, open_source
 from rl.data.stored import kept, parted
+from rl.dialects.dialect import ConversationError
+from rl.dialects.template import stop_tokens, template_text
 from rl.environments.task import Task
 from rl.errors import ConfigError
 from rl.model.shape import ModelConfig
-from rl.model.tokenizer import load_tokenizer, read_stop_token_ids, require_chat_template
+from rl.model.tokenizer import load_tokenizer, require_chat_template, write_stop_tokens
 from rl.types import Prompt
 from rl.types.rules import SHARE
 
@@ -87,7 +90,7 @@ class ChatTask(Task):
         problems = [] if only_scores else self.read_problems()
         tokenizer = load_tokenizer(folder)
         require_chat_template(tokenizer)
-        self.set_tokenizer(tokenizer, read_stop_token_ids(folder, tokenizer))
+        self.set_tokenizer(tokenizer, stop_tokens(tokenizer))
         if only_scores:
             return
         hashes = list[bytes]()
@@ -105,6 +108,10 @@ class ChatTask(Task):
 
     def eval_prompts(self, count: int) -> list[Prompt]:
         return [question.prompt(place) for place, question in enumerate(self.held_out[:count])]
+
+    def describe(self, folder: Path) -> None:
+        super().describe(folder)
+        write_stop_tokens(folder, self.stop_token_ids)
 
     def _make_questions(
         self, problems: Iterable[Problem], hashes: list[bytes]
@@ -130,16 +137,11 @@ class ChatTask(Task):
             messages.insert(0, {"role": "system", "content": self.config.system_prompt})
         options = {"enable_thinking": self.config.enable_thinking, "add_generation_prompt": True}
         try:
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
-        except Exception as error:  # the template is a program
-            line = f" in line {error.lineno}" if hasattr(error, "lineno") else ""
+            return template_text(self.tokenizer, messages, None, **options)
+        except ConversationError as error:
             roles = " and ".join(message["role"] for message in messages)
-            problem = (
-                f"the chat template in {self.tokenizer.name_or_path!r} fails for messages of "
-                f"{roles}: {type(error).__name__}: {error}{line}"
-            )
+            problem = f"{error}, for messages of {roles} in {self.tokenizer.name_or_path!r}"
             raise ConfigError(problem, field="model.hf_path") from None
-        return cast(str, text)
 
     def _check_lengths(self, long: list[tuple[int, int]]) -> None:
         """Raise ConfigError if there are prompts, by length and number, that are too long."""

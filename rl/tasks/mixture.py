@@ -9,6 +9,7 @@ from fractions import Fraction
 from hashlib import blake2b
 from itertools import pairwise
 from math import floor, inf
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, cast
 
 from rl.environments.task import Score, Task
@@ -125,6 +126,9 @@ class Mixture(Task):
     def score(self, prompt: Prompt, text: str, completion: Completion) -> Score:
         name, _, inner = prompt.task.partition("/")
         return self.tasks[name].score(replace(prompt, task=inner), text, completion)
+
+    def describe(self, folder: Path) -> None:
+        next(iter(self.tasks.values())).describe(folder)
 
     async def _score_later(self, prompt: Prompt, text: str, completion: Completion) -> Score:
         score: Any = Mixture.score(self, prompt, text, completion)

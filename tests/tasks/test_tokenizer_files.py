@@ -45,7 +45,7 @@ BROKEN = [
     (TEMPLATE, text(NO_TEXT), "cannot be loaded: UnicodeDecodeError"),
     (TEMPLATE, text("{% for m in messages %}{{ m }"), "TemplateSyntaxError: .* in line 1"),
     (TEMPLATE, text("{{ messages[5].content }}"), "UndefinedError: list object has no"),
-    (TEMPLATE, text("{{ raise_exception('No.') }}"), "chat template .* TemplateError: No."),
+    (TEMPLATE, text("{{ raise_exception('No.') }}"), "chat template fails: .*TemplateError: No."),
     (GENERATION, text("{"), "generation_config.json cannot be read: Expecting property name"),
     (GENERATION, text("[]"), "generation_config.json holds a list; it must be a JSON object"),
     (GENERATION, make_folder, "generation_config.json cannot be read: .*Is a directory"),

@@ -11,6 +11,8 @@ from rl.model.reward_model import describe_reward_model
 from rl.model.shape import ModelConfig
 from rl.model.tokenizer import read_stop_token_ids
 from rl.tasks.calculator import Calculator
+from rl.tasks.gsm8k_jsonl import Gsm8kJsonl
+from rl.tasks.mixture import Mixture
 from rl.trainers.preference import PreferenceTrainer
 from rl.trainers.sft import SFTTrainer
 from tests.trainers.tiny_chat import chat_rows, preference_rows
@@ -77,7 +79,7 @@ def test_an_export_of_a_base_model_stops_at_what_was_trained(
     tokenizer = AutoTokenizer.from_pretrained(export)
     assert tokenizer.eos_token == eos
     wanted = stops if isinstance(stops, list) else [stops]
-    assert {*read_stop_token_ids(str(export), tokenizer)} == {*wanted}
+    assert {*read_stop_token_ids(tokenizer)} == {*wanted}
 
 
 def test_an_export_of_a_chat_model_keeps_its_files(trainer_of, chat_model, tmp_path):
@@ -87,6 +89,23 @@ def test_an_export_of_a_chat_model_keeps_its_files(trainer_of, chat_model, tmp_p
     assert warnings_of(trainer) == []
     for path in chat_model.glob("*.json"):
         assert (export / path.name).read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_questions_to_a_base_model_stop_where_its_chat_template_stops(
+    base_model, tmp_path, is_mixed
+):
+    path = tmp_path / "problems.jsonl"
+    rows = [{"question": f"What is {n}?", "answer": f"#### {n}"} for n in range(40)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = Gsm8kJsonl.Config(path=str(path))
+    config = Mixture.Config(tasks={"one": config}) if is_mixed else config
+    task = config.build(seed=0, model=ModelConfig(hf_path=str(base_model)))
+    assert task.stop_token_ids == (END, TEXT)
+    export = shutil.copytree(base_model, tmp_path / "export")
+    task.describe(export)
+    assert GenerationConfig.from_pretrained(export).eos_token_id == [END, TEXT]
+    assert AutoTokenizer.from_pretrained(export).eos_token == "<|im_end|>"
 
 
 def test_an_export_of_an_agent_stops_where_its_dialect_stops(base_model, tmp_path):

@@ -68,7 +68,7 @@ def _report(found: list[Finding], findings: Iterator[Finding]) -> None:
     for finding in findings:
         if finding.what not in [each.what for each in found]:
             print(finding, flush=True)
-            found.append(finding)
+            found += [finding] if finding.severity != "note" else []
 
 
 if __name__ == "__main__":

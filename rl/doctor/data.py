@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 from rl.config import RLConfig, RunConfig
 from rl.dialects.choose import dialect_of
 from rl.dialects.dialect import ConversationError
-from rl.dialects.template import template_text
+from rl.dialects.template import template_stops, template_text
 from rl.doctor.findings import Finding, error, refused, warning
 from rl.environments.task import Task
 from rl.errors import ConfigError, RunError, shown
-from rl.model.tokenizer import load_tokenizer
+from rl.model.tokenizer import load_tokenizer, named_stop_tokens
 from rl.rollout.prompts import training_prompt
 from rl.trainers.evaluation import held_out_prompts
 from rl.trainers.trainer import trainer_of
@@ -66,6 +66,10 @@ def check_template(
     """
     if not tokenizer.chat_template:
         return
+    named = named_stop_tokens(tokenizer) | {"the chat template": template_stops(tokenizer)}
+    words = ((source, tokenizer.convert_ids_to_tokens(ids)) for source, ids in named.items())
+    what = ", ".join(f"{source} names {' '.join(each) or 'none'}" for source, each in words)
+    yield Finding("data", "note", "stop tokens", what, "")
     where = "chat template"
     advice = "use the template of the instruction-tuned model"
     try:

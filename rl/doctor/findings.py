@@ -14,8 +14,8 @@ class Finding:
 
     room: str
     """Part that was checked: ``host``, ``config``, ``data``, ``reward`` or ``run``."""
-    severity: Literal["error", "warning"]
-    """``error`` if a run cannot work."""
+    severity: Literal["error", "warning", "note"]
+    """``error`` if a run cannot work; ``note`` if nothing is wrong."""
     where: str
     """Field, file or property."""
     what: str
@@ -23,7 +23,8 @@ class Finding:
 
     def __str__(self) -> str:
         where = "" if self.what.startswith(self.where) else f"{self.where}: "
-        return f"{self.severity:8} {where}{self.what}\n{'':8} fix: {self.fix}"
+        fix = f"\n{'':8} fix: {self.fix}" if self.fix else ""
+        return f"{self.severity:8} {where}{self.what}{fix}"
 
 
 def error(room: str, where: str, what: str, fix: str) -> Finding:

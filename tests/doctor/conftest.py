@@ -63,7 +63,8 @@ def examine(this_host, tmp_path, monkeypatch) -> Examine:
     monkeypatch.chdir(folder)
 
     def run(name: str, config: RunConfig) -> list[dict]:
-        found = {each.what: asdict(each) for each in check_all(this_host, name, config)}
+        findings = check_all(this_host, name, config)
+        found = {each.what: asdict(each) for each in findings if each.severity != "note"}
         assert not list(folder.iterdir()), "the checks write nothing"
         return [*found.values()]
 

@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 
 from rl.cli.arguments import find_config, shipped_configs
+from rl.dialects.template import stop_tokens
 from rl.doctor import reward
+from rl.doctor.data import check_template
+from rl.model.tokenizer import load_tokenizer
 from tests.doctor import broken_task
 from tests.tables import check_rows
 from tests.tiny_tokenizers import make_model
@@ -90,11 +93,7 @@ DAMAGED = {
     ),
     "a chat template that fails": (
         template("{{- '<|im_start|>' + message.role", "{{- nothing() + message.role"),
-        *("error", "model.hf_path", "the chat template .* fails", "correct it there"),
-    ),
-    "a stop token of another model": (
-        *(stop_elsewhere, "warning", "chat template", "none of the stop tokens .*endoftext"),
-        "eos_token_id",
+        *("error", "model.hf_path", "the chat template fails", "correct it there"),
     ),
     "a stop token that does not exist": (
         lambda f: edit_json(f / "tiny" / "generation_config.json", eos_token_id=9999),
@@ -162,6 +161,20 @@ def test_damaged_inputs_are_found(damaged, matches):
         matches(damaged(case, damage), *expected)
 
     check_rows(DAMAGED, check)
+
+
+def test_stop_tokens_are_named_with_their_sources(good_inputs, tmp_path):
+    folder = shutil.copytree(good_inputs, tmp_path / "model")
+    stop_elsewhere(folder)
+    tokenizer = load_tokenizer(str(folder / "tiny"))
+    stops = stop_tokens(tokenizer)
+    (found,) = check_template(tokenizer, stops)
+    assert str(found) == (
+        "note     stop tokens: generation_config.json names <|endoftext|>, "
+        "the tokenizer names <|endoftext|>, the chat template names <|im_end|>"
+    )
+    _, missing = check_template(tokenizer, [tokenizer.eos_token_id])  # of a task of its own
+    assert "none of the stop tokens ['<|endoftext|>']" in missing.what
 
 
 TEMPLATES = {

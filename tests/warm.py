@@ -6,6 +6,7 @@ one. What only a new interpreter has, such as the order of its imports, needs an
 """
 
 import ctypes
+import importlib
 import multiprocessing
 import os
 import runpy
@@ -19,6 +20,8 @@ from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn
+
+from huggingface_hub import constants
 
 from rl.actors import fork_server
 from rl.actors.guard import PR_SET_PDEATHSIG
@@ -140,6 +143,7 @@ def _become(
     os.environ.clear()
     os.environ.update(variables)
     tempfile.tempdir = None  # read again from the variables
+    importlib.reload(constants)
     os.chdir(folder)
     paths = variables.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:] = [

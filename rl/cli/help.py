@@ -31,7 +31,7 @@ GROUPS = {
         "quiet": "print errors only",
     },
     "model and data": {
-        "model.hf_path": "Hugging Face folder",
+        "model.hf_path": "Hugging Face folder or name",
         "model.max_seq_len": "prompt + completion, tokens",
         "task.*": "",
     },
@@ -97,7 +97,7 @@ COMMON = """\
   --output-dir DIR       run folder; by default runs/NAME-TIME
   --resume               go on from the newest complete checkpoint in --output-dir
   --quiet                print errors only
-  --model.hf_path DIR    Hugging Face folder to start from
+  --model.hf_path DIR    Hugging Face folder, or name on its Hub, to start from
   --task.path FILE       file, folder or Hub dataset of prompts, for configs that read one"""
 
 USAGE = (

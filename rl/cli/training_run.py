@@ -6,6 +6,8 @@ import os
 import shlex
 from typing import Any
 
+from rich.console import Console
+
 from rl.cli.arguments import read_config
 from rl.config import RunConfig
 from rl.errors import ConfigError, Interrupted, NodeLost, end_program, require
@@ -23,6 +25,7 @@ def run(arguments: list[str], *, program: str) -> int:
     name, config = read_config(arguments, program=program)
     trainer = trainer_of(config)  # which validates the config
     _check_hosts(config, len(os.environ.get("TILLER_NODES", "").split()) or 1)
+    trainer.session_config.fetch_models(Console(quiet=config.quiet, soft_wrap=True).print)
     folder = trainer.run.claim(name, f"{program} {shlex.join(arguments)}")
     try:
         return _run(trainer, folder)

@@ -17,6 +17,7 @@ from torchtitan.config import Configurable
 from rl.config import RunConfig
 from rl.config.users_code import users_code
 from rl.errors import ConfigError, require, shown
+from rl.model.hub import Snapshot
 
 A_RUNS_FILE = "it must be the config.json of a run"
 
@@ -32,6 +33,8 @@ def frozen(value: Any) -> Any:
         return {str(k): frozen(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
         return [frozen(v) for v in value]
+    if isinstance(value, Snapshot):
+        return value.name
     return value if isinstance(value, str | int | float | bool | None) else {"repr": repr(value)}
 
 

@@ -56,8 +56,9 @@ def _doctor(arguments: list[str]) -> int:
 
         _report(found, check_given(host, rest, PROGRAM))
     errors = sum(finding.severity == "error" for finding in found)
-    counts = f"{counted(errors, 'error')}, {counted(len(found) - errors, 'warning')}"
-    print(counts if found else "nothing found")
+    warnings = sum(finding.severity == "warning" for finding in found)
+    counts = f"{counted(errors, 'error')}, {counted(warnings, 'warning')}"
+    print(counts if errors or warnings else "nothing found")
     if "--json" in arguments:
         print(json.dumps({"ok": not errors, "findings": [*map(asdict, found)]}))
     return EXIT_CONFIG if errors else 0

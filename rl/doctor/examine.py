@@ -16,8 +16,10 @@ from rl.doctor.resources import check_memory, check_output, check_room
 from rl.doctor.reward import check_reward
 from rl.doctor.run import check_run
 from rl.errors import ConfigError
+from rl.model.hub import Snapshot, title_of
 from rl.plan.plan import Plan
 from rl.validation import checks
+from rl.validation.folders import models_of
 
 
 def check_given(host: Host, arguments: list[str], program: str) -> Iterator[Finding]:
@@ -45,10 +47,10 @@ def check_given(host: Host, arguments: list[str], program: str) -> Iterator[Find
 def check_all(host: Host, name: str, config: RunConfig) -> Iterator[Finding]:
     """Yield what is wrong with a config, its input, and the host for it."""
     made = checks(config)
-    if found := [*check_config(config, made[:2])]:
+    if found := [*check_config(config, made[:3])]:
         yield from found
-        return  # all else relies on these two
-    found = [*check_config(config, made[2:])]
+        return  # all else relies on these three
+    found = [*check_config(config, made[3:])]
     yield from found
     if not found:
         yield from _check_valid(host, name, config)
@@ -71,7 +73,10 @@ def _check_task(config: RLConfig) -> Iterator[Finding]:
 
 
 def _check_valid(host: Host, name: str, config: RunConfig) -> Iterator[Finding]:
-    """Yield what stands in the way of a config that nothing refuses."""
+    """Yield what stands in the way of a config that nothing refuses, and its models on the Hub."""
+    for section, model in models_of(config).items():
+        if isinstance(model.hf_path, Snapshot):
+            yield Finding("config", "note", f"{section}.hf_path", title_of(model.hf_path), "")
     yield from check_settings(config)
     yield from check_cluster(config, len(os.environ.get("TILLER_NODES", "").split()) or 1)
     yield from check_room(host, config)

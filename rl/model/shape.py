@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from rl.errors import require
 from rl.model.families import BUILT_IN, Family, family_named
+from rl.model.hub import Snapshot
 from rl.model.hugging_face_config import HuggingFaceConfig
 from rl.types.rules import PERFORMANCE, NeedsCuda, above, at_least
 
@@ -15,8 +16,14 @@ class ModelConfig:
     """A decoder, dense or with experts: sizes for random weights, or a Hugging Face folder."""
 
     hf_path: str | None = None
-    """Folder with config.json, safetensors and tokenizer. Its sizes replace the fields below;
-    ``max_seq_len`` is the smaller of the two values."""
+    """Folder with config.json, safetensors and tokenizer, or a name on the Hugging Face Hub like
+    ``Qwen/Qwen3-0.6B``. Its sizes replace the fields below; ``max_seq_len`` is the smaller of the
+    two values."""
+
+    revision: str | None = None
+    """Branch, tag or commit of a name on the Hub; None for its default branch. The run folder keeps
+    the commit. A run that is resumed stays at that commit, unless ``revision`` is another commit.
+    """
 
     family: str | None = None
     """Model family of random weights: llama, mistral, qwen2, qwen3, qwen3_moe or smollm3; None is
@@ -139,11 +146,11 @@ def shape_of(config: ModelConfig, *, field: str = "model.hf_path") -> ModelShape
         return ModelShape(**{**sizes, **family.random(sizes)}, dtype="float32")
     folder = Path(config.hf_path)
     name = repr(str(folder))
-    fix = "name one with a model"
+    fix = config.hf_path.remedy if isinstance(config.hf_path, Snapshot) else "name one with a model"
     require(folder.is_dir(), f"there is no folder {name}", field=field, fix=fix)
     require((folder / "config.json").is_file(), f"{name} has no config.json", field=field)
     fix = "save the model with safe_serialization=True"
-    has_weights = any(folder.glob("*.safetensors"))
+    has_weights = isinstance(config.hf_path, Snapshot) or any(folder.glob("*.safetensors"))
     require(has_weights, f"{name} has no *.safetensors", field=field, fix=fix)
     described = HuggingFaceConfig(field, folder)
     own = config.family if config.family not in BUILT_IN else None

@@ -9,6 +9,7 @@ from typing import Any
 from rl.config import RunConfig
 from rl.config.frozen import changed_fields, frozen
 from rl.errors import counted
+from rl.model.hub import title_of
 from rl.plan.memory import GIB, RankMemory, environment_workers, kv_bytes, kv_sequences
 from rl.plan.plan import Plan, degrees_of
 from rl.plan.planned_run import PlannedRun, hosts_of
@@ -96,7 +97,7 @@ def _head(name: str, run: PlannedRun) -> Iterator[str]:
     hardware = run.hardware
     sizes = sizes_of(run.shape, fuse_qkv=model.fuse_qkv)
     active = f", {_count(sizes.active)} active" if sizes.experts else ""
-    weights = model.hf_path or "random weights, model.hf_path is not set"
+    weights = title_of(model.hf_path or "random weights, model.hf_path is not set")
     yield f"{name}: {_count(sizes.total)} parameters{active} ({weights})"
     what, each = (f"{hardware.gpus} GPUs", "GPU") if run.cuda else ("CPUs", "rank")
     hosts = f"{counted(run.hosts, 'host')} of {what}"

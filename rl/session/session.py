@@ -62,7 +62,7 @@ class Session(Models):
         events: Events | None = None,
         meshes: Any = None,
     ):
-        """Make a session without starting processes.
+        """Make a session without starting processes. Models on the Hugging Face Hub are downloaded.
 
         - ``task`` scores completions.
         - ``folder`` gets checkpoints and logs; by default a folder that ends with the session.
@@ -73,6 +73,7 @@ class Session(Models):
         """
         self.config = config
         self._events = events = events or Events(print_warnings, print_notes)
+        config.fetch_models(events.note)
         self._temporary: TemporaryFolder | None = None
         if folder is None:
             self._temporary = TemporaryFolder("tiller-")

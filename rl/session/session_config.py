@@ -1,11 +1,16 @@
 """Config of a session."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Literal
 
+from rl.errors import ConfigError
 from rl.generation.generator_config import GeneratorConfig
+from rl.model.hub import Snapshot, locate
 from rl.model.shape import ModelConfig, shape_of
 from rl.session.hardware import HardwareConfig
+from rl.training.hugging_face_files import check_folder
 from rl.training.trainer_config import TrainerConfig, settle
 from rl.types import Head
 from rl.types.rules import NUMERICS, SECONDS, YEAR_S, at_least
@@ -135,6 +140,24 @@ class SessionConfig:
         """Number of nodes that all meshes need together."""
         generators = self.generator.nodes if self.generator is not None else 0
         return (self.trainer.nodes if self.trainer is not None else 1) + generators
+
+    def fetch_models(self, tell: Callable[[str], object]) -> None:
+        """Replace names on the Hub by folders; download and check the weights that the models start
+        from and that this host lacks. ``tell`` gets lines of progress. Raises ConfigError.
+        """
+        for role in self.models.values():
+            locate(role.model, role.model_field)
+            path = role.model.hf_path
+            replaced = role.trainer.checkpoint.initial_load_path
+            if not isinstance(path, Snapshot) or replaced or not path.missing():
+                continue
+            field = f"{role.model_field}.hf_path"
+            path.fetch(tell, field=field)
+            needs_head = role.field.startswith("roles.")
+            try:
+                check_folder(Path(path), shape_of(role.model), role.head, needs_head=needs_head)
+            except ConfigError as error:
+                raise error.inside(field) from None
 
     @property
     def longest_sequence(self) -> int:

@@ -8,14 +8,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from rl.errors import ConfigError, require
+from rl.model.hub import INDEX, ONE_FILE, read_index
 from rl.model.hugging_face_config import read_json
 from rl.model.reward_model import reward_class
 from rl.model.shape import ModelShape
 from rl.training.hugging_face_names import SCORE, Shapes, hugging_face_tensors
 from rl.types import Head
 
-ONE_FILE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -83,7 +82,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
         neither = f"{folder} has neither {ONE_FILE} nor {INDEX}"
         require(one_file.is_file(), neither, fix="save it with save_pretrained")
         return dict(_read_header(one_file))
-    files = _read_index(index)
+    files = read_index(index)
     names = sorted(set(files.values()))
     both = f"{folder} holds both {ONE_FILE} and {INDEX} of other files"
     holds = not one_file.is_file() or names == [ONE_FILE]
@@ -104,7 +103,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 def files_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
     """Return {tensor: file} from the index; without an index, ONE_FILE for each of ``names``."""
     index = folder / INDEX
-    return _read_index(index) if index.is_file() else dict.fromkeys(names, ONE_FILE)
+    return read_index(index) if index.is_file() else dict.fromkeys(names, ONE_FILE)
 
 
 def check_tensors(folder: Path, stored: dict[str, StoredTensor], wanted: Shapes) -> None:
@@ -140,17 +139,6 @@ def _read_header(path: Path) -> Iterator[tuple[str, StoredTensor]]:
     except (OSError, SafetensorError) as error:
         problem = f"{path} cannot be read: {error}"
         raise ConfigError(problem, fix="copy or download the file again") from None
-
-
-def _read_index(path: Path) -> dict[str, str]:
-    """Return the index's {tensor: file name}."""
-    files = read_json(path.name, path).get("weight_map")
-    names = list(files.values()) if isinstance(files, dict) else []
-    is_map = bool(names) and all(isinstance(name, str) for name in names)
-    require(is_map, f"{path} has no weight_map, which gives the file of each tensor")
-    for name in set(names):
-        require(Path(name).name == name, f"{path} names {name!r}; it must be a file of the folder")
-    return files  # type: ignore[return-value]
 
 
 def _check_tied_head(folder: Path, stored: dict[str, StoredTensor]) -> None:

@@ -15,18 +15,18 @@ from torchtitan.config import TORCH_DTYPE_MAP
 
 from rl.errors import RunError
 from rl.host.disk import replace_folder, sync_file
+from rl.model.hub import DESCRIPTIONS, INDEX, ONE_FILE
 from rl.model.reward_model import describe_reward_model
 from rl.model.shape import ModelShape, family_of, hf_config
 from rl.model.shards import Box, Shards
 from rl.training.all_ranks import on_every_rank, on_first_rank
 from rl.training.engine import TrainingEngine
-from rl.training.hugging_face_files import INDEX, ONE_FILE, check_tensors, files_of, stored_tensors
+from rl.training.hugging_face_files import check_tensors, files_of, stored_tensors
 from rl.training.hugging_face_names import SCORE, HuggingFaceNames, Shapes, TensorPiece
 from rl.training.lora import peft_tensors, write_peft
 from rl.training.sharded_model import named_weights, shards_of
 from rl.training.value_head import ValueHead
 
-DESCRIPTIONS = ("*.json", "*.jinja", "*.txt", "*.model")
 FILE_BYTES = 5 * 10**9
 """Maximum size of a file, unless the source's split is used; a single tensor may exceed it."""
 
@@ -45,6 +45,7 @@ class HuggingFaceFolders:
         self._engine = engine
         self._model = engine.model
         self._shape = shape
+        self._base = source
         self._source = Path(source) if source is not None else None
         self._names = HuggingFaceNames(engine.model.config)
 
@@ -77,8 +78,7 @@ class HuggingFaceFolders:
         def finish() -> None:
             self._finish(partial, layouts, sum(written))
             if lora := self._engine.config.lora:
-                base = str(self._source) if self._source else None
-                write_peft(partial / "adapter", adapters, lora, base=base)
+                write_peft(partial / "adapter", adapters, lora, base=self._base)
             replace_folder(whole, partial)
 
         on_first_rank("export", finish)

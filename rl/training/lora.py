@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.lora import LoRAConverter
 
+from rl.model.hub import Snapshot
 from rl.model.shards import Box, Shards
 from rl.training.hugging_face_names import HuggingFaceNames
 from rl.training.sharded_model import shards_of
@@ -103,7 +104,7 @@ def write_peft(
     config: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
+        "base_model_name_or_path": str(Path(base)) if base is not None else None,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "target_modules": sorted({name.split(".")[-3] for name in tensors}),
@@ -111,6 +112,8 @@ def write_peft(
         "bias": "none",
         "inference_mode": True,
     }
+    if isinstance(base, Snapshot):
+        config |= {"base_model_name_or_path": base.name, "revision": base.commit}
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))

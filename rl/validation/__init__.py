@@ -21,7 +21,7 @@ from rl.model.shape import shape_of
 from rl.training.trainer_config import adaptable_layers
 from rl.types.rules import NeedsCuda, rule_of
 from rl.validation.engines import validate_optimizers
-from rl.validation.folders import RESERVED, validate_folders
+from rl.validation.folders import RESERVED, find_models, validate_folders
 from rl.validation.layouts import validate_devices, validate_layouts, validate_nodes
 from rl.validation.rl_runs import ROLLOUT_CHECKS
 from rl.validation.values import check, validate_numbers, validate_types, validate_unused, values
@@ -39,7 +39,7 @@ def validate(config: RunConfig) -> None:
 
 
 def checks(config: RunConfig) -> list[Callable[[Any], None]]:
-    """Return the parts of ``validate``, in order. All but the first two rely on those two."""
+    """Return the parts of ``validate``, in order. All but the first three rely on those three."""
     return [each for kind in reversed(type(config).__mro__) for each in CHECKS.get(kind, ())]
 
 
@@ -200,10 +200,10 @@ def _validate_reward_model(config: RewardModelConfig) -> None:
 
 CHECKS: dict[type, list[Callable[[Any], None]]] = {
     RunConfig: [
-        *(validate_types, validate_numbers, validate_unused, validate_folders, validate_layouts),
-        *(_validate_cuda, _validate_checkpoint, _validate_training_modes, validate_optimizers),
-        *(_validate_schedules, _validate_lora, _validate_watchdog, _validate_slurm),
-        _validate_sinks,
+        *(validate_types, validate_numbers, find_models, validate_unused, validate_folders),
+        *(validate_layouts, _validate_cuda, _validate_checkpoint, _validate_training_modes),
+        *(validate_optimizers, _validate_schedules, _validate_lora, _validate_watchdog),
+        *(_validate_slurm, _validate_sinks),
     ],
     DatasetRunConfig: [validate_nodes, validate_devices, _validate_examples],
     SFTConfig: [_validate_supervision],

@@ -1,13 +1,17 @@
 """Checks of the folders that a run's models start from: headers against what the models need."""
 
 import dataclasses
+import re
 from pathlib import Path
 
 from rl.config import RLConfig, RoleConfig, RunConfig
+from rl.config.frozen import read_config_file
 from rl.errors import ConfigError, require_value
+from rl.model.hub import Snapshot, is_name, locate
 from rl.model.shape import ModelConfig, ModelShape, shape_of
 from rl.training.hugging_face_files import check_folder
 from rl.types import Head
+from rl.validation.values import values
 
 COMPLETE = "the folder of a complete checkpoint, such as RUN/checkpoints/step-100"
 OWN_FIELDS = ("max_seq_len", "dtype")
@@ -19,6 +23,29 @@ RESERVED = (
     *("rollouts", "tensorboard", "tokenizer", "wandb"),
 )
 """Names in a run folder that Tiller uses."""
+
+
+def models_of(config: RunConfig) -> dict[str, ModelConfig]:
+    """Return the sections that name a model, by their names."""
+    found = ((value.name, value.content) for value in values(config))
+    return {name: content for name, content in found if isinstance(content, ModelConfig)}
+
+
+def find_models(config: RunConfig) -> None:
+    """Replace names on the Hub by the folders of their snapshots: see :func:`rl.model.hub.locate`.
+
+    A run that is resumed keeps the commits that it began with, unless the config names others.
+    """
+    path = Path(config.output_dir, "config.json")
+    for section, model in models_of(config).items():
+        if config.resume and is_name(model.hf_path or "") and path.is_file():
+            kept = read_config_file(path, f"--resume: {path}")["config"]
+            for key in section.split("."):
+                kept = kept.get(key, {})
+            asks = re.fullmatch("[0-9a-f]{40}", model.revision or "")  # for a commit
+            if kept.get("hf_path") == model.hf_path and not asks:
+                model.revision = kept.get("revision")
+        locate(model, section)
 
 
 def validate_folders(config: RunConfig) -> None:
@@ -91,6 +118,7 @@ def _check(
         rule = f"the folder of a model whose {key} is {needed}, not {found}"
         require_value(key in OWN_FIELDS or found == needed, field, path, rule)
     try:
-        check_folder(Path(path), ours, head, needs_head=needs_head)
+        if not (isinstance(path, Snapshot) and path.missing()):  # else checked once downloaded
+            check_folder(Path(path), ours, head, needs_head=needs_head)
     except ConfigError as error:
         raise error.inside(field) from None

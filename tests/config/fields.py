@@ -93,6 +93,8 @@ launch/test_scripts.py
   test_every_field_of_kubernetes_changes_the_manifests:
     KubernetesConfig namespace image source claim mount secret node_selector tolerations memory rdma
     KubernetesConfig shared_memory warn_s max_restarts
+model/test_hub.py
+  test_a_revision_is_a_branch_a_tag_or_a_commit: ModelConfig revision
 model/test_shape.py
   test_the_shorter_of_both_lengths_is_used: ModelConfig max_seq_len
   test_every_size_changes_the_parameters:

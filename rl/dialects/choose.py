@@ -20,9 +20,8 @@ def dialect_of(model: "str | PreTrainedTokenizerFast") -> Dialect:
     a Hugging Face folder with one.
 
     Qwen3's is our own. A template that appends each turn gives one itself, as Llama 3's, Mistral's
-    and Qwen2.5's do. For others the optional package renderers may have one. The choice depends on
-    what the template makes of sample conversations, not on the model's name. Raises ConfigError,
-    naming ``model.hf_path``, if no dialect is exact.
+    and Qwen2.5's do. The choice depends on what the template makes of sample conversations, not on
+    the model's name. Raises ConfigError, naming ``model.hf_path``, if no dialect is exact.
     """
     tokenizer = load_tokenizer(model) if isinstance(model, str) else model
     require_chat_template(tokenizer)
@@ -40,18 +39,10 @@ def dialect_of(model: "str | PreTrainedTokenizerFast") -> Dialect:
     try:
         return TemplateDialect(tokenizer)
     except (ConfigError, ConversationError) as error:
-        others = f"Qwen3's ({reasons[0]}) nor one that only appends turns ({error})"
-    try:
-        from rl.dialects.renderers_adapter import find_family
-    except ImportError:
-        problem = f"{where} is neither {others}"
-        fix = "for other families install the package renderers: pip install 'tiller-rl[dialects]'"
-        raise ConfigError(problem, field="model.hf_path", fix=fix) from None
-    family = find_family(tokenizer)
-    if family is None:
-        problem = f"{where} is neither {others} nor one that the package renderers has"
-        raise ConfigError(problem, field="model.hf_path", fix="use a model with such a template")
-    return family
+        problem = (
+            f"{where} is neither Qwen3's ({reasons[0]}) nor one that only appends turns ({error})"
+        )
+    raise ConfigError(problem, field="model.hf_path", fix="use a model with such a template")
 
 
 def dialect_or_text(model: "str | PreTrainedTokenizerFast") -> Dialect:

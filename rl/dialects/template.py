@@ -111,7 +111,6 @@ CALLS = [
 ]
 
 Probe = tuple[list[dict[str, Any]], list[dict[str, Any]] | None]
-PLAIN = 3  # probes at the start of the list that any family can render
 PROBES: list[Probe] = [
     (QUESTION, None),
     (SYSTEM, None),

@@ -76,8 +76,8 @@ DAMAGED = {
         "copy or download",
     ),
     "another architecture": (
-        lambda f: edit_config(f / "tiny", attention_bias=True),
-        *("error", "model.hf_path", "attention_bias .* is True", "trains False only"),
+        lambda f: edit_config(f / "tiny", hidden_act="gelu"),
+        *("error", "model.hf_path", "hidden_act .* is 'gelu'", "trains 'silu' only"),
     ),
     "no tokenizer": (
         *(without("tiny/tokenizer.json"), "error", "model.hf_path", "has no tokenizer.json"),
@@ -332,7 +332,7 @@ def test_shipped_configs_have_no_findings(inputs_of, tmp_path, examine):
         assert not [each for each in found if each["severity"] == "error"], found
         places = {each["where"] for each in found}
         assert places - {"hardware.device"} == set(), found
-        assert ("hardware.device" in places) == name.startswith("qwen3")
+        assert ("hardware.device" in places) == name.startswith(("qwen", "llama"))
 
     check_rows(shipped_configs(), check)
 

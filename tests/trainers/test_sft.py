@@ -170,7 +170,7 @@ def test_a_config_that_cannot_work_is_refused_before_anything_starts(config, fie
 
 
 def test_without_rows_and_file_the_error_names_the_field(config):
-    with pytest.raises(ConfigError, match="task.path is not set; name a JSONL file, or give"):
+    with pytest.raises(ConfigError, match="task.path is not set; name a JSONL file or dataset"):
         SFTTrainer(config)
 
 

@@ -97,6 +97,13 @@ def mistral() -> PreTrainedTokenizerFast:
 
 
 @cache
+def chatml_mistral() -> PreTrainedTokenizerFast:
+    """Return the same with tokens and template of Qwen2.5, as models trained from Mistral have."""
+    words = "<|im_start|> <|im_end|> <tool_call> </tool_call>"
+    return _with("qwen2_5", words, copy_of(mistral()))
+
+
+@cache
 def plain_family(template: str) -> PreTrainedTokenizerFast:
     """Return the tokenizer of :func:`qwen3` with another template."""
     return _with(template)

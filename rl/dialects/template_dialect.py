@@ -7,19 +7,11 @@ from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from rl.dialects import dialect
+from rl.dialects import dialect, template
 from rl.dialects.dialect import AssistantTurn, ConversationError, Messages, Rendered, Tokens
 from rl.dialects.plain_text import ControlTokens, PlainText
 from rl.dialects.qwen3 import Pieces
 from rl.dialects.qwen3_turns import Markup, parse_answer
-from rl.dialects.template import (
-    call,
-    said,
-    stop_tokens,
-    template_stops,
-    template_text,
-    text_difference,
-)
 from rl.errors import shown
 
 if TYPE_CHECKING:
@@ -32,8 +24,8 @@ END = "\ufdd1"
 LABEL = re.compile(f"{END}(\\d+){END}")
 MARKS = re.compile(f"{SPLIT}|{LABEL.pattern}")
 
-ASKED = said("user", "Hello?")
-ANSWER = said("assistant", "Hi.")
+ASKED = template.said("user", "Hello?")
+ANSWER = template.said("assistant", "Hi.")
 ARGUMENTS = {"word": "né"}
 
 Segment = tuple[str, bool, int]
@@ -61,8 +53,8 @@ class TemplateDialect(dialect.Dialect):
 
     def __init__(self, tokenizer: "PreTrainedTokenizerFast"):
         self.tokenizer = tokenizer
-        self.stop_token_ids = stop_tokens(tokenizer)
-        if not template_stops(tokenizer):
+        self.stop_token_ids = template.stop_tokens(tokenizer)
+        if not template.template_stops(tokenizer):
             raise ConversationError("it writes no control token after an answer")
         self._outside = PlainText(tokenizer)
         self._within = PlainText(tokenizer, within=True)
@@ -155,12 +147,11 @@ class TemplateDialect(dialect.Dialect):
 
     def _text(
         self,
-        turns: list[Any],
+        turns: Any,
         prompt: bool,
         thinking: bool,
         tools: Any = None,
-        *,
-        after: Sequence[Any] = (),
+        after: Any = (),
         first: int = 0,
     ) -> str:
         """Return what the template writes for ``turns`` after other messages, with marks.
@@ -169,7 +160,7 @@ class TemplateDialect(dialect.Dialect):
         leaves a text out, or acts on a control token in a text.
         """
         options = {"add_generation_prompt": prompt, "enable_thinking": thinking}
-        text = template_text(self.tokenizer, [*after, *turns], tools, **options)
+        text = template.template_text(self.tokenizer, [*after, *turns], tools, **options)
         marked = self._spaced(turns)
         labels = list[str]()
         for index, turn in enumerate(marked, first):
@@ -178,7 +169,7 @@ class TemplateDialect(dialect.Dialect):
                     labels.append(f"{END}{index}{END}")
                     turn[key] = body + labels[-1] + turn[key][len(body) :]
         spaced = self._spaced(tools)
-        whole = template_text(self.tokenizer, [*after, *marked], spaced, **options)
+        whole = template.template_text(self.tokenizer, [*after, *marked], spaced, **options)
         if MARKS.sub("", whole) != text:
             problem = "the chat template acts on a control token that is written in a text"
             raise ConversationError(f"{problem}; remove it")
@@ -219,12 +210,12 @@ class TemplateDialect(dialect.Dialect):
         """Raise ConversationError unless the template writes ``turns`` as ``marked``."""
         options = {"enable_thinking": thinking, "add_generation_prompt": prompt}
         ours = MARKS.sub("", "".join(marked))
-        theirs = template_text(self.tokenizer, turns, tools, **options)
+        theirs = template.template_text(self.tokenizer, turns, tools, **options)
         if turns[-1]["role"] == "assistant" and not prompt and ours != theirs:
             options["add_generation_prompt"] = True
             ours = MARKS.sub("", "".join(marked[:-2]))
-            theirs = template_text(self.tokenizer, turns[:-1], tools, **options)
-        if reason := text_difference(ours, theirs):
+            theirs = template.template_text(self.tokenizer, turns[:-1], tools, **options)
+        if reason := template.text_difference(ours, theirs):
             raise ConversationError(f"the chat template changes earlier turns: {reason}")
         tokens = self._encoded([(theirs, False, 0)]).tokens.tolist()
         is_plain = SPLIT not in "".join(marked)
@@ -249,9 +240,9 @@ class TemplateDialect(dialect.Dialect):
 
     def _find_calls(self) -> str:
         """Find how the template writes calls. Return the reason if they cannot be read."""
-        given = call(**ARGUMENTS) | {"id": "000000000"}
+        given = template.call(**ARGUMENTS) | {"id": "000000000"}
         try:
-            text = self._answer(said("assistant", "", tool_calls=[given]), True)
+            text = self._answer(template.said("assistant", "", tool_calls=[given]), True)
         except ConversationError as error:
             return f"tools cannot be used: {error}"
         words = self._control.split(text)[1:-2:2]
@@ -273,5 +264,7 @@ class TemplateDialect(dialect.Dialect):
 def _rest(begin: str, whole: str, problem: str) -> str:
     """Return ``whole`` without its ``begin``. Raises ConversationError with the difference."""
     if not whole.startswith(begin):
-        raise ConversationError(f"{problem}: {text_difference(begin, MARKS.sub('', whole))}")
+        raise ConversationError(
+            f"{problem}: {template.text_difference(begin, MARKS.sub('', whole))}"
+        )
     return whole[len(begin) :]

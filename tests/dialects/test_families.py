@@ -11,13 +11,22 @@ from rl.dialects.dialect import ConversationError
 from rl.dialects.template_dialect import TemplateDialect
 from rl.errors import ConfigError
 from tests.dialects.conversations import TOOL, call, said, system, tool, user
-from tests.tiny_tokenizers import copy_of, llama3, mistral, painted, plain_family, tekken
+from tests.tiny_tokenizers import (
+    chatml_mistral,
+    copy_of,
+    llama3,
+    mistral,
+    painted,
+    plain_family,
+    tekken,
+)
 
 FAMILIES = {
     "Llama 3": (lambda: llama3("llama3"), "<|eot_id|>"),
     "Llama 3.2": (lambda: llama3("llama3_2"), "<|eot_id|>"),
     "Mistral": (mistral, "</s>"),
     "Mistral tekken": (tekken, "</s>"),
+    "ChatML of Mistral": (chatml_mistral, "<|im_end|>"),
     "Qwen2.5": (lambda: plain_family("qwen2_5"), "<|im_end|>"),
     "SmolLM3": (lambda: plain_family("smollm3"), "<|im_end|>"),
 }
@@ -37,6 +46,8 @@ def tokenizer_of(name):
 def dialects() -> dict[str, TemplateDialect]:
     made = {name: dialect_of(make()) for name, (make, _) in FAMILIES.items()}
     assert {type(dialect) for dialect in made.values()} == {TemplateDialect}
+    for name, (make, stop) in FAMILIES.items():
+        assert make().convert_ids_to_tokens(made[name].stop_token_ids[0]) == stop
     return made
 
 

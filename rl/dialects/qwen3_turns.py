@@ -58,8 +58,7 @@ class Control:
     @property
     def markup(self) -> Markup:
         """Control tokens between the parts of an answer."""
-        ends = self.tool_call, self.tool_call_end
-        return Markup(self.stops, self.think, self.think_end, *ends)
+        return Markup(self.stops, self.think, self.think_end, self.tool_call, self.tool_call_end)
 
     @property
     def stops(self) -> tuple[int, int]:

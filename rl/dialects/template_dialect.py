@@ -96,8 +96,9 @@ class TemplateDialect(dialect.Dialect):
             segments.append((self._answer(turns[index], on, index), True, index))
             text = self._between(turns[index + 1 : end], prompt, on, index + 1)
             segments.append((text, False, -1 if prompt else end - 1))
+        rendered = self._encoded(segments)
         self._require_exact(turns, listed, [text for text, *_ in segments], prompt, on)
-        return self._encoded(segments)
+        return rendered
 
     def parse(self, prompt: Tokens, answer: Tokens) -> AssistantTurn:
         """Return the parts of an ``answer``, told apart by control tokens. If the template writes
@@ -186,6 +187,8 @@ class TemplateDialect(dialect.Dialect):
         if isinstance(value, list | tuple):
             return [*map(self._spaced, value)]
         while isinstance(value, str) and (word := self._control.first_in(value)):
+            if len(word) == 1:
+                raise ConversationError(f"a text has {word!r}, which is a control token; remove it")
             value = value.replace(word, SPLIT.join(["", *word, ""]))
         return value
 

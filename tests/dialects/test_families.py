@@ -256,7 +256,7 @@ REFUSED = {
     "a system message that moves": (
         *("Mistral", [system("s"), user("a"), said("b"), user("c")], None, "earlier turns: it has"),
     ),
-    "half a surrogate pair": ("Qwen2.5", [user("\ud800")], None, "message 0: .* surrogate"),
+    "half a surrogate pair": ("Qwen2.5", [user("a"), said("\ud800")], None, "message 1: .* surr"),
 }
 
 
@@ -291,6 +291,13 @@ def test_all_sources_name_stop_tokens_that_of_the_template_first(tmp_path):
     answer = dialect.tokenizer.encode(text, add_special_tokens=False)
     assert dialect.parse([], answer).tool_calls[0].arguments == {"a": 1}
     assert dialect.continuation([], answer, [tool("3")])[0] not in ids
+
+
+def test_a_control_token_of_one_character_is_refused_in_a_text():
+    tokenizer = copy_of(plain_family("qwen2_5"))
+    tokenizer.add_tokens([AddedToken("☃", normalized=False)])
+    with pytest.raises(ConversationError, match="a text has '☃', which is a control token"):
+        dialect_of(tokenizer).render([user("a ☃")])
 
 
 LATER = "('.' if message.role == 'assistant' and not loop.last else '') + message.content + '<|im"

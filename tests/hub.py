@@ -1,4 +1,4 @@
-"""A Hub on the loopback address: the routes that ``huggingface_hub`` asks for."""
+"""A Hub on the loopback address: the routes that ``huggingface_hub`` and ``datasets`` ask for."""
 
 import hashlib
 import importlib
@@ -7,7 +7,7 @@ import re
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -20,6 +20,10 @@ from huggingface_hub import constants
 TOKEN = "hf_of_the_test"
 CHUNK = 10_000
 """Bytes that the server sends, and that the client writes, at once."""
+ROUTE = re.compile(
+    r"/(?:api/models/|api/(?=datasets/))?((?:datasets/)?[^/]+/[^/]+)"
+    r"(?:/(revision|tree|paths-info|resolve)/([^/]+)/?(.*))?"
+)
 
 
 @dataclass
@@ -47,7 +51,7 @@ class Repository:
 
 
 class Hub(ThreadingHTTPServer):
-    """Server with ``repositories`` by name. ``asked`` has the files that were sent, in order."""
+    """Server of repositories. ``asked`` has the files that were sent, in order."""
 
     daemon_threads = True
 
@@ -55,6 +59,7 @@ class Hub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.repositories: dict[str, Repository] = {}
+        """Repositories by name. The name of a dataset begins with ``datasets/``."""
         self.asked: list[str] = []
         self.calls = 0
         """Number of requests, of whatever kind."""
@@ -81,13 +86,13 @@ def serving_hub() -> Iterator[Hub]:
         thread.join()
 
 
-@pytest.fixture
-def hub(tmp_path) -> Iterator[Hub]:
-    """A Hub that this process uses, with an empty cache in ``tmp_path / "hf"``."""
+@contextmanager
+def using_hub(home: Path) -> Iterator[Hub]:
+    """Yield a Hub that this process uses, with an empty cache in ``home``."""
     with serving_hub() as hub, pytest.MonkeyPatch.context() as patch:
-        for name in ("HF_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_CACHE"):
+        for name in ("HF_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_CACHE", "HF_DATASETS_CACHE"):
             patch.delenv(name, raising=False)
-        for name, value in hub.variables(tmp_path / "hf").items():
+        for name, value in hub.variables(home).items():
             patch.setenv(name, value)
         reread()
         patch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", CHUNK)
@@ -95,9 +100,33 @@ def hub(tmp_path) -> Iterator[Hub]:
     reread()
 
 
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[Hub]:
+    """A Hub that this process uses, with an empty cache in ``tmp_path / "hf"``."""
+    with using_hub(tmp_path / "hf") as hub:
+        yield hub
+
+
+@pytest.fixture
+def variable() -> Iterator[Callable[[str, str], None]]:
+    """Function that sets a variable of ``huggingface_hub`` and ``datasets``."""
+    with pytest.MonkeyPatch.context() as patch:
+
+        def put(name: str, value: str) -> None:
+            patch.setenv(name, value)
+            reread()
+
+        yield put
+    reread()
+
+
 def reread() -> None:
-    """Have ``huggingface_hub`` read its environment variables again."""
+    """Have ``huggingface_hub`` and ``datasets`` read their environment variables again."""
+    from datasets import config  # most tests do not import this package
+
     importlib.reload(constants)
+    importlib.reload(config)
+    config.USE_PARQUET_EXPORT = False  # another host of the Hub has it
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -115,68 +144,74 @@ class _Handler(BaseHTTPRequestHandler):
     def do_HEAD(self) -> None:
         self.do_GET()
 
-    def do_GET(self) -> None:
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.do_GET(json.loads(body)["paths"])
+
+    def do_GET(self, paths: tuple[str, ...] = ()) -> None:
         self.server.calls += 1
-        path = self.path.partition("?")[0]
-        route = r"(/api/models)?/([^/]+/[^/]+)(?:/(revision|tree|resolve)/([^/]+)(?:/(.+))?)?"
-        found = re.fullmatch(route, path)
-        repository = self.server.repositories.get(found[2]) if found else None
+        found = ROUTE.fullmatch(self.path.partition("?")[0].replace("%2F", "/"))
+        name, verb, revision, path = found.groups() if found else ("", None, None, None)
+        repository = self.server.repositories.get(name)
         knows = self.headers.get("Authorization") == f"Bearer {TOKEN}"
         if repository is None or (repository.access == "private" and not knows):
             self._refuse(401, "RepoNotFound")
             return
-        revision = found[4] or "main"
-        commit = repository.branches.get(revision, revision)
+        commit = repository.branches.get(revision or "main", revision)
         files = repository.commits.get(commit)
         if files is None:
             self._refuse(404, "RevisionNotFound")
-        elif found[3] == "tree":
-            self._send_json([_entry(repository, *each) for each in files.items()])
-        elif found[3] != "resolve":
-            self._send_json({"id": found[2], "sha": commit})
+        elif verb == "tree":
+            inside = [each for each in files if each.startswith(path)]
+            self._send_json([_entry(repository, each, files[each]) for each in inside])
+        elif verb == "paths-info":
+            known = [each for each in paths if each in files]
+            self._send_json([_entry(repository, each, files[each]) for each in known])
+        elif verb != "resolve":
+            self._send_json({"id": name.removeprefix("datasets/"), "sha": commit})
         elif repository.access == "gated" and not knows:
             self._refuse(403, "GatedRepo")
-        elif found[5] not in files:
+        elif path not in files:
             self._refuse(404, "EntryNotFound")
         else:
-            self._send_file(repository, commit, found[5], files[found[5]])
+            self._send_file(repository, commit, path, files[path])
 
     def _send_file(self, repository: Repository, commit: str, name: str, content: bytes) -> None:
-        asked = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
+        asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
         first = int(asked[1]) if asked else 0
-        self.send_response(206 if first else 200)
-        self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
-        self.send_header("X-Repo-Commit", commit)
-        self.send_header("Content-Length", str(len(content) - first))
-        if first:
-            self.send_header("Content-Range", f"bytes {first}-{len(content) - 1}/{len(content)}")
-        self.end_headers()
+        end = min(int(asked[2]) + 1, len(content)) if asked and asked[2] else len(content)
+        headers = {"ETag": f'"{hashlib.sha256(content).hexdigest()}"', "X-Repo-Commit": commit}
+        if asked:
+            headers["Content-Range"] = f"bytes {first}-{end - 1}/{len(content)}"
+        self._begin(206 if asked else 200, end - first, headers)
         if self.command == "HEAD":
             return
         self.server.asked.append(f"{name}+{first}" if first else name)
         is_weights = name.endswith(".safetensors")
-        ends = repository.breaks.pop(0) if is_weights and repository.breaks else ""
-        last = (first + len(content)) // 2 if ends else len(content)
+        breaks = repository.breaks.pop(0) if is_weights and repository.breaks else ""
+        last = (first + end) // 2 if breaks else end
         for start in range(first, last, CHUNK):
             self.wfile.write(content[start : min(start + CHUNK, last)])
             time.sleep(repository.chunk_s if is_weights else 0)
-        self.close_connection = bool(ends)
-        if ends == "reset":
+        self.close_connection = bool(breaks)
+        if breaks == "reset":
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self.rfile.close()
             self.connection.close()
 
     def _send_json(self, content: object) -> None:
         body = json.dumps(content).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
+        self._begin(200, len(body), {})
         self.wfile.write(b"" if self.command == "HEAD" else body)
 
     def _refuse(self, code: int, reason: str) -> None:
+        self._begin(code, 0, {"X-Error-Code": reason})
+
+    def _begin(self, code: int, length: int, headers: dict[str, str]) -> None:
         self.send_response(code)
-        self.send_header("X-Error-Code", reason)
-        self.send_header("Content-Length", "0")
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(length))
         self.end_headers()
 
 

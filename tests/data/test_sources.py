@@ -17,7 +17,7 @@ from rl.data.preferences import read_preferences
 from rl.data.sources import SourceConfig, is_hub_name, newest_commit
 from rl.data.stored import Stored, parted
 from rl.errors import ConfigError
-from tests.loopback_hub import TOKEN, offline, serving_hub
+from tests.hub import TOKEN, using_hub
 from tests.tables import check_rows
 
 ROWS = [
@@ -40,7 +40,7 @@ def lines_of(rows) -> bytes:
 @pytest.fixture(scope="module", autouse=True)
 def hub(tmp_path_factory):
     """A Hub. The cache of all tests of this file is that of the Hub's files."""
-    with serving_hub(tmp_path_factory.mktemp("hf")) as hub:
+    with using_hub(tmp_path_factory.mktemp("hf")) as hub:
         yield hub
 
 
@@ -62,6 +62,12 @@ def folder(tmp_path_factory) -> Path:
     (folder / "cut.parquet").write_bytes(parquet_of(ROWS)[:200])
     (folder / "nothing").mkdir()
     return folder
+
+
+def source(path: str = NAME, **options) -> SourceConfig:
+    return SourceConfig(
+        **{"path": path, "dataset_config": "main" if path == NAME else ""} | options
+    )
 
 
 def read(source):
@@ -100,31 +106,6 @@ def test_splits_and_their_parts_are_read(folder):
         assert len(read(SourceConfig(path=str(folder / name), split=split))) == count, (name, split)
 
 
-WRONG = {
-    "a split": ("splits", {"split": "tset"}, "task.split is 'tset'; it must be one of 'train', 't"),
-    "a split of files": ("parts", {"split": "a"}, "task.split is 'a'; .* one of 'train', 'test'"),
-    "a split of a file": ("rows.parquet", {"split": "b"}, "task.split is 'b'; .* one of 'train'"),
-    "a split of lines": ("rows.jsonl", {"split": "train"}, "task.split: '.*rows.jsonl' has none"),
-    "a revision": ("rows.parquet", {"revision": "v"}, "task.revision: '.*rows.parquet' has none"),
-    "a config": ("saved", {"dataset_config": "a"}, "task.dataset_config: '.*saved' has none"),
-    "a config of files": (
-        "parts",
-        {"dataset_config": "main"},
-        "task.dataset_config is 'main'; it must be one of 'default'",
-    ),
-    "a broken file": ("cut.parquet", {}, "task.path: '.*cut.parquet' cannot be opened: Parquet"),
-    "an empty folder": ("nothing", {}, "task.path: '.*nothing' cannot be opened: .* any data file"),
-    "no file": ("none.parquet", {}, "task.path: there is no file '.*none.parquet'"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_sources_that_cannot_be_read_are_named_with_what_exists(folder, name):
-    file, options, message = WRONG[name]
-    with pytest.raises(ConfigError, match=message):
-        read(SourceConfig(path=str(folder / file), **options))
-
-
 def test_a_row_of_a_table_is_named_by_its_number(folder, dialect):
     path = folder / "pairs.parquet"
     path.write_bytes(parquet_of([{"question": "a", "answer": "b"}]))
@@ -148,68 +129,75 @@ def commits(hub) -> list[str]:
             card += f"  - split: {split}\n    path: {config}/{split}.parquet\n"
     tables = {"main/test.parquet": ROWS[:2], "other/train.parquet": ROWS[:3]}
     tables |= {"other/test.parquet": ROWS[:4]}
-    made = []
-    for rows in (ROWS[1:], ROWS):
-        files = {path: parquet_of(part) for path, part in tables.items()}
-        files |= {"README.md": f"{card}---\n".encode(), "main/train.parquet": parquet_of(rows)}
-        made.append(hub.commit(NAME, files))
-    return made
-
-
-def source(**options) -> SourceConfig:
-    return SourceConfig(**{"path": NAME, "dataset_config": "main"} | options)
+    files = {path: parquet_of(part) for path, part in tables.items()}
+    files["README.md"] = f"{card}---\n".encode()
+    older = hub.add(f"datasets/{NAME}", files | {"main/train.parquet": parquet_of(ROWS[1:])})
+    files["main/train.parquet"] = parquet_of(ROWS)
+    return [older, hub.repositories[f"datasets/{NAME}"].commit(files)]
 
 
 def test_a_dataset_of_the_hub_is_read_by_config_split_and_revision(hub, commits):
     assert read(source()) == ROWS
-    assert "other/train.parquet" not in hub.downloads
+    assert "other/train.parquet" not in str(hub.asked)
     assert read(source(split="test")) == ROWS[:2]
     assert read(source(dataset_config="other", split="test[1:]")) == ROWS[1:4]
     assert read(source(revision=commits[0])) == ROWS[1:]
     assert newest_commit(source(), "task.path") == commits[1]
-    before = len(hub.downloads)
+    before = len(hub.asked)
     assert read(source(revision=commits[1])) == ROWS
-    assert "main/train.parquet" not in hub.downloads[before:]
+    assert "main/train.parquet" not in str(hub.asked[before:])
 
 
-REFUSED = {
-    "no config": ({"dataset_config": ""}, "task.dataset_config is ''; .* 'main', 'other'"),
-    "another config": ({"dataset_config": "a"}, "task.dataset_config is 'a'; .* 'main', 'other'"),
-    "another split": ({"split": "val"}, "task.split is 'val'; it must be one of 'train', 'test'"),
-    "another revision": ({"revision": "v9"}, "task.path: .* Revision 'v9' doesn't exist"),
-    "no dataset": ({"path": "tiller/none"}, "task.path: 'tiller/none' .* doesn't exist .*HF_TOKEN"),
-    "a file": ({"path": "data/none.jsonl", "dataset_config": ""}, "there is no file 'data/none.j"),
-}
+WRONG = [
+    (source("splits", split="tset"), "task.split is 'tset'; it must be one of 'train', 't"),
+    (source("parts", split="a"), "task.split is 'a'; .* one of 'train', 'test'"),
+    (source("rows.parquet", split="b"), "task.split is 'b'; .* one of 'train'"),
+    (source("rows.jsonl", split="train"), "task.split: '.*rows.jsonl' has none"),
+    (source("rows.parquet", revision="v"), "task.revision: '.*rows.parquet' has none"),
+    (source("saved", dataset_config="a"), "task.dataset_config: '.*saved' has none"),
+    (source("parts", dataset_config="a"), "task.dataset_config is 'a'; .* one of 'default'"),
+    (source("cut.parquet"), "task.path: '.*cut.parquet' cannot be opened: Parquet"),
+    (source("nothing"), "task.path: '.*nothing' cannot be opened: .* any data file"),
+    (source("none.parquet"), "task.path: there is no file '.*none.parquet'"),
+    (source(dataset_config=""), "task.dataset_config is ''; .* 'main', 'other'"),
+    (source(dataset_config="a"), "task.dataset_config is 'a'; .* 'main', 'other'"),
+    (source(split="val"), "task.split is 'val'; it must be one of 'train', 'test'"),
+    (source(revision="v9"), "task.path: .* Revision 'v9' doesn't exist"),
+    (source("tiller/none"), "task.path: 'tiller/none' .* doesn't exist .*HF_TOKEN"),
+    (source("data/none.jsonl"), "there is no file 'data/none.jsonl'"),
+]
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_the_hub_does_not_have_is_named_with_what_it_has(commits, name):
-    options, message = REFUSED[name]
-    with pytest.raises(ConfigError, match=message):
-        read(source(**options))
+def test_what_cannot_be_read_is_named_with_what_exists(commits, folder, monkeypatch):
+    monkeypatch.chdir(folder)
+
+    def check(row):
+        with pytest.raises(ConfigError, match=row[1]):
+            read(row[0])
+
+    check_rows(WRONG, check)
 
 
 def test_a_gated_dataset_needs_its_token(hub, commits, monkeypatch):
-    hub.commit("tiller/gated", {"train.jsonl": lines_of(ROWS)})
-    hub.gated.add("tiller/gated")
-    gated = source(path="tiller/gated", dataset_config="")
+    hub.add("datasets/tiller/gated", {"train.jsonl": lines_of(ROWS)}, access="gated")
+    gated = source("tiller/gated")
     with pytest.raises(ConfigError, match="^task.path: 'tiller/gated' .* gated .* HF_TOKEN"):
         read(gated)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     assert read(gated) == ROWS
 
 
-def test_without_the_hub_the_cache_has_what_was_read_and_nothing_else(commits):
+def test_without_the_hub_the_cache_has_what_was_read_and_nothing_else(commits, variable):
     for commit in reversed(commits):
         read(source(revision=commit))
-    with offline():
-        assert read(source()) in (ROWS, ROWS[1:])
-        assert read(source(revision=commits[1])) == ROWS
-        assert read(source(revision=commits[0])) == ROWS[1:]
-        with pytest.raises(ConfigError, match="^task.path: '.*sums' .* doesn't exist .* a cache"):
-            read(source(revision="v1"))
-        with pytest.raises(ConfigError, match="^task.path: 'tiller/new' cannot be opened: Couldn"):
-            read(source(path="tiller/new"))
+    variable("HF_HUB_OFFLINE", "1")
+    assert read(source()) in (ROWS, ROWS[1:])
+    assert read(source(revision=commits[1])) == ROWS
+    assert read(source(revision=commits[0])) == ROWS[1:]
+    with pytest.raises(ConfigError, match="^task.path: '.*sums' .* doesn't exist .* a cache"):
+        read(source(revision="v1"))
+    with pytest.raises(ConfigError, match="^task.path: 'tiller/new' cannot be opened: Couldn"):
+        read(source("tiller/new"))
 
 
 def test_a_folder_takes_precedence_over_a_name(commits, folder, tmp_path, monkeypatch):

@@ -25,7 +25,7 @@ from rl.session.session import Session
 from rl.session.session_config import SessionConfig
 from rl.validation import validate
 from rl.validation.folders import find_models
-from tests.hub import TOKEN, Hub, files_of, reread
+from tests.hub import TOKEN, files_of
 from tests.tables import check_rows
 from tests.trainers.tiny_chat import tiny_chat_model
 
@@ -65,17 +65,6 @@ def here(hub, tmp_path, monkeypatch) -> Path:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     return tmp_path / "here"
-
-
-@pytest.fixture
-def variable(monkeypatch):
-    """Return a function that sets a variable of ``huggingface_hub``."""
-
-    def put(name: str, value: str) -> None:
-        monkeypatch.setenv(name, value)
-        reread()
-
-    return put
 
 
 def model_of(name: str = NAME, revision: str | None = None) -> ModelConfig:
@@ -318,7 +307,7 @@ def problems(folder: Path) -> str:
     return str(folder / "tiny.jsonl")
 
 
-def test_plan_and_doctor_read_no_weights(hub: Hub, here, files, tmp_path, capsys):
+def test_plan_and_doctor_read_no_weights(hub, here, files, tmp_path, capsys):
     commit = hub.add(NAME, files)
     arguments = f"--config gsm8k_jsonl --model.hf_path {NAME} --task.path {problems(tmp_path)}"
     arguments = [*arguments.split(), "--rollout.max_tokens", "32", "--task.max_prompt_tokens", "99"]

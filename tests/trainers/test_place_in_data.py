@@ -13,7 +13,6 @@ from rl.errors import RunError
 from rl.trainers.dataset import DatasetTrainer
 from rl.trainers.preference import PreferenceTrainer
 from rl.trainers.sft import SFTTrainer
-from tests.loopback_hub import offline, serving_hub
 from tests.trainers.tiny_chat import chat_rows, labelled_rows, preference_rows
 
 KINDS = {
@@ -121,7 +120,9 @@ def test_a_table_gives_the_examples_of_lines_in_their_order(
     )
 
 
-def test_a_run_on_a_dataset_of_the_hub_is_resumed_with_its_commit(examples_config, tmp_path):
+def test_a_run_on_a_dataset_of_the_hub_is_resumed_with_its_commit(
+    examples_config, hub, variable, tmp_path
+):
     name = "tiller/chats"
 
     def make(**fields):
@@ -129,18 +130,17 @@ def test_a_run_on_a_dataset_of_the_hub_is_resumed_with_its_commit(examples_confi
         trainer.run.claim().release()
         return trainer.arguments.task.revision, trainer.data_digest
 
-    def commit(count):
-        lines = "\n".join(map(json.dumps, chat_rows(count)))
-        return hub.commit(name, {"train.jsonl": lines.encode()})
+    def files(count):
+        return {"train.jsonl": "\n".join(map(json.dumps, chat_rows(count))).encode()}
 
-    with serving_hub(tmp_path / "hf") as hub:
-        older = commit(23)
-        first = make()
-        assert first[0] == older
-        newer = commit(24)
-        assert make(resume=True) == first
-        with offline():
-            assert make(resume=True) == first
-        assert make(resume=True, **{"task.revision": newer})[0] == newer
-        last = make(output_dir=str(tmp_path / "another"))
-        assert last[0] == newer and last[1] != first[1]
+    older = hub.add(f"datasets/{name}", files(23))
+    first = make()
+    assert first[0] == older
+    newer = hub.repositories[f"datasets/{name}"].commit(files(24))
+    assert make(resume=True) == first
+    variable("HF_HUB_OFFLINE", "1")
+    assert make(resume=True) == first
+    variable("HF_HUB_OFFLINE", "0")
+    assert make(resume=True, **{"task.revision": newer})[0] == newer
+    last = make(output_dir=str(tmp_path / "another"))
+    assert last[0] == newer and last[1] != first[1]

@@ -82,7 +82,7 @@ def _check_levels(name: str, answered: list[Scores]) -> Iterator[Finding]:
 
 
 def _scores(task: Task, prompt: Prompt, room: int) -> Scores | GroupLost:
-    stop = task.stop_token_ids[0]
+    stop = task.stop_token_ids[:1]
     draws = random.Random(prompt.prompt_id)
     words = [each for each in range(len(task.tokenizer)) if each not in task.stop_token_ids]
     texts = [form.format(prompt.answer) for form in FORMS]
@@ -93,7 +93,7 @@ def _scores(task: Task, prompt: Prompt, room: int) -> Scores | GroupLost:
     }
     found: Scores = {}
     for kind, rows in completions.items():
-        group = [Completion.written([*row, stop]) for row in rows]
+        group = [Completion.written([*row, *stop] or [0]) for row in rows]
         try:
             found[kind] = _rewards(task, prompt, group)
         except GroupLost as lost:

@@ -108,10 +108,12 @@ def _play(task: EnvironmentTask, prompt: Prompt, answer: Completion) -> None:
 
 
 def _written(task: Task, text: str, max_tokens: int | None = None) -> Completion:
-    """Return ``text`` as a completion of at most ``max_tokens``, which ends in a stop token."""
+    """Return ``text`` as a completion of one to ``max_tokens`` tokens. It ends in a stop token if
+    the task has any.
+    """
     tokens = task.tokenizer.encode(text, add_special_tokens=False)
     most = len(tokens) if max_tokens is None else max_tokens - 1
-    return Completion.written([*tokens[:most], task.stop_token_ids[0]])
+    return Completion.written([*tokens[:most], *task.stop_token_ids[:1]] or [0])
 
 
 def _lost(work: Callable[[], Any], what: str, deadline: float) -> GroupLost | None:

@@ -7,6 +7,7 @@ import subprocess
 import pytest
 
 from rl.cli.arguments import parse_config
+from rl.trainers.trial import try_task
 from rl.types import Completion
 from tests.bench.programs import module
 
@@ -29,6 +30,7 @@ def test_our_side_is_asked_for_the_same_work(against_trl, tmp_path):
     assert prompt.text == " ".join(f"w{token}" for token in prompt.tokens)
     assert prompt.tokens != task.prompt(4).tokens
     assert task.stop_token_ids == ()  # nothing ends a completion before its last token
+    try_task(config, task)
     completion = Completion(tokens=[0, 1, 3, 8], logprobs=[], versions=[], finish_reason="length")
     assert task.score(prompt, task.decode(completion.tokens), completion).reward == 0.5
     rollout = config.rollout

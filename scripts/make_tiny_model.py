@@ -33,6 +33,8 @@ from transformers import (  # noqa: E402
 )
 from transformers.utils import logging as transformers_logging  # noqa: E402
 
+from rl.model.families import BUILT_IN, family_named  # noqa: E402
+
 NAMES = ["Ada", "Ben", "Chen", "Dora", "Emil", "Fay", "Gus", "Hana"]
 THINGS = ["apples", "books", "coins", "eggs", "marbles", "pens", "shells", "stamps"]
 INSTRUCTION = "Think step by step, then give the answer on a line of its own, as: #### NUMBER"
@@ -41,7 +43,7 @@ MARKUP = [f"<{end}{name}>" for name in ("think", "tool_call", "tool_response") f
 """Qwen3's control tokens that decoding keeps in the text."""
 
 CHAT_TEMPLATE = Path(__file__).with_name("qwen3_chat.jinja")
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
+FAMILIES = [name for name in BUILT_IN if not family_named(name).has_experts]
 VOCAB_SIZE = 512
 LARGEST = 99
 """Largest number in a demonstration."""

@@ -5,7 +5,9 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from rl.dialects.dialect import AssistantTurn, ConversationError, Dialect, Tokens
+import numpy as np
+
+from rl.dialects.dialect import AssistantTurn, ConversationError, Dialect, Rendered, Tokens
 from rl.errors import ConfigError, require
 from rl.model.tokenizer import read_stop_token_ids
 
@@ -76,6 +78,39 @@ class ControlTokens:
                 f"{where}: its text contains the control token {word!r}, which cannot be encoded "
                 "as text for this model; remove it, or write thinking as reasoning_content"
             )
+
+
+class Pieces:
+    """Control tokens and texts in order, each with its message and whether it is sampled."""
+
+    def __init__(self) -> None:
+        self._pieces: list[tuple[int | str, int, bool]] = []
+
+    def add(self, message: int, sampled: bool, *pieces: int | str) -> None:
+        """Append control tokens (int) and texts; neighbouring texts of one origin become one."""
+        for piece in pieces:
+            before = self._pieces[-1] if self._pieces else (0, -1, False)
+            if isinstance(piece, str) and (str, message, sampled) == (type(before[0]), *before[1:]):
+                self._pieces[-1] = (f"{before[0]}{piece}", message, sampled)
+            elif piece != "":
+                self._pieces.append((piece, message, sampled))
+
+    def encoded(self, plain: PlainText) -> Rendered:
+        """Return the tokens of all pieces."""
+        for piece, message, _ in self._pieces:
+            if isinstance(piece, str) and not is_unicode(piece):
+                where = f"message {message}" if message >= 0 else "a tool"
+                raise ConversationError(
+                    f"{where}: its text has half of a surrogate pair, as \\ud800; remove it"
+                )
+        texts = iter(plain.encode([piece for piece, *_ in self._pieces if isinstance(piece, str)]))
+        rows = [next(texts) if isinstance(piece, str) else [piece] for piece, *_ in self._pieces]
+        counts = [len(row) for row in rows]
+        return Rendered(
+            tokens=np.array([token for row in rows for token in row], dtype=np.int32),
+            sampled=np.repeat([sampled for *_, sampled in self._pieces], counts),
+            message=np.repeat(np.array([m for _, m, _ in self._pieces], dtype=np.int32), counts),
+        )
 
 
 class TextDialect(Dialect):

@@ -4,8 +4,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from rl.dialects.dialect import (
     AssistantTurn,
     ConversationError,
@@ -17,7 +15,7 @@ from rl.dialects.dialect import (
     checked_tools,
     outside_messages,
 )
-from rl.dialects.plain_text import PlainText, is_unicode
+from rl.dialects.plain_text import Pieces, PlainText
 from rl.dialects.qwen3_turns import Control, parse_answer
 
 if TYPE_CHECKING:
@@ -216,39 +214,6 @@ class Qwen3Dialect:
         out.add(index, False, "\n", control.tool_response, text, control.tool_response_end)
         if index + 1 == len(turns) or turns[index + 1]["role"] != "tool":
             out.add(index, False, control.im_end, "\n")
-
-
-class Pieces:
-    """Control tokens and texts in order, each with its message and whether it is sampled."""
-
-    def __init__(self) -> None:
-        self._pieces: list[tuple[int | str, int, bool]] = []
-
-    def add(self, message: int, sampled: bool, *pieces: int | str) -> None:
-        """Append control tokens (int) and texts; neighbouring texts of one origin become one."""
-        for piece in pieces:
-            before = self._pieces[-1] if self._pieces else (0, -1, False)
-            if isinstance(piece, str) and (str, message, sampled) == (type(before[0]), *before[1:]):
-                self._pieces[-1] = (f"{before[0]}{piece}", message, sampled)
-            elif piece != "":
-                self._pieces.append((piece, message, sampled))
-
-    def encoded(self, plain: PlainText) -> Rendered:
-        """Return the tokens of all pieces."""
-        for piece, message, _ in self._pieces:
-            if isinstance(piece, str) and not is_unicode(piece):
-                where = f"message {message}" if message >= 0 else "a tool"
-                raise ConversationError(
-                    f"{where}: its text has half of a surrogate pair, as \\ud800; remove it"
-                )
-        texts = iter(plain.encode([piece for piece, *_ in self._pieces if isinstance(piece, str)]))
-        rows = [next(texts) if isinstance(piece, str) else [piece] for piece, *_ in self._pieces]
-        counts = [len(row) for row in rows]
-        return Rendered(
-            tokens=np.array([token for row in rows for token in row], dtype=np.int32),
-            sampled=np.repeat([sampled for *_, sampled in self._pieces], counts),
-            message=np.repeat(np.array([m for _, m, _ in self._pieces], dtype=np.int32), counts),
-        )
 
 
 def _last_query(turns: Sequence[Mapping[str, Any]]) -> int:

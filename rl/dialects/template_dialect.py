@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl.dialects import dialect, template
 from rl.dialects.dialect import AssistantTurn, ConversationError, Messages, Rendered, Tokens
-from rl.dialects.plain_text import ControlTokens, PlainText
-from rl.dialects.qwen3 import Pieces
+from rl.dialects.plain_text import ControlTokens, Pieces, PlainText
 from rl.dialects.qwen3_turns import Markup, parse_answer
 from rl.errors import shown
 

@@ -128,11 +128,9 @@ class HuggingFaceConfig(dict[str, Any]):
         base = float(self.number("rope_theta", theta))
         if kind not in ROPE_NUMBERS:
             return base, ()
-        own_length = self["max_position_embeddings"]
-        trained_length = rope.get("original_max_position_embeddings", own_length)
-        given = {**rope, "original_max_position_embeddings": trained_length}
-        if "original_max_position_embeddings" in self:  # transformers prefers it
-            given |= {"original_max_position_embeddings": self["original_max_position_embeddings"]}
+        key = "original_max_position_embeddings"  # transformers prefers that of the file
+        length = self.get(key, rope.get(key, self["max_position_embeddings"]))
+        given = {**rope, key: length}
         needed, optional = ROPE_NUMBERS[kind]
         present = [key for key in optional if given.get(key) is not None]
         items = [

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,8 @@ from rl.observe.owner import claim
 from rl.observe.progress import Progress, summary_text
 from rl.observe.record import RunRecord
 from rl.observe.sinks import Sinks
-from rl.validation.values import value_of, values
+from rl.validation.folders import saved_section
+from rl.validation.values import values
 
 UNCHANGED = ("resume", "quiet", "output_dir")
 """Fields that may differ between attempts without a note."""
@@ -140,17 +140,11 @@ def pin_datasets(config: RunConfig) -> None:
     """Set the revision of each dataset of the Hub that has none: to the commit that a run which is
     resumed has read before, otherwise to the newest.
     """
-    path = Path(config.output_dir) / "config.json"
     for value in values(config):
         source = value.content
         if isinstance(source, SourceConfig) and is_hub_name(source.path) and not source.revision:
-            saved: Any = None
-            if config.resume and config.output_dir and path.is_file():
-                with suppress(AttributeError, KeyError):  # the run had another task
-                    content = read_config_file(path, f"--resume: {path}")
-                    saved = value_of(content, f"config.{value.name}")
-            is_same = isinstance(saved, dict) and saved.get("path") == source.path
-            commit = saved.get("revision") if is_same else ""
+            saved = saved_section(config, value.name)
+            commit = saved.get("revision") if saved.get("path") == source.path else ""
             source.revision = commit or newest_commit(source, f"{value.name}.path")
 
 

@@ -2,7 +2,9 @@
 
 import dataclasses
 import re
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from rl.config import RLConfig, RoleConfig, RunConfig
 from rl.config.frozen import read_config_file
@@ -11,7 +13,7 @@ from rl.model.hub import Snapshot, is_name, locate
 from rl.model.shape import ModelConfig, ModelShape, shape_of
 from rl.training.hugging_face_files import check_folder
 from rl.types import Head
-from rl.validation.values import values
+from rl.validation.values import value_of, values
 
 COMPLETE = "the folder of a complete checkpoint, such as RUN/checkpoints/step-100"
 OWN_FIELDS = ("max_seq_len", "dtype")
@@ -36,16 +38,27 @@ def find_models(config: RunConfig) -> None:
 
     A run that is resumed keeps the commits that it began with, unless the config names others.
     """
-    path = Path(config.output_dir, "config.json")
     for section, model in models_of(config).items():
-        if config.resume and is_name(model.hf_path or "") and path.is_file():
-            kept = read_config_file(path, f"--resume: {path}")["config"]
-            for key in section.split("."):
-                kept = kept.get(key, {})
+        if is_name(model.hf_path or ""):
+            kept = saved_section(config, section)
             asks = re.fullmatch("[0-9a-f]{40}", model.revision or "")  # for a commit
             if kept.get("hf_path") == model.hf_path and not asks:
                 model.revision = kept.get("revision")
         locate(model, section)
+
+
+def saved_section(config: RunConfig, name: str) -> dict[str, Any]:
+    """Return section ``name`` of the run that ``config`` resumes, as its config.json has it.
+
+    It is empty if the config resumes no run, or if the run has no such section.
+    """
+    path = Path(config.output_dir, "config.json")
+    if config.resume and config.output_dir and path.is_file():
+        content = read_config_file(path, f"--resume: {path}")
+        with suppress(AttributeError, KeyError):  # the run had another task or role
+            saved = value_of(content, f"config.{name}")
+            return saved if isinstance(saved, dict) else {}
+    return {}
 
 
 def validate_folders(config: RunConfig) -> None:

@@ -2,8 +2,9 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
+from rl.dialects.answers import Markup, parse_answer
 from rl.dialects.dialect import (
     AssistantTurn,
     ConversationError,
@@ -16,7 +17,7 @@ from rl.dialects.dialect import (
     outside_messages,
 )
 from rl.dialects.plain_text import Pieces, PlainText
-from rl.dialects.qwen3_turns import Control, parse_answer
+from rl.errors import require
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -29,7 +30,47 @@ AFTER_TOOLS = (
     "\n</tools>\n\nFor each function call, return a json object with function name and arguments "
     "within "
 )
+WORDS = (
+    *("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<think>", "</think>"),
+    *("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"),
+)
 CALL_FORM = '\n{"name": <function-name>, "arguments": <args-json-object>}\n'
+
+
+class Control(NamedTuple):
+    """Ids of the control tokens, in the order of WORDS."""
+
+    im_start: int
+    im_end: int
+    endoftext: int
+    think: int
+    think_end: int
+    tool_call: int
+    tool_call_end: int
+    tool_response: int
+    tool_response_end: int
+
+    @classmethod
+    def of(cls, tokenizer: "PreTrainedTokenizerFast") -> Self:
+        """Return the ids of ``tokenizer``. Raises ConfigError if it lacks one."""
+        known = tokenizer.get_added_vocab()
+        for word in WORDS:
+            problem = (
+                f"the tokenizer in {tokenizer.name_or_path!r} has no control token {word!r}, which "
+                "Qwen3's chat template needs"
+            )
+            require(word in known, problem, field="model.hf_path")
+        return cls(*(known[word] for word in WORDS))
+
+    @property
+    def markup(self) -> Markup:
+        """Control tokens between the parts of an answer."""
+        return Markup(self.stops, self.think, self.think_end, self.tool_call, self.tool_call_end)
+
+    @property
+    def stops(self) -> tuple[int, int]:
+        """Tokens that end an answer."""
+        return self.im_end, self.endoftext
 
 
 class Qwen3Dialect:

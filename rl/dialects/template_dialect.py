@@ -8,9 +8,9 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from rl.dialects import dialect, template
+from rl.dialects.answers import Markup, parse_answer
 from rl.dialects.dialect import AssistantTurn, ConversationError, Messages, Rendered, Tokens
 from rl.dialects.plain_text import ControlTokens, Pieces, PlainText
-from rl.dialects.qwen3_turns import Markup, parse_answer
 from rl.errors import shown
 
 if TYPE_CHECKING:

@@ -1,12 +1,10 @@
-"""Control tokens of Qwen3, and the parts of an answer between them."""
+"""Parts of a sampled answer, told apart by control tokens."""
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rl.dialects.dialect import AssistantTurn, ToolCall
-from rl.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -25,45 +23,6 @@ class Markup(NamedTuple):
     """Key of the arguments of a call."""
     is_bare: bool = False
     """Whether an answer that is a call needs no control token."""
-
-
-@dataclass(frozen=True, slots=True)
-class Control:
-    """Ids of the control tokens."""
-
-    im_start: int
-    im_end: int
-    endoftext: int
-    think: int
-    think_end: int
-    tool_call: int
-    tool_call_end: int
-    tool_response: int
-    tool_response_end: int
-
-    @classmethod
-    def of(cls, tokenizer: "PreTrainedTokenizerFast") -> Self:
-        """Return the ids of ``tokenizer``. Raises ConfigError if it lacks one."""
-        known = tokenizer.get_added_vocab()
-        words = [_word(field.name) for field in fields(cls)]
-        missing = [word for word in words if word not in known]
-        if missing:
-            problem = (
-                f"the tokenizer in {tokenizer.name_or_path!r} has no control token {missing[0]!r}, "
-                "which Qwen3's chat template needs"
-            )
-            raise ConfigError(problem, field="model.hf_path")
-        return cls(*(known[word] for word in words))
-
-    @property
-    def markup(self) -> Markup:
-        """Control tokens between the parts of an answer."""
-        return Markup(self.stops, self.think, self.think_end, self.tool_call, self.tool_call_end)
-
-    @property
-    def stops(self) -> tuple[int, int]:
-        """Tokens that end an answer."""
-        return self.im_end, self.endoftext
 
 
 def parse_answer(
@@ -103,12 +62,6 @@ def parse_answer(
         tool_calls=tuple(calls),
         is_reasoning_open=is_open,
     )
-
-
-def _word(name: str) -> str:
-    if name.startswith(("im_", "endof")):
-        return f"<|{name}|>"
-    return f"</{name[:-4]}>" if name.endswith("_end") else f"<{name}>"
 
 
 def _index(tokens: Sequence[int], token: int, start: int) -> int:

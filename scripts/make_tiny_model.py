@@ -43,7 +43,7 @@ MARKUP = [f"<{end}{name}>" for name in ("think", "tool_call", "tool_response") f
 """Qwen3's control tokens that decoding keeps in the text."""
 
 CHAT_TEMPLATE = Path(__file__).with_name("qwen3_chat.jinja")
-FAMILIES = [name for name in BUILT_IN if not family_named(name).has_experts]
+FAMILIES = [name for name in BUILT_IN if name != "qwen3_moe"]  # which --experts makes of qwen3
 VOCAB_SIZE = 512
 LARGEST = 99
 """Largest number in a demonstration."""
@@ -213,14 +213,13 @@ def make_model(
     stop_token_ids = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
     sizes = {}
     if experts:
-        sizes = {
-            "num_experts": experts,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 96,
-            "norm_topk_prob": True,
-        }
+        family = "qwen3_moe" if family == "qwen3" else family
+        keys = family_named(family).expert_sizes
+        sizes = {keys["num_experts"]: experts, keys["experts_per_token"]: 2}
+    if family == "qwen3_moe":
+        sizes |= {"moe_intermediate_size": 96, "norm_topk_prob": True}
     config = AutoConfig.for_model(
-        f"{family}_moe" if experts else family,
+        family,
         **sizes,
         vocab_size=-(-len(tokenizer) // 8) * 8,
         hidden_size=64,
@@ -271,7 +270,9 @@ def main(argv: list[str] | None = None) -> None:
         parser.error(f"--lines: {args.lines} is not between 2 and 10000")
     if args.experts == 1 or args.experts < 0:
         parser.error(f"--experts: {args.experts} is neither 0, for a dense model, nor at least 2")
-    if args.experts and args.family != "qwen3":
+    if family_named(args.family).has_experts:
+        args.experts = args.experts or 4
+    elif args.experts and args.family != "qwen3":
         parser.error(f"--experts: {args.family} has none; use --family qwen3")
 
     transformers_logging.disable_progress_bar()

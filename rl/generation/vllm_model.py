@@ -34,7 +34,7 @@ from vllm.model_executor.models.registry import ModelRegistry
 from rl.compat import titan
 from rl.compat.vllm_kernels import can_pack
 from rl.generation.kernels import KernelRoPE, pack, unpack, use_kernels
-from rl.model.decoder import RotaryEmbedding, decoder_config
+from rl.model.decoder import RotaryEmbedding, SinkAttention, decoder_config
 from rl.model.shape import ModelShape
 from rl.model.shards import Layout, local_shapes
 from rl.model.tp_plan import generator_layout
@@ -56,18 +56,27 @@ class PagedAttention(Module):
         n_kv_heads: int
         """Number of key and value heads of this rank."""
         head_dim: int
+        window: int
+        """Number of tokens that a token attends to; 0 for all before it."""
+        sinks: bool
 
     def __init__(self, config: Config):
         super().__init__()
         vllm_config = get_current_vllm_config()
+        more: dict[str, Any] = {}
         with _device(vllm_config):  # the model is built on meta, but the scale buffers must be real
+            if config.sinks:
+                dtype: Any = vllm_config.model_config.dtype
+                more["sinks"] = self.sinks = torch.zeros(config.n_heads, dtype=dtype)
             self.attention = Attention(
                 config.n_heads,
                 config.head_dim,
                 config.head_dim**-0.5,
                 num_kv_heads=config.n_kv_heads,
                 cache_config=vllm_config.cache_config,
+                per_layer_sliding_window=config.window or None,
                 prefix=f"layers.{config.layer}.attention",
+                **more,
             )
 
     def forward(
@@ -118,7 +127,11 @@ def local_model(vllm_config: VllmConfig) -> Qwen3Model:
         dataclasses.replace(shape, **heads),
         fuse_qkv=options["fuse_qkv"],
         inner_attention=lambda layer: PagedAttention.Config(
-            layer=layer, head_dim=shape.head_dim, **heads
+            layer=layer,
+            head_dim=shape.head_dim,
+            window=shape.window_of(layer),
+            sinks=shape.sinks,
+            **heads,
         ),
     )
     packed = device.type == "cpu" and can_pack(dtype)
@@ -146,15 +159,16 @@ def _device(vllm_config: VllmConfig) -> torch.device:
 
 def _make_parameters(model: Qwen3Model, layout: Layout, *, dtype: Any) -> None:
     """Replace every meta parameter by zeros in the shapes of rank 0: collectives need the same
-    shapes on all ranks, with zeros beyond a rank's shard.
+    shapes on all ranks, with zeros beyond a rank's shard. Sinks are the tensors that vLLM has.
     """
     shapes = local_shapes(layout)
     for name, _ in list(model.named_parameters()):
         module, _, leaf = name.rpartition(".")
+        parent = model.get_submodule(module)
         zeros = torch.zeros(shapes[name], dtype=dtype)
-        model.get_submodule(module).register_parameter(
-            leaf, nn.Parameter(zeros, requires_grad=False)
-        )
+        if leaf == "sinks":
+            zeros = parent.inner_attention.sinks
+        parent.register_parameter(leaf, nn.Parameter(zeros, requires_grad=False))
     if model.enable_weight_tying:
         model.lm_head.weight = model.tok_embeddings.weight
 
@@ -224,6 +238,10 @@ class TillerForCausalLM(nn.Module):
     def weights_changed(self) -> None:
         """Update copies of the parameters. Call this after each change of the parameters."""
         pack(self.titan)
+        for layer in self.titan.layers.values():
+            if isinstance(layer.attention, SinkAttention):  # some of vLLM's backends copy sinks
+                inner = layer.attention.inner_attention
+                inner.attention.impl.process_weights_after_loading(inner.sinks.dtype)
 
     def weights_away(self) -> None:
         """Free copies of the parameters. The model cannot run until ``weights_changed``."""

@@ -4,50 +4,42 @@ share it.
 
 import dataclasses
 from collections.abc import Mapping
+from functools import partial
 from itertools import groupby
 from typing import Any, TypeVar
 
 import torch
-import torch.nn.functional as F
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torchtitan.models.common import CosSinRoPE, Linear, RMSNorm
-from torchtitan.models.common.attention import ScaledDotProductAttention
-from torchtitan.models.common.moe import GroupedExperts, MoE
+from torchtitan.models.common.attention import GQAttention, ScaledDotProductAttention
+from torchtitan.models.common.moe import MoE
 from torchtitan.models.qwen3 import Qwen3Model
 
 from rl.compat import titan
+from rl.model.experts import ClampedExperts, Experts
 from rl.model.shape import ModelShape
 
 T = TypeVar("T")
 
 
-class Experts(GroupedExperts):
-    """torchtitan's grouped experts in bfloat16 on CUDA; elsewhere one plain product per expert, in
-    the precision of the input.
-
-    It is a subclass with the parameters of GroupedExperts, so that torchtitan shards and wraps it.
+class SinkAttention(GQAttention):
+    """torchtitan's attention whose heads can attend to nothing: each has a logit without a value
+    (arXiv:2309.17453), which the inner attention gets as ``sinks``, [heads of this rank].
     """
 
     @dataclasses.dataclass(kw_only=True, slots=True)
-    class Config(GroupedExperts.Config):
+    class Config(GQAttention.Config):
         pass
 
-    def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
-        """Return the experts' outputs [R, D] for tokens [R, D], which are sorted by expert.
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self.sinks = nn.Parameter(torch.empty(config.n_heads))
+        self.inner_attention.register_forward_pre_hook(self._add_sinks, with_kwargs=True)
 
-        ``num_tokens_per_expert_E``, int64 [E], has the number of tokens of each expert of this
-        rank.
-        """
-        if x_RD.is_cuda and x_RD.dtype == torch.bfloat16:
-            return super().forward(x_RD, num_tokens_per_expert_E)
-        weights = (
-            w.to_local() if isinstance(w, DTensor) else w
-            for w in (self.w1_EFD, self.w3_EFD, self.w2_EDF)
-        )
-        # The backward pass of torch._grouped_mm on CPU refuses many shapes and strides.
-        tokens = x_RD.split(num_tokens_per_expert_E.tolist())
-        experts = zip(tokens, *(w.unbind() for w in weights), strict=True)
-        return torch.cat([(F.silu(x @ w1.T) * (x @ w3.T)) @ w2.T for x, w1, w3, w2 in experts])
+    def _add_sinks(self, _module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        sinks = self.sinks.to_local() if isinstance(self.sinks, DTensor) else self.sinks
+        return args, {**kwargs, "sinks": sinks}
 
 
 class RotaryEmbedding(CosSinRoPE):
@@ -123,9 +115,9 @@ def decoder_config(shape: ModelShape, *, fuse_qkv: bool, inner_attention: Any) -
         attention = inner_attention(index) if callable(inner_attention) else inner_attention
         layer.attention = dataclasses.replace(layer.attention, inner_attention=attention)
         layer.attention.rope.rotates = index not in shape.layers_without_rope
-        _set_options(layer, shape)
         if layer.moe is not None:
-            layer.moe = _with_tiller_experts(layer.moe)
+            layer.moe = _with_tiller_experts(layer.moe, shape)
+        _set_options(layer, shape)
     config = titan.qwen3_config(
         layers, vocab_size=shape.vocab_size, dim=shape.dim, tie_embeddings=shape.tie_embeddings
     )
@@ -135,16 +127,21 @@ def decoder_config(shape: ModelShape, *, fuse_qkv: bool, inner_attention: Any) -
 
 
 def _set_options(layer: Any, shape: ModelShape) -> None:
-    """Give the config of a layer the norms and biases of ``shape``."""
+    """Give the config of a layer the norms, biases and sinks of ``shape``."""
     attention = layer.attention
     if not shape.qk_norm:
         attention.qk_norm = None
     biases = [(attention.qkv_linear, shape.qkv_bias), (attention.wo, shape.output_bias)]
-    if layer.feed_forward is not None:
+    if layer.moe is None:
         biases.append((layer.feed_forward, shape.feed_forward_bias))
+    else:
+        biases.append((layer.moe.router.gate, shape.router_bias))
     for part, has_bias in biases:
         for _, linear, _, _ in part.traverse(Linear.Config):
             linear.bias = has_bias
+    if shape.sinks:
+        drawn = {"sinks": partial(nn.init.normal_, std=0.02)}
+        layer.attention = SinkAttention.Config(**_fields(attention) | {"param_init": drawn})
 
 
 def parameter_shapes(shape: ModelShape, *, fuse_qkv: bool) -> dict[str, tuple[int, ...]]:
@@ -173,11 +170,23 @@ def in_all_layers(of_one: Mapping[str, T], layers: int) -> dict[str, T]:
     return result
 
 
-def _with_tiller_experts(moe: MoE.Config) -> MoE.Config:
+def _with_tiller_experts(moe: MoE.Config, shape: ModelShape) -> MoE.Config:
     """Return ``moe`` with Tiller's experts and without a balancing bias, which would change the
     policy outside of the gradient.
     """
-    experts = moe.routed_experts.inner_experts
-    fields = {field.name: getattr(experts, field.name) for field in dataclasses.fields(experts)}
-    routed = dataclasses.replace(moe.routed_experts, inner_experts=Experts.Config(**fields))
+    fields = _fields(moe.routed_experts.inner_experts)
+    if shape.swiglu is None:
+        experts: Any = Experts.Config(**fields)
+    else:
+        draw = fields["param_init"]
+        drawn = dict.fromkeys(("gate_up_EDG", "gate_up_bias"), draw["w1_EFD"])
+        drawn |= dict.fromkeys(("down_EFD", "down_bias"), draw["w2_EDF"])
+        slope, bound = shape.swiglu
+        own = {"param_init": drawn, "slope": slope, "bound": bound}
+        experts = ClampedExperts.Config(**fields | own)
+    routed = dataclasses.replace(moe.routed_experts, inner_experts=experts)
     return dataclasses.replace(moe, load_balance_coeff=None, routed_experts=routed)
+
+
+def _fields(config: Any) -> dict[str, Any]:
+    return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}

@@ -103,7 +103,19 @@ class HuggingFaceConfig(dict[str, Any]):
         holds = layers is None or (is_list and all(each in kinds for each in layers))
         allowed = f"it must be null, or {' or '.join(map(repr, kinds))} for each of {count} layers"
         self.require(holds, "layer_types", layers, allowed)
-        return None if switched and layers and "sliding_attention" not in layers else window
+        return window
+
+    def windowed_layers(self) -> tuple[int, ...]:
+        """Return the layers that ``sliding_window`` limits: those of ``layer_types`` or its default
+        in transformers, or all if transformers' config of the family has no such key.
+        """
+        import transformers
+
+        config_class = getattr(transformers, self.config_class)
+        layers = ["sliding_attention"] * self["num_hidden_layers"]
+        if hasattr(config_class, "layer_types"):
+            layers = self.get("layer_types") or config_class.from_dict(dict(self)).layer_types
+        return tuple(layer for layer, kind in enumerate(layers) if kind == "sliding_attention")
 
     def rope(self) -> tuple[float, tuple[tuple[str, Any], ...]]:
         """Return the base of the rotary embedding, and the items of transformers' parameters of a

@@ -26,9 +26,9 @@ class ModelConfig:
     """
 
     family: str | None = None
-    """Model family of random weights: llama, mistral, qwen2, qwen3, qwen3_moe or smollm3; None is
-    qwen3, with experts qwen3_moe. ``hf_path`` replaces it by the family of the folder. Or a module
-    of your own with a ``Family`` as ``FAMILY``, also for ``hf_path``."""
+    """Model family of random weights: gpt_oss, llama, mistral, qwen2, qwen3, qwen3_moe or smollm3;
+    None is qwen3, with experts qwen3_moe. ``hf_path`` replaces it by the family of the folder. Or a
+    module of your own with a ``Family`` as ``FAMILY``, also for ``hf_path``."""
 
     vocab_size: Annotated[int, at_least(1, 10**7)] = 32
     """Number of embeddings; at least the tokenizer's size."""
@@ -118,6 +118,19 @@ class ModelShape:
     empty for the default kind."""
     layers_without_rope: tuple[int, ...] = ()
     """Layers that do not rotate queries and keys."""
+    window: int = 0
+    """Number of tokens that ``layers_with_window`` attend to, the own one included."""
+    layers_with_window: tuple[int, ...] = ()
+    sinks: bool = False
+    """Whether each head of queries has a logit for attending to nothing."""
+    router_bias: bool = False
+    """Whether the router of experts has a bias."""
+    swiglu: tuple[float, float] | None = None
+    """Slope and bound of clamped experts; None for experts without bounds and biases."""
+
+    def window_of(self, layer: int) -> int:
+        """Return the number of tokens that ``layer`` attends to, 0 for all before it."""
+        return self.window if layer in self.layers_with_window else 0
 
 
 SIZES = tuple(

@@ -27,31 +27,36 @@ class Cut(Enum):
     """KV heads with their query heads. Ranks that share a KV head divide its query heads."""
     VOCAB = auto()
     """Rows of the vocabulary. The last rank has fewer rows if they do not divide evenly."""
-    EXPERTS_COLUMN = auto()
-    """Output features of every expert; with expert parallelism, whole experts."""
-    EXPERTS_ROW = auto()
-    """Input features of every expert; with expert parallelism, whole experts. The all-reduce
-    follows the mixing of the experts."""
+    EXPERTS_DIM_1 = auto()
+    """Dimension 1, the hidden features of every expert; with expert parallelism, whole experts. The
+    all-reduce follows the mixing of the experts."""
+    EXPERTS_DIM_2 = auto()
+    """Dimension 2 likewise."""
+    EXPERTS_FIRST_RANK = auto()
+    """As FIRST_RANK; with expert parallelism, whole experts."""
     FIRST_RANK = auto()
     """No dimension: the first rank holds the whole parameter, and the all-reduce adds it once."""
     REPLICATED = auto()
     """No dimension: every rank holds the whole parameter."""
 
 
+EXPERTS = r"layers\.\d+\.moe\.routed_experts\.inner_experts\."
 # torchtitan has separate parameters, w1 and w3, for gate and up projections.
 TP_PLAN: tuple[tuple[str, Cut], ...] = (
     (r"tok_embeddings\.weight", Cut.VOCAB),
     (r"lm_head\.weight", Cut.VOCAB),
     (r"layers\.\d+\.attention\.qkv_linear\.(wqkv|wk|wv)\.(weight|bias)", Cut.KV_GROUPS),
     (r"layers\.\d+\.attention\.qkv_linear\.wq\.(weight|bias)", Cut.COLUMN),
+    (r"layers\.\d+\.attention\.sinks", Cut.COLUMN),
     (r"layers\.\d+\.attention\.wo\.weight", Cut.ROW),
     (r"layers\.\d+\.attention\.wo\.bias", Cut.FIRST_RANK),
     (r"layers\.\d+\.feed_forward\.(w1|w3)\.(weight|bias)", Cut.COLUMN),
     (r"layers\.\d+\.feed_forward\.w2\.weight", Cut.ROW),
     (r"layers\.\d+\.feed_forward\.w2\.bias", Cut.FIRST_RANK),
-    (r"layers\.\d+\.moe\.routed_experts\.inner_experts\.(w1_EFD|w3_EFD)", Cut.EXPERTS_COLUMN),
-    (r"layers\.\d+\.moe\.routed_experts\.inner_experts\.w2_EDF", Cut.EXPERTS_ROW),
-    (r"layers\.\d+\.moe\.router\.gate\.weight", Cut.REPLICATED),
+    (rf"{EXPERTS}(w1_EFD|w3_EFD|gate_up_bias|down_EFD)", Cut.EXPERTS_DIM_1),
+    (rf"{EXPERTS}(w2_EDF|gate_up_EDG)", Cut.EXPERTS_DIM_2),
+    (rf"{EXPERTS}down_bias", Cut.EXPERTS_FIRST_RANK),
+    (r"layers\.\d+\.moe\.router\.gate\.(weight|bias)", Cut.REPLICATED),
     (
         r"(layers\.\d+\.(attention_norm|ffn_norm|attention\.q_norm|attention\.k_norm)|norm)\.weight",
         Cut.REPLICATED,
@@ -79,7 +84,7 @@ def generator_layout(
     shapes = parameter_shapes(shape, fuse_qkv=fuse_qkv)
 
     def boxes(name: str, rank: int) -> list[Box]:
-        if expert_parallel and cut_of(name) in (Cut.EXPERTS_COLUMN, Cut.EXPERTS_ROW):
+        if expert_parallel and cut_of(name).name.startswith("EXPERTS"):
             return [_even(name, shapes[name], 0, tp, rank)]
         return _boxes(name, shapes[name], shape, tp, rank)
 
@@ -93,7 +98,7 @@ def _boxes(name: str, whole: tuple[int, ...], shape: ModelShape, tp: int, rank: 
     match cut_of(name):
         case Cut.REPLICATED:
             return [Box.whole(whole)]
-        case Cut.FIRST_RANK:
+        case Cut.FIRST_RANK | Cut.EXPERTS_FIRST_RANK:
             return [Box.whole(whole).slab(0, 0, 0 if rank else whole[0])]
         case Cut.VOCAB:
             size = -(-whole[0] // tp)  # as torchtitan's embedding counts
@@ -111,9 +116,9 @@ def _boxes(name: str, whole: tuple[int, ...], shape: ModelShape, tp: int, rank: 
             return [part, shared] if queries else [shared]
         case Cut.KV_GROUPS | Cut.COLUMN:
             dim = 0
-        case Cut.ROW | Cut.EXPERTS_COLUMN:
+        case Cut.ROW | Cut.EXPERTS_DIM_1:
             dim = 1
-        case Cut.EXPERTS_ROW:
+        case Cut.EXPERTS_DIM_2:
             dim = 2
     return [_even(name, whole, dim, tp, rank)]
 

@@ -17,15 +17,17 @@ from rl.errors import require
 from rl.host.platform import device_type
 
 
-class DenseAttention(FlexAttention):
-    """Attention with a dense boolean mask. Memory is quadratic in the length: keep rows short.
-
-    It is a subclass of FlexAttention, so that torchtitan shards and wraps it.
-    """
+class MaskedAttention(FlexAttention):
+    """torchtitan's flex attention with the mask of the layer's window, and with sinks."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(FlexAttention.Config):
-        pass
+        window: int = 0
+        """Number of tokens that a token attends to, itself included; 0 for all before it."""
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self.window = config.window
 
     def forward(  # type: ignore[override]
         self,
@@ -33,17 +35,54 @@ class DenseAttention(FlexAttention):
         k_BLNH: torch.Tensor,
         v_BLNH: torch.Tensor,
         *,
-        attention_masks: torch.Tensor,
+        attention_masks: Any,
+        sinks: torch.Tensor | None = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        """Return the attention output [B, L, N, H] of q [B, L, N, H], k and v [B, L, N_kv, H].
+        ``attention_masks`` are those of the function below, and ``sinks`` logits [N] of no value.
+        """
+        own = attention_masks[self.window] if isinstance(attention_masks, dict) else attention_masks
+        return self.attend((q_BLNH, k_BLNH, v_BLNH), own, sinks, **options)
+
+    def attend(self, qkv: Any, mask: Any, sinks: torch.Tensor | None, **options: Any) -> Any:
+        """Return the output of ``forward`` with the mask of this layer. No test covers CUDA."""
+        if sinks is not None:
+            options["out_transform"] = lambda out, lse: (
+                out * torch.sigmoid(lse - sinks).unsqueeze(-1).type_as(out)
+            )
+        return super().forward(*qkv, attention_masks=mask, **options)
+
+
+class DenseAttention(MaskedAttention):
+    """Attention with a dense boolean mask. Memory is quadratic in the length: keep rows short.
+
+    It is a subclass of FlexAttention, so that torchtitan shards and wraps it.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(MaskedAttention.Config):
+        pass
+
+    def attend(
+        self,
+        qkv: Any,
+        mask: torch.Tensor,
+        sinks: torch.Tensor | None,
+        *,
         scale: float | None = None,
         enable_gqa: bool = False,
         **_: Any,
     ) -> torch.Tensor:
-        """Return the attention output [B, L, N, H] of q [B, L, N, H], k and v [B, L, N_kv, H]; the
-        mask is bool [B, 1, L, L] (True: attend).
-        """
-        q, k, v = (t.transpose(1, 2) for t in (q_BLNH, k_BLNH, v_BLNH))
+        """Return the output of ``forward``; the mask is bool [B, 1, L, L] (True: attend)."""
+        q, k, v = (heads.transpose(1, 2) for heads in qkv)
+        if sinks is not None:  # one more key of logit 0, to which the mask adds the sink
+            k, v = (F.pad(heads, (0, 0, 0, 1)) for heads in (k, v))
+            added = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf)
+            shape = (*q.shape[:3], -1)
+            mask = torch.cat([added.expand(shape), sinks.view(-1, 1, 1).expand(shape)], dim=-1)
         out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=attention_masks, scale=scale, enable_gqa=enable_gqa
+            q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
         )
         return out.transpose(1, 2)
 
@@ -58,8 +97,9 @@ def dense_mask(positions: torch.Tensor) -> torch.Tensor:
     return ((document[:, :, None] == document[:, None, :]) & causal).unsqueeze(1)
 
 
-def tree_mask(positions: torch.Tensor) -> Callable[..., torch.Tensor]:
-    """Return a mask function of flex attention for documents with branches.
+def tree_mask(positions: torch.Tensor, window: int = 0) -> Callable[..., torch.Tensor]:
+    """Return a mask function of flex attention for documents with branches, limited to the last
+    ``window`` positions unless that is 0.
 
     A document starts at each 0 of ``positions`` [B, L]. At each other position that is not one more
     than the position before, a branch of the document starts: its cells attend to their own branch,
@@ -72,6 +112,7 @@ def tree_mask(positions: torch.Tensor) -> Callable[..., torch.Tensor]:
     starts = positions != F.pad(positions[:, :-1] + 1, (1, 0), value=-1)
     start = torch.where(starts, cells, 0).cummax(1).values
     origin = positions.gather(1, start)  # position at which the branch starts
+    limit = window or positions.shape[1]
 
     def attends(
         b: torch.Tensor, h: torch.Tensor, query: torch.Tensor, key: torch.Tensor
@@ -79,21 +120,31 @@ def tree_mask(positions: torch.Tensor) -> Callable[..., torch.Tensor]:
         same = start[b, query] == start[b, key]
         trunk = (origin[b, key] == 0) & (positions[b, key] < origin[b, query])
         inside = document[b, query] == document[b, key]
-        return inside & (query >= key) & (same | trunk)
+        near = positions[b, query] - positions[b, key] < limit
+        return inside & near & (query >= key) & (same | trunk)
 
     return attends
 
 
 def attention_masks(model: Qwen3Model, positions: torch.Tensor, *, trees: bool = False) -> Any:
     """Return the masks with which the layers of ``model`` attend causally within the documents of
-    ``positions`` [B, L], which may have branches if ``trees``.
+    ``positions`` [B, L], which may have branches if ``trees``. For a model with attention windows,
+    the result is {window: mask}, with the window 0 for layers without one.
     """
-    dense = isinstance(model.config.first_attention.inner_attention, DenseAttention.Config)
-    rows, length = positions.shape
-    if not trees:
+    configs = [layer.attention.inner_attention for layer in model.config.layers]
+    windows = {each.window for each in configs if isinstance(each, MaskedAttention.Config)}
+    dense = isinstance(configs[0], DenseAttention.Config)
+    if not trees and not any(windows):
         return dense_mask(positions) if dense else model.get_attention_masks(positions)
+    rows, length = positions.shape
     create = create_mask if dense else create_attention_mask
-    return create(tree_mask(positions), rows, None, length, length, device=positions.device)
+    masks = {
+        window: create(
+            tree_mask(positions, window), rows, None, length, length, device=positions.device
+        )
+        for window in windows
+    }
+    return masks if any(windows) else masks[0]
 
 
 def shares_rows(inner_attention: Any) -> bool:
@@ -102,27 +153,27 @@ def shares_rows(inner_attention: Any) -> bool:
 
 
 def attention_config(
-    name: str, *, context_parallel: bool = False, float32: bool = False, trees: bool = False
+    name: str, *, context_parallel: bool = False, float32: bool = False, masked: bool = False
 ) -> FlexAttention.Config | Any:
     """Return the torchtitan config of attention ``name``.
 
     ``auto`` is dense on CPU. On CUDA it is varlen, or flex if torchtitan's varlen cannot run: with
-    context parallelism, for documents with branches (``trees``), without the FlashAttention that
-    the GPU needs, or for a trainer that computes in ``float32``, which varlen would round to
-    bfloat16.
+    context parallelism, for documents with branches, windows or sinks (``masked``), without the
+    FlashAttention that the GPU needs, or for a trainer that computes in ``float32``, which varlen
+    would round to bfloat16.
 
     varlen and flex run on CUDA only; Tiller's tests, which run on CPU, do not cover them.
     """
     cuda = device_type() == "cuda"
     if name == "auto":
-        needs_flex = context_parallel or float32 or trees
+        needs_flex = context_parallel or float32 or masked
         runs_varlen = cuda and not needs_flex and _has_flash_attention()
         name = "varlen" if runs_varlen else "flex" if cuda else "dense"
     if name == "dense":
         return DenseAttention.Config()
     message = f"model.attention is {name!r}, which needs CUDA; this host allows 'auto' and 'dense'"
     require(cuda, message)
-    return get_attention_config(name)
+    return MaskedAttention.Config() if name == "flex" else get_attention_config(name)
 
 
 def _has_flash_attention() -> bool:

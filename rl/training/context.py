@@ -26,10 +26,12 @@ class SequenceShard:
     def shard(self, *rows: torch.Tensor, masks: Any) -> tuple[list[torch.Tensor], Any]:
         """Return this rank's cells of ``rows`` [B, L], and the attention masks of its queries.
 
-        ``masks`` is a BlockMask or bool [B, 1, L, L]. For a bool mask, the result is
-        [B, 1, L / ranks, L] and has all keys, in the order in which attention gathers them.
+        ``masks`` is a BlockMask or bool [B, 1, L, L], or {window: mask}. For a bool mask, the
+        result is [B, 1, L / ranks, L] and has all keys, in the order in which attention gathers
+        them.
         """
-        dense = isinstance(masks, torch.Tensor)
+        first = next(iter(masks.values())) if isinstance(masks, dict) else masks
+        dense = isinstance(first, torch.Tensor)
         order = torch.arange(rows[0].shape[1], device=rows[0].device).expand_as(rows[0])
         (*mine, own), block_masks = cp_shard(
             self._mesh, (*rows, order), None if dense else masks, self._balancer
@@ -38,8 +40,13 @@ class SequenceShard:
         self._all = _all_gather(own.contiguous(), self._group)
         if not dense:
             return mine, block_masks
-        queries = masks.squeeze(1).take_along_dim(own.unsqueeze(2), dim=1)
-        return mine, queries.take_along_dim(self._all.unsqueeze(1), dim=2).unsqueeze(1)
+        if isinstance(masks, dict):
+            return mine, {window: self._queries(mask) for window, mask in masks.items()}
+        return mine, self._queries(masks)
+
+    def _queries(self, mask: torch.Tensor) -> torch.Tensor:
+        queries = mask.squeeze(1).take_along_dim(self._own.unsqueeze(2), dim=1)
+        return queries.take_along_dim(self._all.unsqueeze(1), dim=2).unsqueeze(1)
 
     def select(self, mask: SamplingMask) -> SamplingMask:
         """Return the part of ``mask``, which has B * L cells, for this rank's cells."""

@@ -45,7 +45,7 @@ def check_folder(
     require(not (folder / ADAPTER).exists(), adapter, fix="merge it or move it away")
     stored = stored_tensors(folder)
     layers = shape.n_layers
-    experts = shape.num_experts or 1
+    experts = 1 if shape.swiglu else shape.num_experts or 1  # all clamped experts share tensors
     require(  # before the names of all tensors are built
         layers * experts <= len(stored),
         f"{folder} holds {len(stored)} tensors, fewer than num_hidden_layers={layers} times "

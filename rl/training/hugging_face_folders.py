@@ -3,7 +3,8 @@
 import json
 import math
 import shutil
-from itertools import chain
+from itertools import chain, product
+from operator import mul
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -47,7 +48,7 @@ class HuggingFaceFolders:
         self._shape = shape
         self._base = source
         self._source = Path(source) if source is not None else None
-        self._names = HuggingFaceNames(engine.model.config)
+        self._names = HuggingFaceNames(engine.model.config, family_of(shape))
 
     @torch.no_grad()
     def load(self, folder: str) -> None:
@@ -211,19 +212,14 @@ def _files(layouts: dict[str, _FileLayout]) -> dict[str, str]:
 
 def _split(tensors: Shapes, dtype: torch.dtype) -> dict[str, str]:
     """Return {tensor: file} with files of at most FILE_BYTES, named as Hugging Face does."""
-    numbers = {}
-    number = 1
-    filled = 0
-    for name, shape in tensors.items():
-        size = math.prod(shape) * dtype.itemsize
-        if filled and filled + size > FILE_BYTES:
-            number += 1
-            filled = 0
-        numbers[name] = number
-        filled += size
-    if number == 1:
-        return dict.fromkeys(tensors, ONE_FILE)
-    return {name: f"model-{n:05d}-of-{number:05d}.safetensors" for name, n in numbers.items()}
+    from huggingface_hub import split_state_dict_into_shards_factory
+
+    return split_state_dict_into_shards_factory(
+        tensors,
+        get_storage_size=lambda shape: math.prod(shape) * dtype.itemsize,
+        filename_pattern=ONE_FILE.replace(".", "{suffix}."),
+        max_shard_size=FILE_BYTES,
+    ).tensor_to_filename
 
 
 def _is_first_replica(parameter: torch.Tensor) -> bool:
@@ -234,17 +230,19 @@ def _is_first_replica(parameter: torch.Tensor) -> bool:
 
 
 def _write_piece(file: BinaryIO, piece: TensorPiece, start: int, values: torch.Tensor) -> None:
-    """Write ``values`` into the tensor that begins at byte ``start``; whole rows in one call.
+    """Write ``values`` into the tensor that begins at byte ``start``; neighbours in one call.
 
     Does not use a memory map: a full disk would kill the process, and on a network file system two
     hosts would overwrite each other's part of a shared page.
     """
-    row_bytes = math.prod(piece.shape[1:]) * values.element_size()
-    row, *columns = piece.in_tensor.offset
-    first = start + row * row_bytes + sum(columns) * values.element_size()
-    rows = values.view(torch.uint8).numpy()
-    if piece.in_tensor.shape[1:] == piece.shape[1:]:
-        rows = rows.reshape(1, -1)
-    for index, run in enumerate(rows):
-        file.seek(first + index * row_bytes)
-        file.write(memoryview(run))
+    box = piece.in_tensor
+    strides = [math.prod(piece.shape[d + 1 :]) * values.element_size() for d in range(values.ndim)]
+    first = start + sum(map(mul, box.offset, strides))
+    leading = values.ndim - 1  # dimensions before those that are one run of bytes in the file
+    while leading > 0 and box.shape[leading:] == piece.shape[leading:]:
+        leading -= 1
+    places = product(*map(range, box.shape[:leading]))
+    runs = values.view(torch.uint8).numpy().reshape(math.prod(box.shape[:leading]), -1)
+    for place, run in zip(places, runs, strict=True):
+        file.seek(first + sum(map(mul, place, strides)))
+        file.write(run.data)

@@ -9,7 +9,8 @@ from torchtitan.models.qwen3 import Qwen3Model, Qwen3StateDictAdapter
 
 from rl.errors import RunError
 from rl.model.decoder import decoder_config, parameter_shapes
-from rl.model.shape import ModelShape
+from rl.model.families import Family
+from rl.model.shape import ModelShape, family_of
 from rl.model.shards import Box
 from rl.training.value_head import ValueHead
 
@@ -49,12 +50,13 @@ class HuggingFaceNames:
 
     Most parameters are one tensor. The rows of a fused qkv weight are grouped by key-value head:
     the query heads of the group, its key head, its value head. Each expert of a parameter [E, ...]
-    is a tensor.
+    is a tensor, unless the family has all experts in one.
     """
 
-    def __init__(self, model: Qwen3Model.Config):
+    def __init__(self, model: Qwen3Model.Config, family: Family):
         table = Qwen3StateDictAdapter(model, None).from_hf_map
         self._names = {ours: theirs for theirs, ours in table.items() if ours is not None}
+        self._names |= family.tensors
         if isinstance(model.lm_head, ValueHead.Config):
             self._names["lm_head.weight"] = SCORE
         attention = model.first_attention
@@ -100,7 +102,7 @@ class HuggingFaceNames:
                         tensor, (groups * rows, *shape[1:]), whole.slab(0, row, rows), offset
                     )
                     row += rows
-        elif ".inner_experts." in name:
+        elif self._pattern(name).count("{}") > 1:
             for expert in range(shape[0]):
                 tensor = self._translate(name, expert)
                 yield Block(tensor, shape[1:], whole.slab(0, expert, 1), whole.offset[1:])
@@ -109,14 +111,15 @@ class HuggingFaceNames:
 
     def _translate(self, name: str, expert: int | None = None) -> str:
         layer = re.search(r"\d+", name)
+        return self._pattern(name).format(layer and layer[0], expert)
+
+    def _pattern(self, name: str) -> str:
         place, _, kind = re.sub(r"\d+", "{}", name, count=1).rpartition(".")
         # a bias stands beside its weight
         pattern = self._names.get(f"{place}.weight" if kind == "bias" else f"{place}.{kind}")
         if pattern is None:
             raise RunError(f"parameter {name} has no place in a Hugging Face model")
-        if kind == "bias":
-            pattern = pattern.removesuffix("weight") + kind
-        return pattern.format(layer and layer[0], expert)
+        return pattern.removesuffix("weight") + kind if kind == "bias" else pattern
 
 
 def hugging_face_tensors(shape: ModelShape) -> Shapes:
@@ -124,4 +127,5 @@ def hugging_face_tensors(shape: ModelShape) -> Shapes:
     config = decoder_config(
         shape, fuse_qkv=False, inner_attention=ScaledDotProductAttention.Config()
     )
-    return HuggingFaceNames(config).tensors(parameter_shapes(shape, fuse_qkv=False))
+    names = HuggingFaceNames(config, family_of(shape))
+    return names.tensors(parameter_shapes(shape, fuse_qkv=False))

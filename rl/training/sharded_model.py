@@ -15,6 +15,7 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.common import Linear
 from torchtitan.models.common.decoder_sharding import dense_param_placement
+from torchtitan.models.common.moe_sharding import set_moe_sharding_config
 from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.models.qwen3 import parallelize_qwen3
 from torchtitan.models.qwen3.model import Qwen3Model
@@ -25,6 +26,7 @@ from rl.compat import titan
 from rl.compat.torch_internals import local_part, local_tensor, wait_for_local
 from rl.host.platform import device_type
 from rl.model.decoder import decoder_config
+from rl.model.experts import ClampedExperts
 from rl.model.shape import ModelConfig, shape_of
 from rl.model.shards import Box, Region, Shard, Shards
 from rl.training.attention import attention_config
@@ -111,9 +113,14 @@ def sharded_model(
         model.attention,
         context_parallel=dims.cp_enabled,
         float32=config.training.mixed_precision_param == "float32",
-        trees=config.prompt_sharing > 1,
+        masked=config.prompt_sharing > 1 or bool(shape.window) or shape.sinks,
     )
-    model_config = decoder_config(shape, fuse_qkv=model.fuse_qkv, inner_attention=attention)
+
+    def inner_attention(layer: int) -> Any:
+        window = shape.window_of(layer)
+        return dataclasses.replace(attention, window=window) if window else attention
+
+    model_config = decoder_config(shape, fuse_qkv=model.fuse_qkv, inner_attention=inner_attention)
     if config.float8 is not None:
         float8 = dataclasses.replace(
             config.float8,
@@ -123,6 +130,7 @@ def sharded_model(
         )
         model_config = float8.build().convert(model_config)
     titan.set_layout(model_config, config)
+    _set_own_layout(model_config, config)
     if head == "values":
         model_config.lm_head = _value_head(model_config.lm_head)
     else:
@@ -146,6 +154,25 @@ def sharded_model(
         ac_config=config.activation_checkpoint,
         dump_folder=folder,
     )
+
+
+def _set_own_layout(model: Qwen3Model.Config, config: TrainerConfig) -> None:
+    """Set how parameters that torchtitan's Qwen3 lacks are sharded."""
+    for layer in model.layers:
+        placements = layer.attention.sharding_config.state_shardings
+        placements["sinks"] = dense_param_placement(tp=spmd.S(0))
+        if layer.moe and isinstance(layer.moe.routed_experts.inner_experts, ClampedExperts.Config):
+            set_moe_sharding_config(
+                layer.moe,
+                enable_ep=config.parallelism.expert_parallel_degree > 1,
+                enable_sp=config.parallelism.enable_sequence_parallel,
+                expert_param_layout={
+                    "gate_up_EDG": spmd.S(2),
+                    "gate_up_bias": spmd.S(1),
+                    "down_EFD": spmd.S(1),
+                    "down_bias": spmd.R,
+                },
+            )
 
 
 def _log_prob_head(head: Linear.Config, logits_mib: int) -> LogProbHead.Config:

@@ -51,9 +51,10 @@ def validate_generator_layout(config: RLConfig) -> None:
 
 
 def _validate_attention(model: Role, *, cuda: bool) -> None:
-    """Check that varlen attention, which packs rows only, fits the layout and the dtype."""
+    """Check that varlen attention, which packs rows only, fits model, layout and dtype."""
     if model.model.attention != "varlen":
         return
+    shape = shape_of(model.model, field=f"{model.model_field}.hf_path")
     degree = model.trainer.parallelism.context_parallel_degree
     sharing = model.trainer.prompt_sharing
     dtype = model.trainer.training.mixed_precision_param
@@ -64,6 +65,8 @@ def _validate_attention(model: Role, *, cuda: bool) -> None:
             "trainer.training.mixed_precision_param='float32', since it rounds to bfloat16",
             cuda and dtype == "float32",
         ),
+        ("attention sinks", shape.sinks),
+        (f"an attention window of {shape.window} tokens", shape.window > 0),
     ):
         rule = f"'auto' or 'flex' with {name}"
         require_value(not clashes, f"{model.model_field}.attention", "varlen", rule)

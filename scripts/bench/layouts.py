@@ -32,6 +32,7 @@ from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
 from rl.algorithms.losses import dapo
+from rl.model.families import family_named
 from rl.model.shape import ModelConfig
 from rl.training.checkpoint import Checkpointer
 from rl.training.engine import TrainingEngine
@@ -166,12 +167,20 @@ def main() -> int:
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object as the last line"
     )
-    parser.add_argument("--family", help="family of the models without experts; default qwen3")
+    parser.add_argument(
+        "--family",
+        help="family of the models without experts, default qwen3; a family with experts is that "
+        "of all rows except for compiled ones",
+    )
     arguments = parser.parse_args()
+    mixture = arguments.family is not None and family_named(arguments.family).has_experts
+    if mixture:
+        del LAYOUTS["fsdp2-compile"]  # torchtitan compiles experts only if they are divided
     for table in (REFERENCES, LAYOUTS):
         for name, layout in table.items():
-            if layout.model == "dense":
-                table[name] = replace(layout, family=arguments.family)
+            if mixture or layout.model == "dense":
+                model = "moe" if mixture else "dense"
+                table[name] = replace(layout, family=arguments.family, model=model)
     print("| " + " | ".join(f"{title:<{width}}" for title, width in COLUMNS.items()) + " |")
     print("|" + "|".join("-" * (width + 2) for width in COLUMNS.values()) + "|")
     with tempfile.TemporaryDirectory() as folder:

@@ -224,9 +224,9 @@ BREAKS = (
         long=True,
     ),
     Break(
-        "rl/model/families/family.py",
-        "self.has_windows and length <= window",
-        "self.has_windows",
+        "rl/training/attention.py",
+        "positions[b, key] < limit",
+        "positions[b, key] <= limit",
         "training/test_model_folders.py",
     ),
     Break(

@@ -36,6 +36,7 @@ SEQUENCES = "trainer.parallelism.enable_sequence_parallel"
 GPUS = {"hardware.device": "h100", "hardware.gpus_per_node": 8}
 EXPERTS = {"model.num_experts": 4, "model.moe_hidden_dim": 20}
 MIXTURE = EXPERTS | {"model.experts_per_token": 2}
+CLAMPED = MIXTURE | {"model.family": "gpt_oss"}
 SHARING = {"trainer.prompt_sharing": 4}
 VARLEN = {"model.attention": "varlen"}
 LORA = LoRAConverter.Config
@@ -63,6 +64,7 @@ REFUSED: list[tuple[Edits, str]] = [
     ({CP: 2} | VARLEN, "'auto' or 'flex' with .*context_parallel_degree=2"),
     (GPUS | SHARING | VARLEN, ".*'flex' with trainer.prompt_sharing=4"),
     (GPUS | FLOAT32 | VARLEN, ".*'flex' with .*, since it rounds to bf"),
+    (GPUS | BFLOAT16 | CLAMPED | VARLEN, ".*'flex' with attention sinks"),
     ({CP: 2, BALANCER: "ptrr"}, "'headtail' on CPU"),
     ({"weights.transport": "cuda_ipc"}, "'auto', 'shared_memory', 'tcp', .* on CPU"),
     *(
@@ -181,6 +183,7 @@ ACCEPTED: list[Edits] = [
     EMULATED,
     MIXTURE,
     MIXTURE | {EP: 2, DP: 2},
+    CLAMPED | SHARING | {CP: 2, TP: 2},
     MIXTURE | {EP: 2, DP: 2, "trainer.compile.enable": True},
     MIXTURE | {EP: 4, DP: 2, TP: 2},
     MIXTURE | {EP: 2, TP: 2},

@@ -7,12 +7,13 @@ import transformers
 
 from rl.errors import ConfigError
 from rl.model.families import BUILT_IN, family_named
-from rl.model.families.family import ALLOWED, EXPERT_SIZES, SIZES
+from rl.model.families.family import ALLOWED, SIZES
 from rl.model.shape import ModelConfig, shape_of
 
 READ = {
     *("rms_norm_eps", "tie_word_embeddings", "rope_parameters", "max_position_embeddings"),
     *("sliding_window", "layer_types", "no_rope_layers", "no_rope_layer_interval"),
+    *("swiglu_alpha", "swiglu_limit"),
 }
 """Keys that the readers take beside sizes, options and allowed values."""
 WITHOUT_EFFECT = {
@@ -21,7 +22,7 @@ WITHOUT_EFFECT = {
 }
 """Keys of weights that are drawn, of caches, of generation and of another loss."""
 WINDOWS = {"max_window_layers"}
-"""Keys of windows that hold the longest sequence, or are refused."""
+"""Keys of which transformers makes ``layer_types``."""
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
@@ -30,7 +31,8 @@ def test_every_key_of_transformers_config_is_read_or_without_effect(name):
     config_class = getattr(transformers, f"{family.prefix}Config")
     of_all_models = {each.name for each in fields(transformers.PreTrainedConfig)}
     keys = {each.name for each in fields(config_class)} - of_all_models
-    known = {*SIZES.values(), *EXPERT_SIZES.values(), *ALLOWED, *family.options, *family.allowed}
+    known = {*SIZES.values(), *family.expert_sizes.values(), *ALLOWED}
+    known |= {*family.options, *family.allowed}
     assert keys - known - READ - WITHOUT_EFFECT - WINDOWS == set()
     assert all(hasattr(transformers, each) for each in (family.policy_class, family.reward_class))
 
@@ -42,7 +44,7 @@ def test_every_key_of_transformers_config_is_read_or_without_effect(name):
             ModelConfig(family="gemma9"),
             "model.family: 'gemma9' cannot be imported: .*; name one of",
         ),
-        (ModelConfig(family="json"), "model.family: 'json' has no FAMILY; name one of llama, "),
+        (ModelConfig(family="json"), "model.family: 'json' has no FAMILY; name one of gpt_oss, "),
         (ModelConfig(family="llama", num_experts=4), "is 'llama' and model.num_experts is 4"),
         (ModelConfig(family="qwen3_moe"), "is 'qwen3_moe' and model.num_experts is 0"),
     ],

@@ -20,6 +20,7 @@ SIZES = {
     "hidden_dim": 40,
 }
 EXPERTS = {"num_experts": 4, "experts_per_token": 2, "moe_hidden_dim": 12}
+CLAMPED = EXPERTS | {"family": "gpt_oss"}
 
 
 def shape_with(**changes) -> ModelShape:
@@ -29,24 +30,23 @@ def shape_with(**changes) -> ModelShape:
 FORMS = pytest.mark.parametrize(
     ("tied", "fused", "experts"),
     [
-        (True, True, False),
-        (True, False, False),
-        (False, True, False),
-        (False, False, False),
-        (True, True, True),
+        (True, True, {}),
+        (True, False, {}),
+        (False, True, {}),
+        (False, False, {}),
+        (True, True, EXPERTS),
+        (True, False, CLAMPED),
     ],
 )
 
 
 @FORMS
 def test_every_parameter_has_one_cut_and_cut_weights_are_large(tied, fused, experts):
-    shapes = parameter_shapes(
-        shape_with(tie_embeddings=tied, **(EXPERTS if experts else {})), fuse_qkv=fused
-    )
+    shapes = parameter_shapes(shape_with(tie_embeddings=tied, **experts), fuse_qkv=fused)
     cuts = {name: cut_of(name) for name in shapes}
     replicated = {name for name, cut in cuts.items() if cut is Cut.REPLICATED}
     assert replicated == {name for name in cuts if "norm" in name or "router" in name}
-    assert any("experts" in name for name in cuts) == experts
+    assert any("experts" in name for name in cuts) == bool(experts)
     assert ("lm_head.weight" in cuts) == (not tied)
     assert any(name.endswith("wqkv.weight") for name in cuts) == fused
 
@@ -56,18 +56,22 @@ def test_every_parameter_has_one_cut_and_cut_weights_are_large(tied, fused, expe
 def test_the_ranks_together_hold_each_element_and_share_equal_regions_only(
     tied, fused, experts, tp
 ):
-    shape = shape_with(tie_embeddings=tied, **(EXPERTS | {"moe_hidden_dim": 16} if experts else {}))
+    wide = experts | {"moe_hidden_dim": 16} if experts else {}
+    shape = shape_with(tie_embeddings=tied, **wide)
     layouts = generator_layout(shape, fuse_qkv=fused, tp=tp)
     assert_whole(layouts, parameter_shapes(shape, fuse_qkv=fused))
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_ranks_can_divide_whole_experts(tp):
-    shape = shape_with(**EXPERTS)
+@pytest.mark.parametrize("experts", [EXPERTS, CLAMPED], ids=["plain", "clamped"])
+def test_ranks_can_divide_whole_experts(tp, experts):
+    shape = shape_with(**experts)
     layouts = generator_layout(shape, fuse_qkv=True, tp=tp, expert_parallel=True)
     assert_whole(layouts, parameter_shapes(shape, fuse_qkv=True))
     held = {region.box.shape for layout in layouts for region in layout if "experts" in region.name}
-    assert held == {(4 // tp, 12, 16), (4 // tp, 16, 12)}
+    clamped = {(16, 24), (24,), (12, 16), (16,)}
+    sizes = {(12, 16), (16, 12)} if experts is EXPERTS else clamped
+    assert held == {(4 // tp, *size) for size in sizes}
 
 
 def assert_whole(layouts: tuple[Layout, ...], shapes: dict[str, tuple[int, ...]]) -> None:
@@ -144,7 +148,7 @@ def test_parts_are_views_that_fill_a_tensor_from_above(fused):
 
 @pytest.mark.parametrize(
     "name",
-    ["layers.0.attention.sinks", "layers.0.moe.shared_experts.w1.weight", "norms.weight", ""],
+    ["layers.0.attention.scales", "layers.0.moe.shared_experts.w1.weight", "norms.weight", ""],
 )
 def test_a_parameter_without_a_cut_is_named(name):
     with pytest.raises(KeyError, match=f"no line for parameter '{name}'"):

@@ -47,6 +47,9 @@ TIED = {"tie_word_embeddings": True}
 OLD_LENGTH = {"original_max_position_embeddings": 64}
 WIDE = {"hidden_size": 128}
 DEEP = {"num_hidden_layers": 4}
+GPT_OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}
+LONG = YARN | {"factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+FULL, NEAR = "full_attention", "sliding_attention"
 FP8 = torch.float8_e4m3fn
 
 EQUAL: dict[str, Folder] = {
@@ -138,7 +141,14 @@ def old_layout(folder: Folder, kind: str = "type") -> Folder:
     return replace(folder, config={**config, "rope_theta": theta})
 
 
+def gpt_oss(folder: Folder | None = None, **sizes: Any) -> Folder:
+    """A gpt-oss whose window is shorter than the sequences of the tests."""
+    folder = folder or Folder()
+    return replace(folder, sizes=GPT_OSS | folder.sizes | sizes, family="gpt_oss")
+
+
 WINDOW = {"use_sliding_window": True, "sliding_window": 2048, "max_window_layers": 1}
+SHORT = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
 FAMILIES: dict[str, Folder] = {
     "llama": Folder(family="llama"),
     "llama 2": Folder(
@@ -214,6 +224,38 @@ FAMILIES: dict[str, Folder] = {
     "smollm3, yarn": replace(
         scaled("smollm3", rope_type="yarn", factor=4.0, **OLD_LENGTH), family="smollm3"
     ),
+    "mistral, windows": Folder({"sliding_window": 8}, family="mistral"),
+    "qwen2, windows from a layer on": Folder(SHORT, family="qwen2", config={"layer_types": GONE}),
+    "qwen3, windows": Folder(SHORT | {"layer_types": [NEAR, FULL]}),
+    "experts, windows": Folder(SHORT, experts=True),
+    "smollm3, windows": Folder(
+        DEEP | SHORT | {"no_rope_layer_interval": 2}, family="smollm3", config={"layer_types": GONE}
+    ),
+    "gpt_oss": gpt_oss(),
+    "gpt_oss, as the Hub has it": replace(
+        gpt_oss(num_hidden_layers=3, rope_parameters=LONG),
+        config={
+            **{"rope_parameters": GONE, "rope_scaling": LONG, "rope_theta": 150000},
+            **{"swiglu_alpha": GONE, "experts_per_token": 2, "initial_context_length": 64},
+        },
+    ),
+    "gpt_oss, no rope_parameters": replace(
+        gpt_oss(rope_parameters=GONE, layer_types=[FULL, NEAR]), config={"rope_parameters": GONE}
+    ),
+    "gpt_oss, tied, no layer_types": replace(
+        gpt_oss(tie_word_embeddings=True), config={"layer_types": GONE}
+    ),
+    "gpt_oss, every layer with a window": gpt_oss(layer_types=[NEAR] * 2),
+    "gpt_oss, no layer with a window": gpt_oss(layer_types=[FULL] * 2),
+    "gpt_oss, a window as long as a sequence": gpt_oss(sliding_window=2048),
+    "gpt_oss, wide heads, one key head": gpt_oss(num_attention_heads=6, num_key_value_heads=1),
+    "gpt_oss, tight bounds": gpt_oss(swiglu_alpha=1.2, swiglu_limit=0.5),
+    "gpt_oss, no biases of attention": gpt_oss(attention_bias=False),
+    "gpt_oss, another name of a size": replace(
+        gpt_oss(), config={"num_local_experts": GONE, "num_experts": 4}
+    ),
+    "gpt_oss, bfloat16": replace(gpt_oss(), dtype="bfloat16"),
+    "gpt_oss, several files": gpt_oss(shards()),
 }
 """Folders of all families from which Tiller and transformers make the same model."""
 EQUAL |= FAMILIES
@@ -289,16 +331,18 @@ REFUSED: dict[str, tuple[Folder, str]] = {
             ("llama", "hidden_act", "gelu"),
             ("llama", "num_key_value_heads", 3),
             ("llama", "architectures", ["LlamaForSequenceClassification2"]),
-            ("mistral", "sliding_window", 1000),
             ("mistral", "sliding_window", "4096"),
             ("qwen2", "layer_types", ["chunked_attention"] * 2),
             ("smollm3", "no_rope_layers", [1]),
             ("smollm3", "no_rope_layers", "all"),
+            ("gpt_oss", "swiglu_limit", 0),
+            ("gpt_oss", "num_experts_per_tok", 200),
+            ("gpt_oss", "layer_types", ["full_attention"]),
         )
     },
-    "qwen2, a window shorter than a sequence": (
-        Folder(WINDOW, family="qwen2", config={"sliding_window": 512}),
-        "sliding_window .* is 512; set model.max_seq_len, which is 2048, to at most 512",
+    "gpt_oss, quantized": (
+        replace(gpt_oss(), config={"quantization_config": {"quant_method": "mxfp4"}}),
+        r"quantization_config .* is {'quant_method': 'mxfp4'}; .*Mxfp4Config\(dequantize=True\)",
     ),
     **{
         f"rope_parameters without {key}": (

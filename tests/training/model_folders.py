@@ -85,6 +85,8 @@ class Folder:
                     parameter.uniform_(0.5, 1.5)
                 elif "bias" in name:
                     parameter.normal_(std=0.3)
+                elif "sinks" in name:
+                    parameter.uniform_(-1.0, 4.0)
         model.save_pretrained(folder, max_shard_size=self.max_shard_size)
 
 

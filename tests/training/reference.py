@@ -2,17 +2,17 @@
 of their own.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from rl.algorithms.tokens import Tokens
 
-EPS = 1e-6
-
 
 class Qwen3:
     """A Qwen3 on weights by torchtitan's names; arXiv:2505.09388 and transformers' modeling_qwen3
-    and qwen3_moe. Biases are added, and norms of queries and keys left out, as the weights have
-    them.
+    and qwen3_moe. Biases and sinks are added, norms of queries and keys left out, and the
+    activation is gpt-oss', as the weights have them. Layers with a window attend to its tokens.
 
     If the weights are those of experts, each token goes through ``top_k`` of them.
     """
@@ -26,6 +26,8 @@ class Qwen3:
         head_dim: int,
         theta: float,
         top_k: int = 2,
+        windows: Sequence[int] = (0, 0),
+        eps: float = 1e-6,
     ):
         self.weights = {name: tensor.double().requires_grad_() for name, tensor in weights.items()}
         self.n_layers = n_layers
@@ -33,6 +35,11 @@ class Qwen3:
         self.head_dim = head_dim
         self.theta = theta
         self.top_k = top_k
+        self.windows = windows
+        self.eps = eps
+
+    def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x / (x.pow(2).mean(-1, keepdim=True) + self.eps).sqrt() * weight
 
     def __call__(self, tokens: list[int]) -> torch.Tensor:
         """Logits [len(tokens), vocabulary]."""
@@ -44,19 +51,19 @@ class Qwen3:
                 for k, v in self.weights.items()
                 if k.startswith(f"layers.{layer}.")
             }
-            x = x + self._attend(w, norm(x, w["attention_norm.weight"]))
-            h = norm(x, w["ffn_norm.weight"])
+            h = self.norm(x, w["attention_norm.weight"])
+            x = x + self._attend(w, h, self.windows[layer])
+            h = self.norm(x, w["ffn_norm.weight"])
             if "moe.router.gate.weight" in w:
                 x = x + self._mix(w, h)
             else:
                 gate = linear(w, "feed_forward.w1", h)
                 up = linear(w, "feed_forward.w3", h)
                 x = x + linear(w, "feed_forward.w2", gate * gate.sigmoid() * up)
-        return (
-            norm(x, self.weights["norm.weight"]) @ self.weights.get("lm_head.weight", embedding).T
-        )
+        hidden = self.norm(x, self.weights["norm.weight"])
+        return hidden @ self.weights.get("lm_head.weight", embedding).T
 
-    def _attend(self, w: dict[str, torch.Tensor], h: torch.Tensor) -> torch.Tensor:
+    def _attend(self, w: dict[str, torch.Tensor], h: torch.Tensor, window: int) -> torch.Tensor:
         length = len(h)
         size = self.head_dim
         if "attention.qkv_linear.wqkv.weight" in w:  # by kv group: its queries, its key, its value
@@ -71,13 +78,18 @@ class Qwen3:
                 linear(w, f"attention.qkv_linear.w{n}", h).view(length, -1, size) for n in "qkv"
             )
         if "attention.q_norm.weight" in w:
-            q = norm(q, w["attention.q_norm.weight"])
-            k = norm(k, w["attention.k_norm.weight"])
+            q = self.norm(q, w["attention.q_norm.weight"])
+            k = self.norm(k, w["attention.k_norm.weight"])
         q, k = self._rotate(q), self._rotate(k)
         k, v = (t.repeat_interleave(self.n_heads // t.shape[1], dim=1) for t in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) / size**0.5
-        future = torch.ones(length, length, dtype=torch.bool).triu(1)
-        attended = scores.masked_fill(future, -torch.inf).softmax(-1)
+        ones = torch.ones(length, length, dtype=torch.bool)
+        hidden = ones.triu(1) | (ones.tril(-window) if window else ~ones)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if "attention.sinks" in w:
+            sinks = w["attention.sinks"].view(-1, 1, 1).expand(-1, length, 1)
+            scores = torch.cat([scores, sinks], dim=-1)
+        attended = scores.softmax(-1)[..., :length]
         out = torch.einsum("hqk,khd->qhd", attended, v).reshape(length, -1)
         return linear(w, "attention.wo", out)
 
@@ -85,17 +97,17 @@ class Qwen3:
         """The ``top_k`` likeliest experts of each token, by their share of the probability of
         these.
         """
-        probs = (h @ w["moe.router.gate.weight"].T).softmax(-1)
+        probs = linear(w, "moe.router.gate", h).softmax(-1)
         kept = probs * (probs >= probs.sort(descending=True).values[:, self.top_k - 1 : self.top_k])
         share = kept / kept.sum(-1, keepdim=True)
-        experts = zip(
-            *(w[f"moe.routed_experts.inner_experts.{n}"] for n in ("w1_EFD", "w2_EDF", "w3_EFD")),
-            strict=True,
-        )
-        return (
-            torch.stack([feed_forward(h, *weights) for weights in experts], -1)
-            @ share.unsqueeze(-1)
-        ).squeeze(-1)
+        prefix = "moe.routed_experts.inner_experts"
+        clamps = f"{prefix}.gate_up_EDG" in w
+        parts = ("gate_up_EDG", "gate_up_bias", "down_EFD", "down_bias")
+        parts = parts if clamps else ("w1_EFD", "w2_EDF", "w3_EFD")
+        experts = zip(*(w[f"{prefix}.{part}"] for part in parts), strict=True)
+        compute = clamped if clamps else feed_forward
+        outputs = torch.stack([compute(h, *weights) for weights in experts], -1)
+        return (outputs @ share.unsqueeze(-1)).squeeze(-1)
 
     def _rotate(self, x: torch.Tensor) -> torch.Tensor:
         half = self.head_dim // 2
@@ -113,12 +125,16 @@ def feed_forward(
     return (gate * gate.sigmoid() * (x @ w3.T)) @ w2.T
 
 
+def clamped(x: torch.Tensor, *weights: torch.Tensor, slope=1.702, bound=7.0) -> torch.Tensor:
+    gate_up, gate_up_bias, down, down_bias = weights
+    hidden = x @ gate_up + gate_up_bias
+    gate = hidden[:, ::2].clamp(max=bound)
+    up = hidden[:, 1::2].clamp(-bound, bound)
+    return (gate * (slope * gate).sigmoid() * (up + 1)) @ down + down_bias
+
+
 def linear(w: dict[str, torch.Tensor], name: str, x: torch.Tensor) -> torch.Tensor:
     return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0.0)
-
-
-def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return x / (x.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * weight
 
 
 def per_token(
@@ -174,9 +190,9 @@ def loss_sum(model: Qwen3, batch, loss, *, temperature: float):
     return total
 
 
-def of_scene(weights: dict[str, torch.Tensor]) -> Qwen3:
+def of_scene(weights: dict[str, torch.Tensor], **options) -> Qwen3:
     """The reference of the models that the scenes play."""
-    return Qwen3(weights, n_layers=2, n_heads=4, head_dim=8, theta=1e6)
+    return Qwen3(weights, n_layers=2, n_heads=4, head_dim=8, theta=1e6, **options)
 
 
 def relative_error(values: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> float:

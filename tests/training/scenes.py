@@ -51,6 +51,8 @@ FEW_EXPERTS = replace(
     EXPERTS, num_experts=2, tie_embeddings=False
 )  # fewer than four ranks: FSDP cuts within them
 BIASED = replace(TIED_FUSED, family="tests.seed_oss")
+CLAMPED = replace(EXPERTS, family="gpt_oss")  # the first of two layers has a window of 8 tokens
+FEW_CLAMPED = replace(CLAMPED, num_experts=2, tie_embeddings=False)
 MODELS = {
     "tied_fused": TIED_FUSED,
     "untied_split": UNTIED_SPLIT,
@@ -99,7 +101,7 @@ def engine_of(
     **trainer: Any,
 ) -> TrainingEngine:
     """Return an engine with random weights three times torchtitan's, so that some tokens are more
-    likely, and biases that are not 0.
+    likely, and biases and sinks that are not 0.
     """
     config = TrainerConfig(
         parallelism=(layout or Layout()).parallelism,
@@ -114,7 +116,8 @@ def engine_of(
     with torch.no_grad():
         for name, parameter in engine.model.named_parameters():
             parameter.mul_(3.0 if parameter.ndim > 1 else 1.0)
-            parameter.add_(0.1 if name.endswith("bias") else 0.0)
+            is_zero = name.endswith(("bias", "sinks")) and parameter.ndim == 1
+            parameter.add_(0.1 if is_zero else 0.0)
     return engine
 
 

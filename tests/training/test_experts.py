@@ -12,7 +12,9 @@ from tests.training.layouts import Layout
 from tests.training.ranks import on_ranks
 from tests.training.reference import worst_error
 from tests.training.scenes import (
+    CLAMPED,
     EXPERTS,
+    FEW_CLAMPED,
     FEW_EXPERTS,
     LOSS,
     engine_of,
@@ -27,30 +29,37 @@ LAYOUTS = {
     "hsdp4_ep2": (EXPERTS, Layout(replicate=2, shard=2, ep=2)),
     "few_fsdp4": (FEW_EXPERTS, Layout(shard=4)),
     "few_fsdp2_ep2": (FEW_EXPERTS, Layout(shard=4, ep=2)),
+    "clamped_tp2": (CLAMPED, Layout(tp=2)),
+    "clamped_tp2_no_sp": (CLAMPED, Layout(tp=2, sequence_parallel=False)),
+    "clamped_cp2_tp2": (CLAMPED, Layout(cp=2, tp=2)),
+    "clamped_cp2_ep2": (CLAMPED, Layout(cp=2, ep=2)),
+    "clamped_fsdp2_tp2_ep2": (CLAMPED, Layout(shard=2, tp=2, ep=2)),
+    "clamped_hsdp4": (CLAMPED, Layout(replicate=2, shard=2)),
+    "few_clamped_fsdp4": (FEW_CLAMPED, Layout(shard=4)),
+    "few_clamped_fsdp2_tp2_ep2": (FEW_CLAMPED, Layout(shard=2, tp=2, ep=2)),
 }
+TOGETHER = ("cp2_ep2", "few_fsdp4", "clamped_cp2_tp2")
+"""Layouts that hold every dimension. Others are for the long tests."""
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory, lone_rank):
-    """Return the weights of each model on one rank."""
+    """Return the weights of each model on one rank, by ``repr``."""
     folder = str(tmp_path_factory.mktemp("alone"))
-    return {
-        experts.num_experts: held(experts, Layout(), folder) for experts in (EXPERTS, FEW_EXPERTS)
-    }
+    models = (EXPERTS, FEW_EXPERTS, CLAMPED, FEW_CLAMPED)
+    return {repr(model): held(model, Layout(), folder) for model in models}
 
 
 @pytest.mark.parametrize(
     ("model", "layout"),
     [
-        pytest.param(
-            *LAYOUTS[name], id=name, marks=[] if name in ("cp2_ep2", "few_fsdp4") else LONG
-        )
+        pytest.param(*LAYOUTS[name], id=name, marks=[] if name in TOGETHER else LONG)
         for name in LAYOUTS
     ],
 )
 def test_ranks_hold_the_parts_of_one_model_and_learn_the_same(alone, folder, model, layout):
     """FSDP cuts within the experts if there are more ranks than experts."""
-    wanted = alone[model.num_experts]
+    wanted = alone[repr(model)]
     answers = on_ranks(layout.ranks, held, model, layout, folder)
     assert merge_digests(answer["digests"] for answer in answers) == merge_digests(
         [wanted["digests"]]
@@ -78,9 +87,10 @@ def assert_routes(shape: ModelShape, whole: dict[str, Box], held: list[dict[str,
             )
 
 
-def test_tokens_without_weight_teach_neither_router_nor_experts(folder):
+@pytest.mark.parametrize("model", [EXPERTS, CLAMPED], ids=["plain", "clamped"])
+def test_tokens_without_weight_teach_neither_router_nor_experts(folder, model):
     """Padding and dummy rows go through experts too."""
-    engine = engine_of(EXPERTS, folder=folder, micro_batch_size=5)
+    engine = engine_of(model, folder=folder, micro_batch_size=5)
     batch = ragged_batch()
     batch.loss_weights.zero_()
     engine.forward_backward(batch, LOSS.build())

@@ -33,7 +33,9 @@ from tests.training.reference import (
 )
 from tests.training.scenes import (
     BY_SEQUENCE,
+    CLAMPED,
     CUTS,
+    KINDS,
     LOSS,
     MODELS,
     TEMPERATURE,
@@ -45,9 +47,9 @@ from tests.training.scenes import (
 )
 
 
-def reference_gradient(weights, loss, *batches):
+def reference_gradient(weights, loss, *batches, **options):
     """(gradient of the batches' summed loss, the sum, their weight)."""
-    model = of_scene(weights)
+    model = of_scene(weights, **options)
     total = sum(loss_sum(model, batch, loss, temperature=TEMPERATURE) for batch in batches)
     total.backward()
     weight = sum(batch.loss_weights.double().sum().item() for batch in batches)
@@ -213,6 +215,20 @@ def test_every_loss_has_the_gradient_of_one_sequence_at_a_time(engine, loss, cor
         for rows in calls:
             engine.forward_backward(batch.select(rows), config.build(), temperature=TEMPERATURE)
         assert relative_error(gradients_of(engine), wanted) <= 1e-6
+
+
+def test_sinks_windows_and_clamped_experts_have_the_gradient_of_one_sequence_at_a_time(folder):
+    engine = engine_of(CLAMPED, folder=folder, lr=0.0)
+    weights = weights_of(engine)
+    for cut in KINDS:
+        batches, loss = CUTS[cut].batches, CUTS[cut].loss
+        options = {"windows": (8, 0), "eps": 1e-5}
+        wanted, *_ = reference_gradient(weights, loss, *batches, **options)
+        assert wanted["layers.0.attention.sinks"].norm() > 1e-3
+        cut_by(engine, **CUTS[cut].fields)
+        gradients = accumulate(engine, *batches, loss=loss)["gradients"]
+        assert relative_error(gradients, wanted) <= 1e-6, cut
+        assert worst_error(gradients, wanted) <= 4e-6, cut
 
 
 COMPUTE = {

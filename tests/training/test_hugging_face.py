@@ -22,6 +22,7 @@ from rl.training.hugging_face_names import TensorPiece
 from rl.training.sharded_model import is_adapter
 from tests.training.batches import ragged_batch
 from tests.training.layouts import LAYOUTS, Layout
+from tests.training.model_cases import EQUAL
 from tests.training.model_folders import (
     Folder,
     edit_tensors,
@@ -34,6 +35,7 @@ from tests.training.model_folders import (
 )
 from tests.training.ranks import on_ranks
 from tests.training.scenes import (
+    CLAMPED,
     MODELS,
     SIZES,
     checkpointer_of,
@@ -70,9 +72,9 @@ def test_weights_that_a_folder_may_lack_are_drawn(tmp_path, source, kept):
     assert not any(parameter.isnan().any() for parameter in engine.model.parameters())
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, "clamped"])
 def test_a_policy_from_random_weights_is_one_that_transformers_loads(tmp_path, name):
-    model = replace(MODELS[name], max_seq_len=64, rope_theta=1e4)
+    model = replace(MODELS.get(name, CLAMPED), max_seq_len=64, rope_theta=1e4)
     engine = engine_of(model, folder=str(tmp_path))
     out = exported(engine, model, tmp_path)
     tokens = torch.randint(SIZES["vocab_size"], (1, 64), generator=torch.Generator().manual_seed(1))
@@ -212,9 +214,17 @@ def adopt_and_count(folder: str, layout: str, export: str) -> dict[str, Any]:
         return adopted(folder, LAYOUTS[layout], export) | {"read": read, "written": written}
 
 
-@pytest.mark.parametrize("layout", ["fsdp2_tp2", pytest.param("hsdp4", marks=pytest.mark.long)])
-def test_ranks_read_and_write_their_own_parts_of_the_whole_piece_by_piece(tmp_path, layout):
-    source = shards().write(tmp_path / "in")
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("several files", "fsdp2_tp2"),
+        pytest.param("several files", "hsdp4", marks=pytest.mark.long),
+        pytest.param("gpt_oss, several files", "fsdp2_tp2", marks=pytest.mark.long),
+        pytest.param("gpt_oss, several files", "fsdp2_tp2_ep2", marks=pytest.mark.long),
+    ],
+)
+def test_ranks_read_and_write_their_own_parts_of_the_whole_piece_by_piece(tmp_path, name, layout):
+    source = EQUAL[name].write(tmp_path / "in")
     out = tmp_path / "out"
     answers = on_ranks(LAYOUTS[layout].ranks, adopt_and_count, str(source), layout, str(out))
     same_tensors(source, out)

@@ -14,11 +14,13 @@ from torchtitan.models.qwen3 import Qwen3Model, Qwen3StateDictAdapter
 
 from rl.errors import RunError
 from rl.model.decoder import decoder_config
+from rl.model.families import family_named
 from rl.model.shape import ModelConfig, shape_of
 from rl.model.shards import Box
 from rl.training.attention import DenseAttention
 from rl.training.hugging_face_names import HuggingFaceNames
 
+FAMILY = family_named("qwen3")
 HEADS = {"n_heads": 6, "n_kv_heads": 2, "head_dim": 4}
 SIZES = {"vocab_size": 11, "dim": 6, "n_layers": 2, **HEADS}
 
@@ -79,7 +81,7 @@ some_cuts = st.lists(st.integers(0, 400), max_size=3)
 @settings(max_examples=40)
 @given(cuts=st.tuples(some_cuts, some_cuts, some_cuts))
 def test_pieces_of_any_box_equal_the_state_dict_adapter(name, cuts):
-    names = HuggingFaceNames(CONFIGS[name])
+    names = HuggingFaceNames(CONFIGS[name], FAMILY)
     parameters = parameters_of(CONFIGS[name])
     wanted = by_the_adapter(CONFIGS[name], parameters)
     shapes = names.tensors({name: tuple(whole.shape) for name, whole in parameters.items()})
@@ -102,4 +104,4 @@ def test_an_unknown_parameter_is_named():
     with pytest.raises(
         RunError, match="layers.0.attention.sinks has no place in a Hugging Face model"
     ):
-        list(HuggingFaceNames(CONFIGS["fused"]).blocks("layers.0.attention.sinks", (4,)))
+        list(HuggingFaceNames(CONFIGS["fused"], FAMILY).blocks("layers.0.attention.sinks", (4,)))

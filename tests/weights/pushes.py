@@ -37,6 +37,7 @@ MODELS = {
     "untied_split": replace(TIED_FUSED, tie_embeddings=False, fuse_qkv=False),
     "experts": EXPERTS,
     "untied_split_experts": replace(EXPERTS, tie_embeddings=False, fuse_qkv=False),
+    "clamped": replace(EXPERTS, family="gpt_oss"),
 }
 TRAINERS = scenes.LAYOUTS | {"fsdp4": scenes.Layout(shard=4)}
 

@@ -34,6 +34,7 @@ TOGETHER = [
     ("biased_split", "cp2_tp2"),
     ("experts", "fsdp2_tp2"),
     ("untied_split_experts", "fsdp2_tp2_ep2"),
+    ("clamped", "fsdp2_tp2"),
 ]
 """Cases of four ranks that hold every dimension. The product is for the long tests."""
 

@@ -8,7 +8,7 @@ from importlib import import_module
 from rl.errors import require
 from rl.model.families.family import Family
 
-BUILT_IN = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "smollm3")
+BUILT_IN = ("gpt_oss", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "smollm3")
 """Model types of the families in this package, which are also the names of their modules."""
 
 

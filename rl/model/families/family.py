@@ -73,11 +73,20 @@ class Family:
     head_dim: int | None = None
     """Width of a head if config.json lacks it; None is hidden_size // num_attention_heads."""
 
-    has_experts: bool = False
-    """Whether experts replace the feed-forward layers."""
+    expert_sizes: Mapping[str, str] = field(default_factory=dict)
+    """Additional keys of sizes if experts replace the feed-forward layers, such as EXPERT_SIZES."""
 
     has_windows: bool = False
     """Whether ``sliding_window`` limits the attention of layers."""
+
+    tensors: Mapping[str, str] = field(default_factory=dict)
+    """Names of tensors that Qwen3 lacks or names differently, by torchtitan's; {} is the layer. All
+    experts are one tensor unless its name has a second {}."""
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether experts replace the feed-forward layers."""
+        return bool(self.expert_sizes)
 
     @property
     def policy_class(self) -> str:
@@ -100,7 +109,7 @@ class Family:
         ``max_seq_len`` tokens.
 
         Raises ConfigError, naming the key, for a value that Tiller does not compute. An attention
-        window is one unless it holds the longest sequence, and so changes nothing.
+        window that holds the longest sequence changes nothing, and is left out.
         """
         config.config_class = f"{self.prefix}Config"
         config.setdefault("head_dim", self.head_dim)
@@ -119,22 +128,23 @@ class Family:
         length = min(max_seq_len, config.size("max_position_embeddings"))
         fields["max_seq_len"] = length
         window = config.window(switched="use_sliding_window" in self.allowed)
-        allowed = f"set model.max_seq_len, which is {max_seq_len}, to at most {window}"
-        fits = window is None or (self.has_windows and length <= window)
-        config.require(fits, "sliding_window", window, allowed)
+        allowed = f"{self.policy_class} has no windows; remove the key"
+        config.require(window is None or self.has_windows, "sliding_window", window, allowed)
         fields["norm_eps"] = config.number("rms_norm_eps")
         fields["tie_embeddings"] = config.one_of("tie_word_embeddings", (True, False))
         fields["rope_theta"], fields["rope_scaling"] = config.rope()
         dtypes = (config.get(key) for key in ("dtype", "torch_dtype"))
         given = next((each for each in dtypes if each is not None), DTYPES[0])
         fields["dtype"] = config.one_of("dtype", DTYPES, given)
+        if window is not None and window < length and (layers := config.windowed_layers()):
+            fields |= {"window": window, "layers_with_window": layers}
         return fields
 
     def write(self, shape: Mapping[str, Any]) -> dict[str, Any]:
         """Return the config.json of a model whose ModelShape has the fields ``shape``, as
         transformers reads it.
         """
-        sizes = SIZES | (EXPERT_SIZES if self.has_experts else {})
+        sizes = SIZES | dict(self.expert_sizes)
         scaling = dict(shape["rope_scaling"]) or {"rope_type": "default"}
         return {
             "architectures": [self.policy_class],
@@ -142,7 +152,7 @@ class Family:
             **{key: shape[name] for name, key in sizes.items()},
             **{key: values[0] for key, values in {**ALLOWED, **self.allowed}.items()},
             **{key: shape[names[0]] for key, names in self.options.items()},
-            **({"sliding_window": None} if self.has_windows else {}),
+            **(self._windows(shape) if self.has_windows else {}),
             "tie_word_embeddings": shape["tie_embeddings"],
             "rope_parameters": {"rope_theta": shape["rope_theta"], **scaling},
             "max_position_embeddings": shape["max_seq_len"],
@@ -150,22 +160,35 @@ class Family:
             "dtype": shape["dtype"],
         }
 
+    def _windows(self, shape: Mapping[str, Any]) -> dict[str, Any]:
+        limited = shape["layers_with_window"]
+        if not limited:
+            return {"sliding_window": None}
+        layers = [
+            "sliding_attention" if layer in limited else "full_attention"
+            for layer in range(shape["n_layers"])
+        ]
+        switch = {"use_sliding_window": True} if "use_sliding_window" in self.allowed else {}
+        return {"sliding_window": shape["window"], "layer_types": layers} | switch
+
     def _sizes(self, config: HuggingFaceConfig) -> dict[str, int]:
-        if self.has_experts and "num_local_experts" in config:  # transformers' name precedes
-            config["num_experts"] = config["num_local_experts"]
+        if self.has_experts:
+            own = self.expert_sizes["num_experts"]
+            both = ("num_local_experts", "num_experts")  # transformers takes the first
+            config[own] = next((config[key] for key in both if key in config), config[own])
         heads = config.size("num_attention_heads")
         if config["num_key_value_heads"] is None and not self.has_experts:
             config["num_key_value_heads"] = heads
         if config["head_dim"] is None:
             config["head_dim"] = config.size("hidden_size") // heads
-        keys = SIZES | (EXPERT_SIZES if self.has_experts else {})
+        keys = SIZES | dict(self.expert_sizes)
         sizes = {name: config.size(key) for name, key in keys.items()}
         groups = sizes["n_kv_heads"]
         allowed = f"it must divide num_attention_heads={heads}"
         config.require(heads % groups == 0, "num_key_value_heads", groups, allowed)
         if self.has_experts:
             chosen = sizes["experts_per_token"]
-            allowed = f"it must be at most num_experts={sizes['num_experts']}"
+            allowed = f"it must be at most {own}={sizes['num_experts']}"
             fits = chosen <= sizes["num_experts"]
             config.require(fits, "num_experts_per_tok", chosen, allowed)
         return sizes

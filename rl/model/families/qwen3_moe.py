@@ -1,6 +1,6 @@
 """Qwen3 with experts in every layer."""
 
-from rl.model.families.family import Family
+from rl.model.families.family import EXPERT_SIZES, Family
 
 FAMILY = Family(
     model_type="qwen3_moe",
@@ -12,6 +12,6 @@ FAMILY = Family(
         "decoder_sparse_step": (1,),
         "mlp_only_layers": ([], None),
     },
-    has_experts=True,
+    expert_sizes=EXPERT_SIZES,
     has_windows=True,
 )

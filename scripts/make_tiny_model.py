@@ -234,6 +234,9 @@ def make_model(
         pad_token_id=stop_token_ids[1],
         dtype="float32",
     )
+    rope = config.rope_parameters
+    if "factor" in rope:
+        rope["original_max_position_embeddings"] = int(2048 / rope["factor"])
     model = AutoModelForCausalLM.from_config(config)
     model.generation_config = GenerationConfig(
         eos_token_id=stop_token_ids, pad_token_id=stop_token_ids[1]

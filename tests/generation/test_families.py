@@ -20,7 +20,7 @@ from tests.training.model_cases import EQUAL
 from tests.training.model_folders import Folder, tensors_of, transformers_model
 
 PROMPTS = [[5], [*range(1, 20)], [7, 3] * 60]
-DISTINCT = {"llama 3.1, older keys", "qwen2, yarn", "smollm3, a list of layers", "mistral, windows"}
+DISTINCT = {"llama 3.1, older keys", "qwen2, yarn", "smollm3, a list of layers"}
 DISTINCT |= {"gpt_oss, as the Hub has it"}
 """Folders whose options are computed in another way. Others are for the long tests."""
 

@@ -32,7 +32,7 @@ from rl.types import Batch, Head
 T = TypeVar("T")
 
 Outputs = dict[str, torch.Tensor]
-"""Per-token values by name, float32 [T]."""
+"""Per-token values by name, float32 [T]; ``logprobs`` has the shape of the batch's targets."""
 
 
 def _endpoint(method: str, *, changes: bool = False) -> Any:
@@ -344,7 +344,8 @@ class WorkerGroup(Mesh):
 
 def _merge(batch: Batch, answers: list[tuple[list[int], Outputs]]) -> Outputs:
     """Return per-token values of the whole batch, from those of its shares."""
-    merged = {name: torch.zeros(len(batch.tokens)) for name in answers[0][1]}
+    shapes = {name: values.shape[1:] for name, values in answers[0][1].items()}
+    merged = {name: torch.zeros(len(batch.tokens), *shape) for name, shape in shapes.items()}
     for share, outputs in answers:
         index = batch.token_index(share)
         for name, values in outputs.items():

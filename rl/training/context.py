@@ -55,8 +55,15 @@ class SequenceShard:
         return mask.select((own + torch.arange(len(own)).unsqueeze(1) * width).flatten().numpy())
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the values of all cells [B, L] from the ranks' parts [B, L / ranks]."""
-        return _Gather.apply(values, self._own, self._all, self._group)
+        """Return the values of all cells, [B, L] or [B, L, K], from the ranks' parts of L / ranks
+        columns.
+        """
+        more = values.shape[2:]
+        own, every = (
+            each.view(*each.shape, *[1] * len(more)).expand(*each.shape, *more)
+            for each in (self._own, self._all)
+        )
+        return _Gather.apply(values, own, every, self._group)
 
 
 class _Gather(torch.autograd.Function):

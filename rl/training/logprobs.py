@@ -39,7 +39,8 @@ class LogProbHead(Linear):
         """Return the log-prob of each target, and the entropy in nats, under softmax(logits /
         temperature) over the ``kept`` logits.
 
-        ``hidden`` [B, L, D], ``targets`` int64 [B, L]; both results are float32 [B, L] and
+        ``hidden`` [B, L, D], ``targets`` int64 [B, L] or [B, L, K]. The log-probs are float32 of
+        the shape of the targets, 0 for targets of -1. The entropy is float32 [B, L]. Both are
         differentiable. ``kept`` has B * L cells; None keeps all logits.
         """
         weight = self.weight
@@ -77,22 +78,29 @@ def linear_logprobs(
     """Return the log-prob of each target, and the entropy in nats, under softmax(hidden @ weight.T
     / temperature) over the ``kept`` logits of the flattened targets.
 
-    ``hidden`` [..., D], ``targets`` int64 [...]; ``weight`` [V, D], or with a ``group`` this rank's
-    rows of it, cut as torch.chunk cuts ``vocab_size`` rows. Results are float32, shaped like
-    ``targets``. The gradient of ``hidden`` is this rank's part of a sum over the group.
+    ``hidden`` [..., D], ``targets`` int64 [...] or [..., K]; ``weight`` [V, D], or with a ``group``
+    this rank's rows of it, cut as torch.chunk cuts ``vocab_size`` rows. Results are float32:
+    log-probs of the shape of ``targets``, 0 for targets of -1, and entropies [...]. The gradient of
+    ``hidden`` is this rank's part of a sum over the group.
     """
     first = 0
     if group is not None:
         first = dist.get_rank(group) * -(-(vocab_size or 0) // dist.get_world_size(group))
     if kept is not None:
         kept = kept.from_row(first)
-    return _LinearLogProbs.apply(  # type: ignore[no-any-return]
-        hidden.flatten(0, -2), weight, targets - first, temperature, chunk_tokens, group, kept
+    flat = hidden.flatten(0, -2)
+    own = (targets - first).reshape(len(flat), -1)
+    logprobs, entropy = _LinearLogProbs.apply(
+        flat, weight, own, temperature, chunk_tokens, group, kept
     )
+    logprobs = logprobs.view(targets.shape).masked_fill(targets < 0, 0.0)
+    return logprobs, entropy.view(hidden.shape[:-1])
 
 
 class _LinearLogProbs(torch.autograd.Function):
-    """The forward pass has two all-reduces of a few numbers per token. The backward pass has none,
+    """Log-probs [T, K] of targets [T, K], and entropies [T].
+
+    The forward pass has two all-reduces of a few numbers per token. The backward pass has none,
     since the gradient of a rank's logits needs only its own probabilities.
     """
 
@@ -107,9 +115,8 @@ class _LinearLogProbs(torch.autograd.Function):
         group: Any,
         mask: KeptLogits | None,
     ) -> Any:
-        logprobs, entropy = (torch.empty_like(targets, dtype=torch.float32) for _ in range(2))
-        targets = targets.flatten()
-        log_total = torch.empty(len(hidden), device=hidden.device)
+        logprobs = torch.empty_like(targets, dtype=torch.float32)
+        entropy, log_total = (logprobs.new_empty(len(hidden)) for _ in range(2))
         kept = None
         for chunk in _chunks(len(hidden), chunk_tokens):
             z = _scaled_logits(hidden[chunk], weight, temperature)
@@ -120,20 +127,20 @@ class _LinearLogProbs(torch.autograd.Function):
                 dist.all_reduce(peak, dist.ReduceOp.MAX, group)
             z -= peak.unsqueeze(-1)
             owned, index = _owned(targets[chunk], len(weight))
-            picked = z.gather(-1, index).squeeze(-1).masked_fill(~owned, 0.0)
+            picked = z.gather(-1, index).masked_fill(~owned, 0.0)
             exp = z.exp()
-            sums = torch.stack([exp.sum(-1), exp.mul_(z).sum(-1), picked])
+            sums = torch.cat([torch.stack([exp.sum(-1), exp.mul_(z).sum(-1)]), picked.T])
             if group is not None:
                 dist.all_reduce(sums, dist.ReduceOp.SUM, group)
-            total, weighted, picked = sums
+            total, weighted = sums[:2]
             log_sum = total.log()
-            logprobs.view(-1)[chunk] = picked - log_sum
-            entropy.view(-1)[chunk] = log_sum - weighted / total
+            logprobs[chunk] = (sums[2:] - log_sum).T
+            entropy[chunk] = log_sum - weighted / total
             log_total[chunk] = peak + log_sum
             if chunk_tokens >= len(hidden) and ctx.needs_input_grad[0]:
                 kept = z.sub_(log_sum.unsqueeze(-1))
             del z, exp  # free before the next chunk allocates
-        ctx.save_for_backward(hidden, weight, targets, entropy.view(-1), log_total)
+        ctx.save_for_backward(hidden, weight, targets, entropy, log_total)
         ctx.temperature = temperature
         ctx.chunk_tokens = chunk_tokens
         ctx.kept = kept
@@ -156,19 +163,18 @@ class _LinearLogProbs(torch.autograd.Function):
                 if ctx.mask is not None:
                     ctx.mask.apply_(logp, chunk)
                 logp -= log_total[chunk].unsqueeze(-1)
-            grad_logprobs, grad_entropy = (
-                g if g is None else g.flatten()[chunk].unsqueeze(-1) for g in grads
-            )
+            by_target, by_entropy = (g if g is None else g[chunk] for g in grads)
+            total = None if by_target is None else by_target.sum(-1, keepdim=True)
             # d logp / dz = onehot - p;  dH / dz = -p (log p + H)
             grad = logp.exp()
-            if grad_entropy is None:
-                grad *= -grad_logprobs  # type: ignore[operator]
+            if by_entropy is None:
+                grad *= -total  # type: ignore[operator]
             else:
-                logp.add_(entropy[chunk].unsqueeze(-1)).mul_(-grad_entropy)
-                grad *= logp if grad_logprobs is None else logp.sub_(grad_logprobs)
-            if grad_logprobs is not None:
+                logp.add_(entropy[chunk].unsqueeze(-1)).mul_(-by_entropy.unsqueeze(-1))
+                grad *= logp if total is None else logp.sub_(total)
+            if by_target is not None:
                 owned, index = _owned(targets[chunk], len(weight))
-                grad.scatter_add_(-1, index, grad_logprobs * owned.unsqueeze(-1))
+                grad.scatter_add_(-1, index, by_target * owned)
             grad = grad.div_(ctx.temperature).to(hidden.dtype)
             grad_hidden[chunk] = grad @ weight
             if grad_weight is not None and weight.dtype == torch.float32:
@@ -190,6 +196,6 @@ def _scaled_logits(hidden: torch.Tensor, weight: torch.Tensor, temperature: floa
 
 
 def _owned(targets: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return whether each target is among this rank's rows, and an index [T, 1] in range."""
+    """Return whether each target is among this rank's rows, and an index [T, K] in range."""
     owned = (targets >= 0) & (targets < rows)
-    return owned, targets.clamp(0, rows - 1).unsqueeze(-1)
+    return owned, targets.clamp(0, rows - 1)

@@ -40,7 +40,8 @@ class MicroBatch:
     """Sequences in rows of one length L, shifted so that each cell predicts the next token.
 
     - ``tokens``, ``targets``, ``positions``: int64 [B, L]; a document starts at each position 0. At
-      each other position that does not follow the one before, a branch of the document starts.
+      each other position that does not follow the one before, a branch of the document starts. If
+      the batch has K targets for each token, ``targets`` is [B, L, K].
     - ``index``: int64 [T], index in the whole batch of each token of the concatenated sequences.
     - ``cells``: int64 [T], cell of the flattened rectangle that predicts each token. Tokens of
       prompts may share cells.
@@ -74,8 +75,11 @@ class MicroBatch:
         return replace(self, columns=columns, **moved)
 
     def per_token(self, values: torch.Tensor) -> torch.Tensor:
-        """Return values of the cells [B, L] as values of the tokens [T], 0 for a first token."""
-        return values.flatten()[self.cells].masked_fill(self.first, 0.0)
+        """Return values of the cells, [B, L] or [B, L, K], as values of the tokens, [T] or [T, K],
+        0 for a first token.
+        """
+        first = self.first.view(-1, *[1] * (values.dim() - 2))
+        return values.flatten(0, 1)[self.cells].masked_fill(first, 0.0)
 
 
 @dataclass(slots=True)
@@ -139,9 +143,9 @@ def lay_out(batch: Batch, rows: Rows, limits: MicroBatchLimits) -> MicroBatch:
     longest = max([1, *sizes])
 
     def rectangle(values: torch.Tensor) -> torch.Tensor:
-        out = torch.zeros(shape[0] * width, dtype=torch.int64)
+        out = torch.zeros(shape[0] * width, *values.shape[1:], dtype=torch.int64)
         out[predicted] = values
-        return out.view(shape)
+        return out.view(*shape, *values.shape[1:])
 
     filled = rectangle(torch.ones_like(predicted)).bool()
     # Positions of padding may exceed the model's maximum length.
@@ -154,7 +158,7 @@ def lay_out(batch: Batch, rows: Rows, limits: MicroBatchLimits) -> MicroBatch:
     return MicroBatch(
         index=batch.token_index(sequences),
         tokens=rectangle(part.tokens[inputs]),
-        targets=rectangle(part.tokens[~first]),
+        targets=rectangle((part.tokens if part.targets is None else part.targets)[~first]),
         positions=torch.where(filled, rectangle(place[inputs]), padding),
         cells=cells.masked_fill(first, 0),
         first=first,
@@ -184,12 +188,12 @@ def balanced(lengths: Sequence[int], parts: int) -> list[list[int]]:
 
 def _trees(batch: Batch, limits: MicroBatchLimits) -> list[Tree]:
     """Return all sequences as trees, longest first. A tree has at most ``limits.sharing``
-    sequences, and no more than a micro-batch may hold.
+    sequences, and no more than a micro-batch may hold; it has one if the batch has targets.
     """
     sizes = _sizes(batch)
     longest_first = sorted(range(len(batch)), key=lambda i: (-sizes[i], i))
     limit = min(limits.sharing, limits.sequences if limits.tokens is None else len(batch))
-    if limit <= 1:
+    if limit <= 1 or batch.targets is not None:
         return [Tree([sequence], sizes[sequence]) for sequence in longest_first]
     prompts = _prompts(batch)
     trees: list[Tree] = []
@@ -304,11 +308,18 @@ def _round_up(value: int, multiple: int) -> int:
 def outputs_of(
     batch: Batch, parts: list[tuple[torch.Tensor, dict[str, torch.Tensor]]]
 ) -> dict[str, torch.Tensor]:
-    """Return the outputs [T] in the batch's order, in one copy from the device. ``parts`` are the
-    indices and outputs of the micro-batches.
+    """Return the outputs, [T] or [T, K], in the batch's order, in one copy from the device.
+    ``parts`` are the indices and outputs of the micro-batches.
     """
-    names = [*parts[0][1]]
-    outputs = [torch.stack([*values.values()]) for _, values in parts]
-    ordered = torch.zeros(len(names), len(batch.tokens))
+    shapes = {name: values.shape[1:] for name, values in parts[0][1].items()}
+    rows = [shape.numel() for shape in shapes.values()]
+    outputs = [
+        torch.cat(
+            [v.movedim(0, -1).view(n, len(v)) for v, n in zip(own.values(), rows, strict=True)]
+        )
+        for _, own in parts
+    ]
+    ordered = torch.zeros(sum(rows), len(batch.tokens))
     ordered[:, torch.cat([index for index, _ in parts])] = torch.cat(outputs, dim=1).cpu()
-    return dict(zip(names, ordered, strict=True))
+    named = zip(shapes.items(), ordered.split(rows), strict=True)
+    return {name: own.T.reshape(-1, *shape) for (name, shape), own in named}

@@ -338,6 +338,13 @@ class Batch:
     denominators: torch.Tensor | None = None
     """Part of each sequence in the denominator of ``optim_step``, float64 [N]; None for the sum of
     its loss weights."""
+    targets: torch.Tensor | None = None
+    """Ids whose log-probs are computed in place of those of ``tokens``, int64 [T], or [T, K] for K
+    ids at each token; -1 is no id, with log-prob 0. Entry ``t`` is about the prediction after the
+    tokens before ``t``. None for the tokens themselves.
+
+    The output ``logprobs`` has the shape of the targets, and so may columns. Sequences with targets
+    share no prompts."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -386,6 +393,7 @@ class Batch:
             rows=rows,
             reduction=self.reduction,
             denominators=None if self.denominators is None else self.denominators[chosen],
+            targets=None if self.targets is None else self.targets[index],
         )
 
 

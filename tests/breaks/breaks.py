@@ -62,8 +62,8 @@ BREAKS = (
     ),
     Break(
         "rl/training/logprobs.py",
-        "picked = z.gather(-1, index).squeeze(-1).masked_fill(~owned, 0.0)",
-        "picked = z.gather(-1, index).squeeze(-1)",
+        "picked = z.gather(-1, index).masked_fill(~owned, 0.0)",
+        "picked = z.gather(-1, index)",
         "training/test_logprobs.py",
     ),
     Break(

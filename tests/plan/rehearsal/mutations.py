@@ -69,7 +69,9 @@ MUTATIONS = {
     "a missing cast": Mutation(
         f"{HEAD}_LinearLogProbs.backward", ".to(hidden.dtype)", "", ONE_DTYPE
     ),
-    "a missing dimension": Mutation(f"{HEAD}_owned", ".unsqueeze(-1)", "", "dimension"),
+    "a missing dimension": Mutation(
+        f"{HEAD}linear_logprobs", ".reshape(len(flat), -1)", "", "dimension"
+    ),
     "a missing transposition": Mutation(
         f"{HEAD}_scaled_logits", "weight.T", "weight", "reduction dim"
     ),
@@ -81,8 +83,8 @@ MUTATIONS = {
     ),
     "a mask that is an index": Mutation(
         f"{MICRO}.per_token",
-        "[self.cells].masked_fill(self.first, 0.0)",
-        "[self.cells][self.first | ~self.first]",
+        "[self.cells].masked_fill(first, 0.0)",
+        "[self.cells][first | ~first]",
         "",
     ),
 }

@@ -134,7 +134,7 @@ class TrainingEngine:
     @torch.no_grad()
     def forward(self, batch: Batch, *, temperature: float = 1.0) -> dict[str, torch.Tensor]:
         """Return ``logprobs`` and ``entropy`` of each token, or a critic's ``values``, float32 [T]
-        in the batch's order.
+        in the batch's order. ``logprobs`` has the shape of the batch's targets.
         """
         self.require_resident("forward", "model")
         parts = []
@@ -200,14 +200,15 @@ class TrainingEngine:
         """Divide and clip the gradient, take an optimizer step, and zero the gradient.
 
         ``denominator`` is the weight of the whole batch on all ranks; the default is the
-        accumulated weight. ``on_gradient`` is called with this rank's shards of the gradient,
-        divided and clipped. The other arguments replace the config's values in all parameter groups
-        for this step.
+        accumulated weight. With a denominator, a step without accumulated gradients is a step on
+        gradients of 0. ``on_gradient`` is called with this rank's shards of the gradient, divided
+        and clipped. The other arguments replace the config's values in all parameter groups for
+        this step; a ``max_norm`` of infinity does not clip.
 
         A step adds 1 to ``version``. If the gradient norm is not finite, every rank skips the step
         and discards the gradient. Raises GradientNotFinite if more than
         ``config.max_skipped_steps`` steps in a row are skipped. Raises RuntimeError if the schedule
-        has ended or no weight was accumulated.
+        has ended, or if no weight was accumulated and no denominator is given.
 
         Returns metrics of the step, and the metrics of all ``forward_backward`` calls since the
         last step. ``trainer/updates`` is 1 if the gradient norm and a learning rate are above 0, so
@@ -219,6 +220,9 @@ class TrainingEngine:
             raise RuntimeError(f"optim_step: {ended}")
         weight = self._weight_of_step(denominator)
         limit = self.config.training.max_norm if max_norm is None else max_norm
+        if all(each.grad is None for each in self.model.parameters()):
+            for each in self.model.parameters():
+                each.grad = torch.zeros_like(each) if each.requires_grad else None
         norm = divide_and_clip(self.model.parameters(), weight, limit)
         if on_gradient is not None:
             on_gradient(gradient_shards(self.model))

@@ -58,12 +58,7 @@ class SequenceShard:
         """Return the values of all cells, [B, L] or [B, L, K], from the ranks' parts of L / ranks
         columns.
         """
-        more = values.shape[2:]
-        own, every = (
-            each.view(*each.shape, *[1] * len(more)).expand(*each.shape, *more)
-            for each in (self._own, self._all)
-        )
-        return _Gather.apply(values, own, every, self._group)
+        return _Gather.apply(values, self._own, self._all, self._group)
 
 
 class _Gather(torch.autograd.Function):
@@ -73,12 +68,17 @@ class _Gather(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(own)
         gathered = _all_gather(values.contiguous(), group)
-        return torch.empty_like(gathered).scatter_(1, order, gathered)
+        return torch.empty_like(gathered).index_put_((_rows(order), order), gathered)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         (own,) = ctx.saved_tensors
-        return grad.gather(1, own), None, None, None
+        return grad[_rows(own), own], None, None, None
+
+
+def _rows(columns: torch.Tensor) -> torch.Tensor:
+    """Return the row of each cell of ``columns`` [B, L], [B, 1]."""
+    return torch.arange(len(columns), device=columns.device).unsqueeze(1)
 
 
 def _all_gather(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -312,14 +312,9 @@ def outputs_of(
     ``parts`` are the indices and outputs of the micro-batches.
     """
     shapes = {name: values.shape[1:] for name, values in parts[0][1].items()}
-    rows = [shape.numel() for shape in shapes.values()]
-    outputs = [
-        torch.cat(
-            [v.movedim(0, -1).view(n, len(v)) for v, n in zip(own.values(), rows, strict=True)]
-        )
-        for _, own in parts
-    ]
-    ordered = torch.zeros(sum(rows), len(batch.tokens))
-    ordered[:, torch.cat([index for index, _ in parts])] = torch.cat(outputs, dim=1).cpu()
-    named = zip(shapes.items(), ordered.split(rows), strict=True)
-    return {name: own.T.reshape(-1, *shape) for (name, shape), own in named}
+    widths = [shape.numel() for shape in shapes.values()]
+    outputs = [torch.cat([v.unsqueeze(-1).flatten(1) for v in own.values()], 1) for _, own in parts]
+    ordered = torch.zeros(len(batch.tokens), sum(widths))
+    ordered[torch.cat([index for index, _ in parts])] = torch.cat(outputs).cpu()
+    named = zip(shapes.items(), ordered.split(widths, dim=1), strict=True)
+    return {name: own.reshape(-1, *shape).contiguous() for (name, shape), own in named}

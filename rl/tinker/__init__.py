@@ -1,0 +1,1 @@
+"""Tinker's protocol: training and sampling for clients of its SDK."""

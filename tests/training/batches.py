@@ -68,6 +68,19 @@ def with_mask(batch: Batch) -> Batch:
     return replace(batch, sampling_mask=SamplingMask.of_rows(encode(kept)))
 
 
+def with_targets(batch: Batch, *shape: int) -> Batch:
+    """The batch with other targets than its tokens, int64 [T, *shape], some of them twice or none,
+    and weights of them of any sign.
+    """
+    draw = torch.Generator().manual_seed(0)
+    shape = (len(batch.tokens), *shape)
+    columns = batch.columns | {"weights": torch.randn(shape, generator=draw)}
+    targets = torch.randint(-1, VOCAB_SIZE, shape, generator=draw)
+    if len(shape) > 1:
+        targets[::4] = targets[::4, :1]
+    return replace(batch, targets=targets, columns=columns)
+
+
 def without_advantages() -> Batch:
     """A batch from which the policy term learns nothing."""
     batch = ragged_batch()

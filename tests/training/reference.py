@@ -138,11 +138,17 @@ def linear(w: dict[str, torch.Tensor], name: str, x: torch.Tensor) -> torch.Tens
 
 
 def per_token(
-    model: Qwen3, tokens: list[int], temperature: float, kept: list[list[int] | None] | None = None
+    model: Qwen3,
+    tokens: list[int],
+    temperature: float,
+    kept: list[list[int] | None] | None = None,
+    targets: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-prob of each token after the first, and the entropy of the distribution it was drawn
-    from. ``kept`` are the ids that each token was drawn from, None for all.
+    from. ``kept`` are the ids that each token was drawn from, None for all. ``targets`` are scored
+    in place of the tokens.
     """
+    scored = (torch.tensor(tokens) if targets is None else targets)[1:]
     logits = model(tokens)[:-1] / temperature
     outside = torch.zeros_like(logits, dtype=torch.bool)
     for place, ids in enumerate((kept or [])[1:]):
@@ -150,9 +156,10 @@ def per_token(
             outside[place] = True
             outside[place, ids] = False
     probs = logits.masked_fill(outside, -torch.inf).softmax(-1)
-    return probs.gather(1, torch.tensor(tokens[1:]).unsqueeze(1)).squeeze(1).log(), -(
-        probs * probs.masked_fill(outside, 1.0).log()
-    ).sum(-1)
+    index = scored.clamp(min=0).unsqueeze(-1).flatten(1)
+    picked = probs.gather(1, index).view(scored.shape)
+    entropy = -(probs * probs.masked_fill(outside, 1.0).log()).sum(-1)
+    return picked.log().masked_fill(scored < 0, 0.0), entropy
 
 
 def kept_ids(batch) -> list[list[list[int] | None]]:
@@ -174,14 +181,13 @@ def loss_sum(model: Qwen3, batch, loss, *, temperature: float):
     call = loss.build()
     sizes = batch.lengths.tolist()
     columns = {name: values.split(sizes) for name, values in batch.columns.items()}
-    rows = zip(
-        batch.tokens.split(sizes), batch.loss_weights.split(sizes), kept_ids(batch), strict=True
-    )
-    for row, (tokens, weights, kept) in enumerate(rows):
+    scored = [None] * len(sizes) if batch.targets is None else batch.targets.split(sizes)
+    parts = batch.tokens.split(sizes), batch.loss_weights.split(sizes), kept_ids(batch), scored
+    for row, (tokens, weights, kept, targets) in enumerate(zip(*parts, strict=True)):
         counted = weights[1:] > 0
         if not counted.any():
             continue
-        logprobs, entropy = per_token(model, tokens.tolist(), temperature, kept)
+        logprobs, entropy = per_token(model, tokens.tolist(), temperature, kept, targets)
         own = {name: values[row][1:][counted].double() for name, values in columns.items()}
         said = {"logprobs": logprobs[counted], "entropy": entropy[counted]}
         sequence = torch.zeros(int(counted.sum()), dtype=torch.int64)

@@ -17,6 +17,7 @@ from rl.metrics import Reduction
 from rl.model.digest import digests
 from rl.model.shape import ModelConfig
 from rl.model.shards import Shards
+from rl.tinker.losses import TinkerLoss
 from rl.training.checkpoint import Checkpointer
 from rl.training.engine import TrainingEngine
 from rl.training.micro_batches import balanced
@@ -29,6 +30,7 @@ from tests.training.batches import (
     ragged_batch,
     with_mask,
     with_prompts,
+    with_targets,
     without_advantages,
 )
 from tests.training.layouts import LAYOUTS, Layout
@@ -81,6 +83,7 @@ class MeasuredLoss(ClippedLoss):
 
 
 MEASURED = MeasuredLoss.Config(clip_high=0.28, entropy_coef=0.05, kl_coef=0.1)
+SIGNED = TinkerLoss.Config(name="cross_entropy")
 BY_SEQUENCE = GSPOLoss.Config(clip_low=0.25, clip_high=0.25, entropy_coef=0.05)
 RUN_STATE = {"step": 2, "next_ordinal": 64, "name": "a run"}
 
@@ -260,6 +263,17 @@ CUTS = {
         (with_mask(with_prompts(ragged_batch(SIBLINGS), [0, 1, 1, 1, 0])),),
         fields={"micro_batch_tokens": 32, "prompt_sharing": 5},
     ),
+    "three targets": Cut(
+        (with_targets(ragged_batch(), 3),), fields={"micro_batch_size": 3}, loss=SIGNED
+    ),
+    "targets, shared prompts, two calls": Cut(
+        tuple(
+            with_targets(with_prompts(ragged_batch(SIBLINGS), [0, 0, 1, 0, 0])).select(rows)
+            for rows in ([0, 1, 3], [4, 2])
+        ),
+        fields={"micro_batch_size": 5, "prompt_sharing": 3},
+        loss=SIGNED,
+    ),
 }
 KINDS = (
     "by two",
@@ -267,6 +281,7 @@ KINDS = (
     "ratios of sequences",
     "sampling masks, padded, two calls",
     "shared prompts, sampling masks, 32 tokens",
+    "three targets",
 )
 """Cuts of which each is of another kind."""
 

@@ -100,6 +100,27 @@ def test_values_and_gradients_are_those_of_log_softmax(temperature, chunk, maske
         assert_close(value.double(), expected, atol=2e-5, rtol=1e-6)
 
 
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_targets_of_a_token_have_log_probs_and_gradients_of_their_own(chunk):
+    hidden, weight, _ = random_head()
+    targets = torch.randint(-1, VOCABULARY, (2, TOKENS // 2, 4), generator=torch.manual_seed(3))
+    targets[..., 3] = targets[..., 0]
+    rows = hidden.view(2, TOKENS // 2, WIDTH)
+    logprobs, entropy = linear_logprobs(rows, weight, targets, chunk_tokens=chunk)
+    scale = torch.randn(targets.shape)
+    ((logprobs * scale).sum() + entropy.square().sum()).backward()
+    exact, head = (each.detach().double().requires_grad_() for each in (rows, weight))
+    every = torch.log_softmax(exact @ head.T, -1)
+    wanted = every.gather(-1, targets.clamp(min=0)).masked_fill(targets < 0, 0.0)
+    spread = -(every.exp() * every).sum(-1)
+    ((wanted * scale).sum() + spread.square().sum()).backward()
+    assert (targets < 0).any() and logprobs[targets < 0].eq(0).all()
+    assert_close(logprobs.double(), wanted, atol=2e-5, rtol=1e-6)
+    assert_close(entropy.double(), spread, atol=2e-5, rtol=1e-6)
+    assert_close(hidden.grad.double(), exact.grad.view(hidden.shape), atol=1e-4, rtol=1e-5)
+    assert_close(weight.grad.double(), head.grad, atol=1e-4, rtol=1e-5)
+
+
 def kept_logits(kept):
     """Logits of ``kept``, bool [T, V], as lists, bitmaps and whole rows; None for all."""
     if kept is None:

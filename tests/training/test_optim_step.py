@@ -1,6 +1,7 @@
 """optim_step clips, steps, zeroes and counts; a non-finite gradient changes nothing but a count."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -161,6 +162,43 @@ def test_a_forward_between_the_gradient_and_its_step_does_not_keep_old_weights(b
         engine.optim_step()
     found, wanted = (engine.forward(ragged_batch())["logprobs"] for engine in (with_it, without))
     assert torch.equal(found, wanted)
+
+
+def test_steps_are_those_of_adamw_with_options_of_their_own_also_without_gradients(build):
+    engine = build(max_norm=1e-9)
+    parameters = [*engine.model.parameters()]
+    own = [each.detach().clone().requires_grad_() for each in parameters]
+    wanted = torch.optim.AdamW(own)
+    for step in range(6):
+        options = {"lr": 1e-2 / (step + 1), "betas": (0.5 + step / 20, 0.95), "eps": 10.0**-step}
+        options["weight_decay"] = step / 10
+        if step not in (2, 3):
+            engine.forward_backward(ragged_batch(seed=step), LOSS.build())
+        for mine, theirs in zip(parameters, own, strict=True):
+            theirs.grad = torch.zeros_like(theirs) if mine.grad is None else mine.grad.clone()
+        engine.optim_step(denominator=1.0, max_norm=math.inf, **options)
+        wanted.param_groups[0].update(options)
+        wanted.step()
+        for mine, theirs in zip(parameters, own, strict=True):
+            torch.testing.assert_close(mine, theirs, atol=1e-7, rtol=1e-6)
+    assert engine.version == 6
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", "tp2"])
+def test_ranks_take_a_step_without_gradients_together(folder, layout):
+    for answer in on_ranks(2, decayed, folder, layout):
+        assert answer == {"trainer/grad_norm": 0.0, "moved": True, "finite": True}
+
+
+def decayed(folder: str, layout: str) -> dict[str, object]:
+    """Take a step on gradients and one without, which decays the weights."""
+    engine = engine_of(TIED_FUSED, folder=folder, layout=LAYOUTS[layout])
+    learn(engine, ragged_batch())
+    before = weights_of(engine)
+    norm = engine.optim_step(denominator=1.0)["trainer/grad_norm"]
+    after = weights_of(engine)
+    finite = all(bool(each.isfinite().all()) for each in after.values())
+    return {"trainer/grad_norm": norm, "moved": bool(unequal(before, after)), "finite": finite}
 
 
 def test_no_step_is_taken_past_the_end_of_the_schedule(build):

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rl.trainers.preference import PreferenceTrainer
     from rl.trainers.rl import RLTrainer
     from rl.trainers.sft import SFTTrainer
-    from rl.training.trainer_config import TrainerConfig
+    from rl.training.trainer_config import AdapterConfig, TrainerConfig
     from rl.types import (
         Batch,
         Completion,
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from rl.weights.transport import WeightPushConfig
 
 __all__ = [
+    "AdapterConfig",
     "AgentTask",
     "Algorithm",
     "Batch",
@@ -78,6 +79,7 @@ __all__ = [
 ]
 
 _SOURCES = {
+    "AdapterConfig": "rl.training.trainer_config:AdapterConfig",
     "AgentTask": "rl.environments.agent:AgentTask",
     "Algorithm": "rl.trainers.algorithm:Algorithm",
     "Batch": "rl.types:Batch",

@@ -113,9 +113,13 @@ class Mesh:
         """Return each rank's memory domain, and the layout of its parameters."""
         return await self.call("layout")
 
-    async def weight_digests(self, dtype: torch.dtype | None = None) -> list[ShardDigests]:
-        """Return digests of every rank's parameters, cast to ``dtype`` if given."""
-        return await self.call("weight_digests", dtype)
+    async def weight_digests(
+        self, dtype: torch.dtype | None = None, *source: Any
+    ) -> list[ShardDigests]:
+        """Return digests of every rank's parameters, cast to ``dtype`` if given. A trainer may have
+        several sources of its weights.
+        """
+        return await self.call("weight_digests", dtype, *source)
 
     async def close(self) -> None:
         """Let engines that were built finish saves and clean up; then end the processes."""

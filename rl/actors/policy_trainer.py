@@ -15,6 +15,7 @@ from rl.actors.processes import stop_procs
 from rl.actors.worker import ModelWorker, WorkerGroup
 from rl.host.platform import memory_domain
 from rl.model.shards import Layout, layout_of
+from rl.training.trainer_config import Source
 from rl.types import Place
 from rl.weights.transport import Publisher, Transfer, open_publisher
 
@@ -42,13 +43,19 @@ class PolicyTrainer(ModelWorker):
         return self.publisher.address
 
     @concurrent_endpoint
-    async def push_weights(self) -> Timed:
-        async with self._weights:
-            assert self.publisher is not None, "open_publisher comes first"
-            self.engine.require_resident("push_weights", "model")
-            begin = time.time()
-            sent = await self.publisher.publish(self.engine.version)
-            return Timed(sent, [("publish", begin, time.time())])
+    async def push_weights(self, version: int, source: Source = None) -> Timed:
+        merged = self.engine.adapters.merged
+        while True:
+            if merged.source != source:
+                await self._in_engine(self.engine.adapters.merge, source, changes=True)
+            async with self._weights:
+                if merged.source != source:
+                    continue  # a call merged another adapter meanwhile
+                assert self.publisher is not None, "open_publisher comes first"
+                self.engine.require_resident("push_weights", "model")
+                begin = time.time()
+                sent = await self.publisher.publish(version)
+                return Timed(sent, [("publish", begin, time.time())])
 
     @concurrent_endpoint
     async def excuse(self, generator: int) -> None:

@@ -6,11 +6,11 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from rl.model.digest import ShardDigests, digests, merge_digests
 from rl.model.shape import ModelConfig, shape_of
 from rl.model.shards import Shards
 from rl.training.micro_batches import balanced
-from rl.training.trainer_config import TrainerConfig, short_layout
+from rl.training.trainer_config import Source, TrainerConfig, short_layout
 from rl.types import Batch, Head
 
 T = TypeVar("T")
@@ -35,10 +35,19 @@ Outputs = dict[str, torch.Tensor]
 """Per-token values by name, float32 [T]; ``logprobs`` has the shape of the batch's targets."""
 
 
-def _endpoint(method: str, *, changes: bool = False) -> Any:
+def _endpoint(
+    method: str,
+    *,
+    changes: bool = False,
+    adapter: Literal["used", "worn", "any"] = "any",
+    named: bool = False,
+) -> Any:
     """Return an endpoint that calls ``method`` in the engine's thread, and answers with its time.
 
-    ``changes``: whether the method changes or moves the weights.
+    - ``changes``: whether the method changes or moves the weights that are pushed.
+    - ``adapter``: whether the policy's own adapter is put into the model before the call ("used"),
+      or only its weights during the call ("worn").
+    - ``named``: whether the last argument names another adapter, or other weights, for that.
     """
 
     name = method.rpartition(".")[2].removeprefix("_")
@@ -46,7 +55,9 @@ def _endpoint(method: str, *, changes: bool = False) -> Any:
     async def call(self: "ModelWorker", *args: Any) -> Any:
         def timed() -> Timed:
             began = time.time()
-            answer = attrgetter(method)(self)(*args)
+            *given, source = args if named else (*args, None)
+            with self._having(source, adapter):
+                answer = attrgetter(method)(self)(*given)
             return Timed(answer, [(name, began, time.time())])
 
         return await self._in_engine(timed, changes=changes)
@@ -98,20 +109,33 @@ class ModelWorker(Actor):
         self._weights = asyncio.Lock()
 
     start = _endpoint("_start")
-    forward = _endpoint("_forward")
-    activations = _endpoint("_activations")
-    forward_backward = _endpoint("_forward_backward")
-    optim_step = _endpoint("_optim_step", changes=True)
+    forward = _endpoint("_forward", adapter="worn", named=True)
+    activations = _endpoint("_activations", adapter="worn")
+    forward_backward = _endpoint("_forward_backward", adapter="used", named=True)
+    optim_step = _endpoint("_optim_step", changes=True, adapter="used", named=True)
     offload = _endpoint("_offload", changes=True)
     onload = _endpoint("engine.onload")
-    weight_digests = _endpoint("_weight_digests")
-    trained_digests = _endpoint("_trained_digests")
-    save_checkpoint = _endpoint("_save_checkpoint")
-    load_checkpoint = _endpoint("_load_checkpoint", changes=True)
-    save_weights = _endpoint("checkpointer.save_weights")
-    load_weights = _endpoint("checkpointer.load_weights", changes=True)
-    export_hf = _endpoint("checkpointer.export_hf")
+    weight_digests = _endpoint("_weight_digests", changes=True)
+    trained_digests = _endpoint("_trained_digests", adapter="worn", named=True)
+    save_checkpoint = _endpoint("_save_checkpoint", adapter="used")
+    load_checkpoint = _endpoint("_load_checkpoint", changes=True, adapter="used")
+    save_weights = _endpoint("checkpointer.save_weights", adapter="worn")
+    load_weights = _endpoint("checkpointer.load_weights", changes=True, adapter="used")
+    save_snapshot = _endpoint("checkpointer.save_snapshot", adapter="worn", named=True)
+    save_state = _endpoint("checkpointer.save_state", adapter="used", named=True)
+    load_state = _endpoint("checkpointer.load_state", changes=True, adapter="used", named=True)
+    reset_optimizer = _endpoint("engine.reset_optimizer", adapter="used", named=True)
+    create_adapter = _endpoint("engine.adapters.create")
+    drop_adapter = _endpoint("engine.adapters.drop", adapter="used")
+    merge = _endpoint("engine.adapters.merge", changes=True)
+    export_hf = _endpoint("_export_hf", changes=True)
     close = _endpoint("_close")
+
+    def _having(self, source: Source, adapter: str) -> AbstractContextManager[None]:
+        """Put an adapter into the model, or its weights while the block runs: see ``_endpoint``."""
+        if adapter == "used":
+            self.engine.adapters.use(source)
+        return self.engine.adapters.wearing(source) if adapter == "worn" else nullcontext()
 
     def _start(self) -> None:
         from rl.training.checkpoint import Checkpointer
@@ -181,7 +205,17 @@ class ModelWorker(Actor):
         if self.engine.version % self.arguments.config.training.gc_freq == 0:
             gc.collect()
 
-    def _weight_digests(self, dtype: torch.dtype | None) -> ShardDigests:
+    def _export_hf(self, folder: str, adapter: str | None = None) -> None:
+        adapters = self.engine.adapters
+        try:
+            adapters.merge(adapter)
+            with adapters.wearing(adapter):
+                self.checkpointer.export_hf(folder)
+        finally:
+            adapters.merge(None)
+
+    def _weight_digests(self, dtype: torch.dtype | None, source: Source = None) -> ShardDigests:
+        self.engine.adapters.merge(source)
         return digests(self.engine.shards().values(), dtype=dtype)
 
     def _trained_digests(self) -> ShardDigests:
@@ -223,6 +257,8 @@ class WorkerGroup(Mesh):
     engine: EngineArguments
     version: int = field(default=0, init=False)
     """Number of optimizer steps that changed the weights; the policy version of a policy."""
+    loads: int = field(default=0, init=False)
+    """Number of times that weights were loaded, whatever their version."""
     loaded: Path | None = field(default=None, init=False)
     """Folder of the checkpoint that ``load_checkpoint`` loaded last; None without one."""
 
@@ -244,11 +280,13 @@ class WorkerGroup(Mesh):
         self.version = 0
         await super().start()
 
-    async def forward(self, batch: Batch, *, temperature: float = 1.0) -> Outputs:
+    async def forward(
+        self, batch: Batch, *, temperature: float = 1.0, source: Source = None
+    ) -> Outputs:
         """Return ``logprobs`` and ``entropy`` of each token, or ``values`` of a critic, float32
-        [T] in the batch's order.
+        [T] in the batch's order, with the weights of ``source``.
         """
-        return _merge(batch, await self._call_leaders("forward", batch, temperature))
+        return _merge(batch, await self._call_leaders("forward", batch, temperature, source))
 
     async def activations(
         self, batch: Batch, positions: Sequence[int], *, temperature: float = 1.0
@@ -269,24 +307,28 @@ class WorkerGroup(Mesh):
         *,
         temperature: float = 1.0,
         weight: float = 1.0,
+        adapter: str | None = None,
     ) -> tuple[Outputs, Metrics]:
         """Add the gradient of ``loss`` on ``batch``, times ``weight``; return the outputs of
-        ``forward``, and metrics.
+        ``forward``, and metrics. The gradient is that of ``adapter``.
         """
-        answers = await self._call_leaders("forward_backward", batch, loss, temperature, weight)
+        given = (loss, temperature, weight, adapter)
+        answers = await self._call_leaders("forward_backward", batch, *given)
         outputs = [(share, outputs) for share, (outputs, _) in answers]
         metrics = answers[0][1][1]
         return _merge(batch, outputs), metrics
 
-    async def optim_step(self, *, with_digests: bool = False, **options: Any) -> Metrics:
-        """Take a step on the gradients that were added; ``version`` counts up unless it is skipped.
-        ``with_digests`` sets ``step_digests``.
+    async def optim_step(
+        self, *, with_digests: bool = False, adapter: str | None = None, **options: Any
+    ) -> Metrics:
+        """Take a step on the gradients that were added; ``version`` counts up unless it is skipped,
+        or is one of ``adapter``. ``with_digests`` sets ``step_digests``.
 
         ``options`` are those of TrainingEngine.optim_step: denominator, lr, betas, eps,
         weight_decay, max_norm.
         """
-        answers: list[_Stepped] = await self.call("optim_step", options, with_digests)
-        self.version = answers[0].version
+        answers: list[_Stepped] = await self.call("optim_step", options, with_digests, adapter)
+        self.version = answers[0].version if adapter is None else self.version
         if with_digests:
             self.step_digests = {
                 "gradient": merge_digests(each.gradient for each in answers),
@@ -309,14 +351,23 @@ class WorkerGroup(Mesh):
         controller's state, and the names of incomplete checkpoints, which are ignored.
         """
         answers = await self.call("load_checkpoint", step)
+        self.loads += 1
         self.version, run_state, self.loaded, ignored = answers[0]
         return run_state, ignored
+
+    async def load_state(self, folder: Path, optimizer: bool, adapter: str | None) -> None:
+        """Load the state that ``save_state`` wrote, of ``adapter`` or of the whole policy."""
+        version, *_ = await self.call("load_state", folder, optimizer, adapter)
+        if adapter is None:
+            self.version = version
+            self.loads += 1
 
     async def load_weights(self, folder: Path, version: int | None = None) -> None:
         """Load the parameters that ``save_weights`` wrote, bit for bit, as those of ``version`` if
         given.
         """
         await self.call("load_weights", folder, version)
+        self.loads += 1
         self.version = self.version if version is None else version
 
     async def _call_leaders(

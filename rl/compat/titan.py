@@ -43,6 +43,8 @@ RELIES_ON = (
     # it unpickles every class that a checkpoint names; rl.training.checkpoint overrides it
     "torchtitan.components.checkpointer.dcp:CheckpointManager.dcp_load("
     "state_dict, checkpoint_id, from_hf, from_quantized)",
+    # adapters of several scales take turns in one model
+    "torchtitan.components.lora:_get_lora_cls(parent_cls)",
     # no public method returns whether a save is in progress
     "torchtitan.components.checkpointer.dcp:CheckpointManager.save_future",
 )
@@ -124,6 +126,24 @@ def without_head(model: T) -> T:
     """Make the forward of ``model``, a decoder or a decoder class, end before the head."""
     model._skip_lm_head = True  # type: ignore[attr-defined]
     return model
+
+
+def keep_forward_with_lora(layer: type) -> None:
+    """Have adapted layers of the class ``layer`` keep its forward, which adds the adapter."""
+    from torchtitan.components.lora import _get_lora_cls
+
+    _get_lora_cls(layer).forward = layer.forward  # type: ignore[attr-defined]
+
+
+def lora_scale(layer: Any) -> float:
+    """Return the factor of ``lora_b(lora_a(x))`` in the output of an adapted layer."""
+    return layer._lora_scaling  # type: ignore[no-any-return]
+
+
+def set_lora_scale(layer: Any, scale: float) -> None:
+    """Set the factor that ``lora_scale`` returns."""
+    assert hasattr(layer, "_lora_scaling"), "torchtitan calls the factor otherwise"
+    layer._lora_scaling = scale
 
 
 def initializers(module: Any) -> "dict[str, Callable[[torch.Tensor], Any]]":

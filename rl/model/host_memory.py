@@ -15,7 +15,9 @@ class HostMemory:
     On CUDA the host memory is pinned and reused; Tiller's tests do not cover this.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, releases: bool = True) -> None:
+        """``releases``: whether other processes can have the device memory meanwhile."""
+        self._releases = releases
         self._away: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
         self._buffers: list[torch.Tensor] = []
 
@@ -40,7 +42,8 @@ class HostMemory:
         self._synchronize()
         for storage in storages:
             storage.resize_(0)
-        release_cached_memory()
+        if self._releases:
+            release_cached_memory()
 
     @torch.no_grad()
     def bring_back(self) -> None:

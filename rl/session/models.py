@@ -10,12 +10,14 @@ from torchtitan.config import Configurable
 from rl.actors.policy_trainer import TrainerMesh
 from rl.actors.worker import Outputs, WorkerGroup
 from rl.algorithms.batch import reduced_for
+from rl.errors import require
 from rl.metrics import Metrics
 from rl.model.activations import Activations
 from rl.model.digest import merge_digests, policy_digest
 from rl.observe.spans import Stopwatch
 from rl.session.concurrency import background
 from rl.session.residency import Residency
+from rl.training.trainer_config import BASE, AdapterConfig, Source
 from rl.types import Batch
 
 StepDigests = dict[str, dict[str, str]]
@@ -49,6 +51,9 @@ class Models:
         for role, group in groups.items():
             group.watch = self.watch
             self._residency.add(role, group)
+        self.adapters: dict[str, AdapterConfig] = {}
+        """Adapters of the policy by name, besides its own. A trainer that is started again has
+        none."""
         self._changed: set[str] = set()  # roles with other weights than at their start
         self._aside: set[str] = set()  # roles whose processes run inside ``using`` alone
 
@@ -101,15 +106,25 @@ class Models:
                 work.create_task(self._start_model(role))
 
     async def forward(
-        self, batch: Batch, *, role: str = "trainer", temperature: float = 1.0
+        self,
+        batch: Batch,
+        *,
+        role: str = "trainer",
+        temperature: float = 1.0,
+        adapter: str | None = None,
+        weights: Path | str | None = None,
     ) -> Outputs:
         """Return the model's outputs for each token, float32 [T] in the batch's order.
 
-        ``logprobs`` and ``entropy`` of a policy, ``values`` of a critic or a reward model.
+        ``logprobs`` and ``entropy`` of a policy, ``values`` of a critic or a reward model. A policy
+        can have the weights of an ``adapter`` by its name, or the ``weights`` of a snapshot by its
+        folder, or of the "base" model.
         """
+        source = self._source(adapter, weights, role)
         async with self._residency.of(role, "model"):
             with self.watch.span("forward", role):
-                return await self._groups[role].forward(batch, temperature=temperature)
+                group = self._groups[role]
+                return await group.forward(batch, temperature=temperature, source=source)
 
     async def activations(
         self,
@@ -133,34 +148,45 @@ class Models:
         role: str = "trainer",
         temperature: float = 1.0,
         weight: float = 1.0,
+        adapter: str | None = None,
     ) -> tuple[Outputs, Metrics]:
-        """Add the gradient of ``loss`` on ``batch``, times ``weight``; return the outputs and
-        metrics. ``weight`` does not change the denominator of ``optim_step``.
+        """Add the gradient of ``loss`` on ``batch``, times ``weight``, to that of ``adapter``;
+        return the outputs and metrics. ``weight`` does not change the denominator of
+        ``optim_step``.
 
         A batch without a reduction gets that of ``loss``; see
         :func:`rl.algorithms.batch.reduced_for`, also for errors. A call that raises discards all
-        gradients since the last step.
+        gradients of ``adapter`` since its last step.
         """
+        self._source(adapter, None, role)
         batch = reduced_for(batch, loss)
         async with self._residency.of(role, "model", "optimizer"):
             with self.watch.span("train"), self.watch.span("forward_backward", role):
                 group = self._groups[role]
                 return await group.forward_backward(
-                    batch, loss, temperature=temperature, weight=weight
+                    batch, loss, temperature=temperature, weight=weight, adapter=adapter
                 )
 
-    async def optim_step(self, *, role: str = "trainer", **options: Any) -> Metrics:
-        """Take one optimizer step on the gradients that were added.
+    async def optim_step(
+        self, *, role: str = "trainer", adapter: str | None = None, **options: Any
+    ) -> Metrics:
+        """Take one optimizer step on the gradients that were added for ``adapter``.
 
         ``options`` are those of :meth:`rl.training.engine.TrainingEngine.optim_step`: denominator,
         lr, betas, eps, weight_decay and max_norm.
         """
-        self._changed.add(role)
+        self._source(adapter, None, role)
+        if adapter is not None:
+            fix = "a gradient of 0, as of a rank that the adapter lacks, would be divided by 0"
+            require(options.get("eps") != 0, "eps is 0; it must be above 0", field="eps", fix=fix)
+            options["adapter"] = adapter
+        else:
+            self._changed.add(role)
         async with self._residency.of(role, "model", "optimizer"):
             group = self._groups[role]
             with self.watch.span("train"), self.watch.span("optim_step", role):
                 metrics = await group.optim_step(with_digests=self._with_digests, **options)
-        if self._with_digests:
+        if self._with_digests and adapter is None:
             self._digests.setdefault(role, []).append(group.step_digests)
         return metrics
 
@@ -207,10 +233,96 @@ class Models:
         async with self._residency.of(role, "model", "optimizer"):
             await self._groups[role].load_checkpoint(0)
 
-    async def export_hf(self, folder: Path, *, role: str = "trainer") -> None:
-        """Write the model as a Hugging Face folder."""
+    async def export_hf(
+        self, folder: Path, *, role: str = "trainer", adapter: str | None = None
+    ) -> None:
+        """Write the model, with ``adapter`` merged into its weights, as a Hugging Face folder."""
+        self._source(adapter, None, role)
         async with self._residency.of(role, "model"):
-            await self._groups[role].call("export_hf", str(folder))
+            named = () if adapter is None else (adapter,)
+            await self._groups[role].call("export_hf", str(folder), *named)
+
+    async def create_adapter(self, name: str, config: AdapterConfig) -> None:
+        """Add an adapter beside the policy's own, with gradients, moments and counts of its own.
+
+        Calls with ``adapter=name`` are about it, in any order. The result is that of one adapter
+        alone, bit for bit. Raises ConfigError if the name is taken or the trainer cannot have the
+        adapter.
+        """
+        free = name and name not in (*self.adapters, BASE)
+        require(bool(free), f"an adapter cannot have the name {name!r}; it is taken", field="name")
+        engine = self.trainer.engine
+        config.check(engine.config.lora, engine.model)
+        await self._with_optimizer("create_adapter", name, config)
+        self.adapters[name] = config
+
+    async def drop_adapter(self, name: str) -> None:
+        """Forget an adapter."""
+        self._source(name)
+        del self.adapters[name]
+        await self._with_optimizer("drop_adapter", name)
+
+    async def save_snapshot(self, folder: Path, *, adapter: str | None = None) -> None:
+        """Write the weights of ``adapter``, or of the policy's own, for ``sample`` and ``forward``.
+        The folder must not exist.
+        """
+        self._source(adapter, None if adapter else folder)
+        await self._with_optimizer("save_snapshot", Path(folder).absolute(), adapter)
+
+    async def save_state(self, folder: Path, *, adapter: str | None = None) -> None:
+        """Write weights, moments, counts of steps and the schedule, without gradients: those of
+        ``adapter``, or of the whole policy. The folder is replaced when the new one is complete.
+        """
+        self._source(adapter)
+        await self._with_optimizer("save_state", Path(folder).absolute(), adapter)
+
+    async def load_state(
+        self, folder: Path, *, adapter: str | None = None, optimizer: bool = True
+    ) -> None:
+        """Load what ``save_state`` wrote in any layout; discard gradients. Push after it.
+
+        Without ``optimizer``, load only weights: moments begin at 0, and counts of steps and the
+        schedule at their start. Raises RunError if the folder holds the state of another model or
+        of an adapter with another config.
+        """
+        self._source(adapter)
+        if adapter is None:
+            self._changed.add("trainer")
+        async with self._residency.of("trainer", "model", "optimizer"):
+            await self.trainer.load_state(Path(folder).absolute(), optimizer, adapter)
+
+    async def reset_optimizer(self, *, adapter: str | None = None) -> None:
+        """Have the moments of ``adapter``, or of the policy, begin at 0. Weights, gradients, counts
+        of steps and the schedule stay.
+        """
+        self._source(adapter)
+        await self._with_optimizer("reset_optimizer", adapter)
+
+    async def adapter_digest(self, *, adapter: str | None = None) -> str:
+        """Return 64 hex digits that depend on every bit of the adapter's weights, not on the
+        layout.
+        """
+        return policy_digest(await self.trained_digests(adapter=adapter))
+
+    async def _with_optimizer(self, call: str, *args: Any) -> None:
+        async with self._residency.of("trainer", "model", "optimizer"):
+            await self.trainer.call(call, *args)
+
+    def _source(
+        self, adapter: str | None, weights: Path | str | None = None, role: str = "trainer"
+    ) -> Source:
+        """Return the source of weights; raise ConfigError if it does not exist."""
+        if adapter is None and weights is None:
+            return None
+        require(role == "trainer", f"{role} has no adapters; only the trainer has", field="role")
+        require(adapter is None or weights is None, "adapter and weights are given; name one")
+        if weights is None:
+            missing = f"adapter {adapter!r} does not exist; the trainer has {[*self.adapters]}"
+            require(adapter in self.adapters, missing, field="adapter")
+            return adapter
+        lora = self.trainer.engine.config.lora
+        require(lora is not None, "the trainer has no adapters", field="trainer.lora", fix="set it")
+        return BASE if weights == BASE else Path(weights).absolute()
 
     async def copy_weights(self, role: str, to: str, folder: Path) -> None:
         """Copy the parameters of ``role`` to ``to``, in any layouts; keep a copy in ``folder``."""
@@ -235,15 +347,20 @@ class Models:
         async with self._residency.of(role, "model"):
             return policy_digest(merge_digests(await self._groups[role].weight_digests()))
 
-    async def trained_digests(self, role: str = "trainer") -> dict[str, str]:
-        """Return the digest of each parameter that is trained, 16 hex digits."""
+    async def trained_digests(
+        self, role: str = "trainer", *, adapter: str | None = None
+    ) -> dict[str, str]:
+        """Return the digest of each parameter that is trained, or of ``adapter``, 16 hex digits."""
+        self._source(adapter, None, role)
         async with self._residency.of(role, "model"):
-            return merge_digests(await self._groups[role].call("trained_digests"))
+            return merge_digests(await self._groups[role].call("trained_digests", adapter))
 
     async def _start_model(self, role: str) -> None:
         """Restart a group, alone on the devices that it shares."""
         group = self._groups[role]
         self._changed.discard(role)
+        if role == "trainer":
+            self.adapters.clear()
         async with self._residency.starting(role):
             with self.watch.span("start", role):
                 await group.stop()

@@ -10,7 +10,7 @@ from typing import Any
 
 from rl.actors.generator import GeneratorMesh
 from rl.actors.policy_trainer import TrainerMesh
-from rl.errors import ActorFailure, NodeLost
+from rl.errors import ActorFailure, NodeLost, RunError
 from rl.host.platform import has_rdma
 from rl.observe.events import Events
 from rl.observe.spans import Stopwatch
@@ -19,6 +19,7 @@ from rl.session.push_checks import Arrival, PushChecks
 from rl.session.recovery import unless_lost
 from rl.session.residency import Residency
 from rl.session.session_config import SessionConfig
+from rl.training.trainer_config import Source
 from rl.weights.transport import Transfer, TransferFailed, VersionGone, choose_transport
 
 UNLIMITED = 1000
@@ -49,6 +50,8 @@ class WeightPush:
     - A transfer that failed while both ends are alive is repeated ``max_restarts`` times.
     - Each arrival is compared with the trainer's weights as configured. With ``compares_all``,
       weights change only after each generator's copy was compared with them.
+    - Instead of the policy, generators can ``hold`` a snapshot or the base model. Versions that are
+      pushed are then higher than those of the policy, since each has a number of its own.
     """
 
     config: SessionConfig
@@ -57,7 +60,9 @@ class WeightPush:
     watch: Stopwatch
     events: Events
     begun: int = field(default=0, init=False)
-    """Version that the trainer has, and keeps until it is published."""
+    """Version that is published next, and that the trainer keeps until then."""
+    held: Source = field(default=None, init=False)
+    """Source of the weights of ``arrived``."""
     published: int = field(default=0, init=False)
     """Newest version that generators can read."""
     arrived: int = field(default=0, init=False)
@@ -78,6 +83,10 @@ class WeightPush:
         self._generators: list[GeneratorMesh] = []
         self._joining = asyncio.Lock()  # no pull while a generator joins or leaves
         self._changed = Signal()
+        self._begun = self._weights(None)  # of ``begun``
+        self._policy = self._begun  # that was published last
+        self._published: Source = None  # of ``published``
+        self._connections = 0
         self._addresses: list[Any] = []
 
     @property
@@ -95,7 +104,11 @@ class WeightPush:
         self._unchecked.clear()
         self.checks.forget()
         plan = await self._open()
-        self.published = self.arrived = NONE
+        self.begun = self.published = self.arrived = NONE
+        self._begun = None, NONE, 0
+        self.held = self._published = None
+        self._connections += 1
+        self._changed.notify()
         async with background(self._publish_each()):
             await self.pull(self.publish())
         return plan
@@ -119,25 +132,67 @@ class WeightPush:
         async with background(self._compare_each()):
             await self._publish_each()
 
-    def publish(self) -> int:
-        """Have ``run`` make the trainer's weights readable, if they changed since the last time;
-        return their version without waiting.
+    def publish(self, source: Source = None) -> int:
+        """Have ``run`` make the policy's weights readable, or those of ``source``, if they changed
+        since the last time; return their version without waiting.
         """
-        self.begun = self.trainer.version
-        self._is_changing = False
+        if self._begun != self._weights(source):
+            self._begun = self._weights(source)
+            self.begun = max(self.begun + 1, self._begun[1])
+        if source is None:
+            self._policy = self._begun
+            self._is_changing = False
         self._changed.notify()
         return self.begun
+
+    def _weights(self, source: Source) -> tuple[Source, int, int]:
+        """Return what tells the present weights of ``source`` from earlier ones."""
+        trainer = self.trainer
+        return (None, trainer.version, trainer.loads) if source is None else (source, NONE, 0)
+
+    def has(self, source: Source) -> bool:
+        """Whether the trainer still has the weights of ``source`` that were published last."""
+        return source is not None or self._policy == self._weights(None)
+
+    async def hold(self, source: Source) -> None:
+        """Have every generator load a snapshot or the base model, or with None the policy of the
+        last push. Needs ``pushes`` in order.
+
+        Raises RunError if the policy has changed since its last push, and the failure of the
+        trainer if it cannot load the snapshot.
+        """
+        connection = self._connections
+        await self.pull(self.begun)
+        if source == self.held:
+            return
+        if source is None and (self._is_changing or not self.has(source)):
+            raise RunError(
+                "the generators hold a snapshot, and the policy has changed since its last push: "
+                "call push() before sampling from it"
+            )
+        if source is not None:
+            await self._changed.until(self._may_change)
+            async with self.residency.of("trainer", "model"):
+                await self.trainer.call("merge", source)  # it fails here rather than in ``run``
+        version = self.publish(source)
+        while self.arrived < version and self._connections == connection:
+            await self._changed.until(
+                lambda: self.published != self.arrived or self._connections != connection
+            )
+            await self.pull(self.published)
+        if self.held != source:
+            raise RunError("the push was connected again while generators loaded a snapshot")
 
     async def pull(self, version: int) -> int:
         """Have every generator load ``version`` or a newer one; return the oldest one loaded.
 
         Waits until ``version`` is published.
         """
-        await self._changed.until(lambda: self.published >= version)
+        await self._changed.until(lambda: self.published >= min(version, self.begun))
         async with self._joining:
             if self.arrived >= version:
                 return self.arrived
-            version = self.published
+            version, source = self.published, self._published
             behind = [each for each in self._generators if each.version != version]
             with self.watch.span("push"):
                 if self._rolling:
@@ -152,6 +207,7 @@ class WeightPush:
                     )
             self.metrics["timing/push_pause"] = max(filter(None, pauses), default=0.0)
             self.arrived = version
+            self.held = source
             self._changed.notify()
             return version
 
@@ -209,16 +265,19 @@ class WeightPush:
 
         while True:
             await self._changed.until(may_publish)
+            version, source = self.begun, self._begun[0]
             async with self.residency.of("trainer", "model"):
                 with self.watch.span("push"), self.watch.span("publish", "trainer"):
                     patience = self._transfer.patience
-                    sent = await self.trainer.call("push_weights", patience=patience)
+                    sent = await self.trainer.call(
+                        "push_weights", version, source, patience=patience
+                    )
             self.metrics = {
                 "push/bytes": sum(each.bytes_full for each in sent),
                 "push/bytes_sent": sum(each.bytes_sent for each in sent),
             }
-            self.events.emit("pushed", version=self.begun, metrics=self.metrics)
-            self.published = self.begun
+            self.events.emit("pushed", version=version, metrics=self.metrics)
+            self.published, self._published = version, source
             self._changed.notify()
 
     async def _pull(self, generator: GeneratorMesh, version: int) -> float:
@@ -242,8 +301,9 @@ class WeightPush:
             version = generator.version or version
             self.events.emit("arrived", process=generator.name, version=version)
             if self.checks.are_on:
+                source = self._published if version == self.published else self.held
                 with self.watch.span("check"):
-                    self._unchecked.append(await self.checks.ask(generator, version))
+                    self._unchecked.append(await self.checks.ask(generator, version, source))
         self._changed.notify()
         return pause
 
@@ -272,7 +332,8 @@ class WeightPush:
         while True:
             await self._changed.until(lambda: self._unchecked)
             arrival = self._unchecked[0]
-            if arrival.version == self.trainer.version and not self._is_changing:
+            changes = self._is_changing and arrival.source is None
+            if arrival.version == self.begun and self.has(arrival.source) and not changes:
                 with self.watch.span("check"):
                     await self.checks.compare(arrival, self.metrics)
             self._unchecked.popleft()

@@ -13,6 +13,7 @@ from rl.model.shape import shape_of
 from rl.session.recovery import unless_lost
 from rl.session.residency import Residency
 from rl.session.session_config import SessionConfig
+from rl.training.trainer_config import Source
 from rl.types import Batch, Completion, GenerationRequest, Sampling
 
 TOKENS = 4
@@ -24,6 +25,7 @@ class Arrival(NamedTuple):
 
     generator: GeneratorMesh
     version: int
+    source: Source
     answer: Completion | None
     """None without a canary."""
 
@@ -73,28 +75,30 @@ class PushChecks:
         """Whether to compare anything."""
         return self._digests or self._tolerance > 0
 
-    async def ask(self, generator: GeneratorMesh, version: int) -> Arrival:
-        """Ask a generator for the canary with ``version``, which it has loaded."""
+    async def ask(self, generator: GeneratorMesh, version: int, source: Source) -> Arrival:
+        """Ask a generator for the canary with ``version``, the weights of ``source``, which it has
+        loaded.
+        """
         answer = None
         if self._tolerance > 0:
             request = replace(self._canary, request_id=f"canary/{version}", seed=version)
             (answer,) = await generator.generate([request])
-        return Arrival(generator, version, answer)
+        return Arrival(generator, version, source, answer)
 
     async def compare(self, arrival: Arrival, metrics: dict[str, float]) -> None:
         """Raise RunError that names the difference, unless the generator was lost meanwhile.
 
         ``push/canary`` of ``metrics`` becomes the largest difference of a log-prob so far.
         """
-        generator, version, answer = arrival
+        generator, version, source, answer = arrival
         if self._digests:
-            await self._compare_digests(generator, version)
+            await self._compare_digests(generator, version, source)
         if answer is None:
             return
-        difference = await self._difference(answer, version)
+        difference = await self._difference(answer, version, source)
         metrics["push/canary"] = max(difference, metrics.get("push/canary", 0.0))
         if not difference <= self._tolerance:
-            await self._compare_digests(generator, version)
+            await self._compare_digests(generator, version, source)
             raise RunError(
                 f"canary of policy version {version}: a log-prob of {generator.name} differs by "
                 f"{difference:.3g} from the trainer's, above weights.canary_tolerance="
@@ -102,15 +106,17 @@ class PushChecks:
                 "another kernel makes the difference"
             )
 
-    async def differing(self, generator: GeneratorMesh, version: int, owner: str = "") -> list[str]:
+    async def differing(
+        self, generator: GeneratorMesh, version: int, source: Source = None, owner: str = ""
+    ) -> list[str]:
         """Return the names of the parameters of ``generator`` that differ, in a bit of its own
-        dtype, from the trainer's; none if it was started again and lost ``version``.
+        dtype, from those of ``source``; none if it was started again and lost ``version``.
 
         Raises RunError that begins with ``owner`` if ranks differ in a part that both have.
         """
         if self._digested != (version, generator.dtype):
             async with self._residency.of("trainer", "model"):
-                digests = await self._trainer.weight_digests(generator.dtype)
+                digests = await self._trainer.weight_digests(generator.dtype, source)
             self._trained = _merged(digests, f"{owner}trainer")
             self._digested = (version, generator.dtype)
         async with self._residency.of("generator", "model"):
@@ -121,13 +127,13 @@ class PushChecks:
             return []
         return differing(self._trained, _merged(loaded, f"{owner}{generator.name}"))
 
-    async def _difference(self, answer: Completion, version: int) -> float:
+    async def _difference(self, answer: Completion, version: int, source: Source) -> float:
         key = (version, answer.tokens)
         if self._scored is None or self._scored[0] != key:
-            self._scored = (key, await self._trained_logprobs(answer.tokens))
+            self._scored = (key, await self._trained_logprobs(answer.tokens, source))
         return float((self._scored[1] - torch.tensor(answer.logprobs)).abs().max())
 
-    async def _trained_logprobs(self, answer: list[int]) -> torch.Tensor:
+    async def _trained_logprobs(self, answer: list[int], source: Source) -> torch.Tensor:
         """Return the trainer's log-probs of ``answer`` after the canary's prompt."""
         prompt = self._canary.prompt_tokens
         tokens = torch.tensor(prompt + answer)
@@ -135,12 +141,14 @@ class PushChecks:
         batch = Batch(tokens=tokens, lengths=lengths, loss_weights=torch.ones(len(tokens)))
         temperature = self._canary.sampling.temperature
         async with self._residency.of("trainer", "model"):
-            scored = await self._trainer.forward(batch, temperature=temperature)
+            scored = await self._trainer.forward(batch, temperature=temperature, source=source)
         return scored["logprobs"][len(prompt) :]
 
-    async def _compare_digests(self, generator: GeneratorMesh, version: int) -> None:
+    async def _compare_digests(
+        self, generator: GeneratorMesh, version: int, source: Source
+    ) -> None:
         owner = f"push of policy version {version}: "
-        if wrong := await self.differing(generator, version, owner):
+        if wrong := await self.differing(generator, version, source, owner):
             raise RunError(
                 f"{owner}{len(wrong)} of {len(self._trained)} parameters of {generator.name} "
                 f"differ from the trainer's; the first is {wrong[0]}"

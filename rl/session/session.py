@@ -26,6 +26,7 @@ from rl.session.pool import GeneratorPool
 from rl.session.push import WeightPush
 from rl.session.recovery import Recovery
 from rl.session.router import Router
+from rl.session.serving import Serving
 from rl.session.session_config import SessionConfig
 from rl.session.task_rollouters import TaskRollouters, rollouter_of
 from rl.types import Completion, GenerationRequest, GivenSequence, Prompt, Rollout, Sampling
@@ -91,6 +92,7 @@ class Session(Models):
         self._rewards = meshes.rewards(task, events) if task is not None else None
         self.router = Router(lambda: self._residency.of("generator", "model"), self.watch)
         self._push = WeightPush(config, self.trainer, self._residency, self.watch, events)
+        self._serving = Serving(self._push)
         replicas = folder / "replicas"
         self.pool = GeneratorPool(
             config, meshes.generator, self.router, self._push, replicas, events
@@ -214,22 +216,36 @@ class Session(Models):
             await asyncio.Event().wait()
 
     async def sample(
-        self, requests: list[GenerationRequest], *, affinity: object = None, alone: bool = False
+        self,
+        requests: list[GenerationRequest],
+        *,
+        affinity: object = None,
+        alone: bool = False,
+        weights: Path | str | None = None,
     ) -> list[Completion]:
         """Return completions in the order of ``requests``, all of one generator.
 
         Requests of one ``affinity`` go to the generator that has their prefixes cached. With
         ``alone``, an idle generator drops its cached prefixes and serves only this call, so that
         completions depend only on requests and weights.
+
+        ``weights`` are those of the last push, of the snapshot in a folder, or "base" for those of
+        the base model. Generators hold one set of weights at a time: calls with others wait. The
+        ``versions`` of a completion are numbers of pushes then, which count changes of the weights
+        too.
         """
         self._require_generators()
+        source = self._source(None, weights)
+        in_order = source is None or self.config.pushes == "in_order"
+        require(in_order, 'sample: weights needs pushes="in_order" in the config of the session')
         given = requests if isinstance(requests, list) else [requests]
         if other := [each for each in given if not isinstance(each, GenerationRequest)]:
             raise RunError(
                 f"sample takes a list of rl.GenerationRequest, not {shown(other[0])}; encode text "
                 "with task.tokenizer, or call rollout(task, prompts, samples=...)"
             )
-        return await self.router.generate(given, affinity=affinity, alone=alone)
+        async with self._serving.of(source):
+            return await self.router.generate(given, affinity=affinity, alone=alone)
 
     async def rollout(
         self,
@@ -286,13 +302,15 @@ class Session(Models):
         own type, from the trainer's.
         """
         self._require_generators()
-        self._push.checks.forget()  # a load may keep the version
-        return await self._push.checks.differing(self.pool.meshes[0], self.version)
+        push = self._push
+        push.checks.forget()  # a load may keep the version
+        if not push.has(push.held):
+            return []
+        return await push.checks.differing(self.pool.meshes[0], push.arrived, push.held)
 
     async def push(self) -> int:
         """Bring every generator the trainer's weights; return their policy version."""
-        self._require_generators()
-        return await self._push.pull(self._push.publish())
+        return await self.pull(self.publish())
 
     def publish(self) -> int:
         """Make the trainer's weights readable, in the background; return their version."""
@@ -304,19 +322,21 @@ class Session(Models):
 
         Waits until ``version`` was published.
         """
-        return await self._push.pull(version)
+        return await self._serving.pull(version)
 
     async def settle(self) -> None:
         """Wait until the trainer's weights may change; ``optim_step`` calls it."""
         await self._push.settle()
 
-    async def optim_step(self, *, role: str = "trainer", **options: Any) -> Metrics:
+    async def optim_step(
+        self, *, role: str = "trainer", adapter: str | None = None, **options: Any
+    ) -> Metrics:
         """Take one optimizer step once nothing reads the weights: see :meth:`Models.optim_step`."""
-        if role == "trainer":
+        if role == "trainer" and adapter is None:  # what is pushed has no adapter of a name
             trains = self.config.trainer is not None
             require(trains, "this session trains no policy; set trainer in its config")
             await self.settle()
-        return await super().optim_step(role=role, **options)
+        return await super().optim_step(role=role, adapter=adapter, **options)
 
     async def save(
         self, step: int, state: dict[str, Any] | None = None, *, role: str = "trainer"

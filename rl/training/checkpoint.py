@@ -22,12 +22,14 @@ from rl.host.disk import replace_folder
 from rl.host.platform import device_type
 from rl.model.shape import ModelConfig, shape_of
 from rl.observe.checkpoint_folders import StepFolders
+from rl.training.adapters import ADAPTER
 from rl.training.all_ranks import failures_as_run_error, on_first_rank
 from rl.training.engine import TrainingEngine
 from rl.training.hugging_face_folders import HuggingFaceFolders
 from rl.training.hugging_face_names import Shapes
 from rl.training.safe_reading import load, read_metadata
 from rl.training.sharded_model import is_adapter
+from rl.training.trainer_config import AdapterConfig
 
 
 class Checkpointer:
@@ -65,7 +67,8 @@ class Checkpointer:
             sd_adapter=None,
             base_folder=folder,
         )
-        self._manager.states[MODEL] = _Weights(engine.model)
+        self._weights = self._manager.states[MODEL] = _Weights(engine.model)
+        engine.adapters.storage = self
 
     def save(self, step: int, run_state: dict[str, Any]) -> None:
         """Write checkpoint ``step``, unless the config is ``load_only``.
@@ -117,11 +120,7 @@ class Checkpointer:
     def save_weights(self, folder: Path) -> None:
         """Write only the parameters; ``folder`` appears when it is complete."""
         self._engine.require_resident("save_weights", "model")
-        partial = folder.with_name(f"{folder.name}.partial")
-        on_first_rank(f"saving {folder}", lambda: shutil.rmtree(partial, ignore_errors=True))
-        with failures_as_run_error(f"saving {folder}"):
-            dcp.save(self._manager.states[MODEL].state_dict(), checkpoint_id=partial)
-        on_first_rank(f"saving {folder}", lambda: replace_folder(folder, partial))
+        self._write(folder, self._weights.state_dict())
 
     def load_weights(self, folder: Path, version: int | None = None) -> None:
         """Load the parameters that ``save_weights`` of any layout wrote, and set the engine's
@@ -129,11 +128,96 @@ class Checkpointer:
         """
         self._engine.require_resident("load_weights", "model")
         on_first_rank(f"loading {folder}", lambda: read_metadata(folder))
-        with failures_as_run_error(f"loading {folder}"):
-            load(self._manager.states[MODEL].state_dict(), folder)
+        self._read(folder, self._weights.state_dict())
         if version is not None:
             self._engine.version = version
         self._engine.weights_loaded()
+
+    def save_snapshot(self, folder: Path) -> None:
+        """Write only the adapter that the model has; ``folder`` must not exist."""
+        if on_first_rank(f"saving {folder}", folder.exists):
+            raise RunError(f"{folder} exists, and a snapshot does not change; name another folder")
+        self._write(folder, self._engine.adapters.state)
+
+    def load_snapshot(self, folder: Path) -> AdapterConfig:
+        """Give the model the adapter of a snapshot or a state; return the config of that."""
+        state = self._engine.adapters.state
+        self._parts(folder, state)
+        self._read(folder, state)
+        return AdapterConfig(**state[ADAPTER])
+
+    def save_state(self, folder: Path) -> None:
+        """Write weights, moments, counts and schedule, without gradients. The weights are those of
+        the adapter in the model, or all of the policy. ``folder`` is replaced when the new one is
+        complete.
+        """
+        self._engine.require_resident("save_state", "model", "optimizer")
+        state = self._trained() | self._progress()
+        if not any(each.state for each in self._engine.optimizers):
+            del state[OPTIMIZER]  # torchtitan would take a step to have moments
+        self._write(folder, state)
+
+    def load_state(self, folder: Path, optimizer: bool) -> int:
+        """Load the state that ``save_state`` of any layout wrote, of this adapter or of the policy;
+        discard gradients; return the version. Without ``optimizer``, load weights alone, and let
+        the optimizer begin anew.
+
+        Raises RunError if ``folder`` holds something else. If its values are damaged, the weights
+        may be mixed then.
+        """
+        engine = self._engine
+        engine.require_resident("load_state", "model", "optimizer")
+        state = self._trained()
+        parts = self._parts(folder, state)
+        if optimizer and TRAIN_STATE not in parts:
+            raise RunError(f"{folder} has weights alone; load it with optimizer=False")
+        if ADAPTER in state:
+            config = {ADAPTER: dict(state[ADAPTER])}
+            self._read(folder, config)
+            if config[ADAPTER] | {"seed": 0} != state[ADAPTER] | {"seed": 0}:
+                raise RunError(f"{folder} has the adapter {config[ADAPTER]}, not {state[ADAPTER]}")
+        engine.adapters.start_anew()
+        progress = self._progress() if optimizer else {}
+        self._read(folder, state | {name: progress[name] for name in progress if name in parts})
+        engine.optimizer_loaded()
+        engine.weights_loaded()
+        return engine.version
+
+    def _trained(self) -> dict[str, Any]:
+        """Return what a state has of the adapter in the model, or of the policy."""
+        adapters = self._engine.adapters
+        whole = adapters.current is None
+        return self._weights.state_dict() if whole else adapters.state
+
+    def _progress(self) -> dict[str, Any]:
+        """Return what a state has besides that."""
+        engine = self._engine
+        parts = {TRAIN_STATE: self._state, LR_SCHEDULER: engine.schedule}
+        return parts | {OPTIMIZER: engine.optimizers}
+
+    def _write(self, folder: Path, state: dict[str, Any]) -> None:
+        """Write ``state``. ``folder`` appears, or is replaced, when the new one is complete."""
+        what = f"saving {folder}"
+        partial = folder.with_name(f"{folder.name}.partial")
+        on_first_rank(what, lambda: shutil.rmtree(partial, ignore_errors=True))
+        with failures_as_run_error(what):
+            dcp.save(state, checkpoint_id=partial)
+        on_first_rank(what, lambda: replace_folder(folder, partial))
+
+    def _read(self, folder: Path, state: dict[str, Any]) -> None:
+        with failures_as_run_error(f"loading {folder}"):
+            load(state, folder)
+
+    def _parts(self, folder: Path, state: dict[str, Any]) -> set[str]:
+        """Return the names of the parts of ``folder``. Raises RunError unless it has the weights of
+        ``state`` alone, and those of an adapter if these are.
+        """
+        saved, parts = on_first_rank(f"loading {folder}", lambda: _saved(folder))
+        if ADAPTER in state and ADAPTER not in parts:
+            raise RunError(f"{folder} holds no adapter")
+        shapes = {name: tuple(each.shape) for name, each in state.items() if name != ADAPTER}
+        _check_model(folder, saved, shapes)
+        return parts
 
     def export_hf(self, folder: str) -> None:
         """Write safetensors and config.json for transformers, in the dtype the model started from.
@@ -182,9 +266,9 @@ class Checkpointer:
     def _load(self, path: Path, step: int, name: str, advice: str = "") -> None:
         """Load checkpoint ``step`` from ``path``. Raises RunError if it is of another model."""
         what = f"loading {name}"
-        weights = self._manager.states[MODEL].state_dict()
+        weights = self._weights.state_dict()
         model_only = step == -1 and self._config.initial_load_model_only
-        saved = on_first_rank(what, lambda: _saved_shapes(path), advice=advice)
+        saved, _ = on_first_rank(what, lambda: _saved(path), advice=advice)
         if model_only and not _has_adapters(saved):  # a base model: keep the new adapters
             weights = {name: tensor for name, tensor in weights.items() if not is_adapter(name)}
         _check_model(path, saved, {name: tuple(tensor.shape) for name, tensor in weights.items()})
@@ -263,15 +347,18 @@ def _set_rng_states(states: dict[str, str]) -> None:
             torch.cuda.set_rng_state(state)
 
 
-def _saved_shapes(path: Path) -> Shapes:
-    """Return the shapes of the weights of a checkpoint."""
-    entries = read_metadata(path).state_dict_metadata
-    return {
+def _saved(folder: Path) -> tuple[Shapes, set[str]]:
+    """Return the shapes of the weights in ``folder``, or in a checkpoint, and the names of the
+    parts of the folder.
+    """
+    entries = read_metadata(folder).state_dict_metadata
+    parts = {name: name.partition(".")[0] for name in entries}
+    shapes = {
         name: tuple(entry.size)
         for name, entry in entries.items()
-        if isinstance(entry, TensorStorageMetadata)
-        and name.partition(".")[0] not in (OPTIMIZER, LR_SCHEDULER)
+        if isinstance(entry, TensorStorageMetadata) and parts[name] not in (OPTIMIZER, LR_SCHEDULER)
     }
+    return shapes, {*parts.values()}
 
 
 def _has_adapters(names: Iterable[str]) -> bool:

@@ -18,11 +18,16 @@ from rl.metrics import Metrics, Value
 from rl.model.host_memory import HostMemory
 from rl.model.shape import ModelConfig
 from rl.model.shards import Shards
+from rl.training.adapters import Adapters
 from rl.training.attention import attention_masks, shares_rows
 from rl.training.context import SequenceShard
-from rl.training.gradient import divide_and_clip, have_changed, rounding_elements
+from rl.training.gradient import (
+    divide_and_clip,
+    have_changed,
+    optimizer_tensors,
+    rounding_elements,
+)
 from rl.training.kept_logits import kept_logits
-from rl.training.lora import MergedWeights
 from rl.training.matmul import kernel_in_use
 from rl.training.micro_batches import MicroBatch, MicroBatchLimits, lay_out, outputs_of, plan
 from rl.training.sharded_model import (
@@ -34,7 +39,7 @@ from rl.training.sharded_model import (
     trained_shards,
 )
 from rl.training.token_metrics import MetricTotals, WorkCount
-from rl.training.trainer_config import TrainerConfig
+from rl.training.trainer_config import AdapterConfig, TrainerConfig
 from rl.types import Batch, Head
 
 Loss = Callable[[Tokens], PerToken]
@@ -84,7 +89,6 @@ class TrainingEngine:
         )
         self.matmul = kernel_in_use() if self.device.type == "cpu" else "cuBLAS"
         """Kernel of float32 matrix products."""
-        self._merged = MergedWeights(self.model, config.lora)
         # After the model: its initializers draw more on some ranks than on others.
         titan_dist.set_determinism(self.dims, self.device, config.debug, distinct_seed_mesh_dims=[])
         self.optimizers = config.optimizer.build(model_parts=[self.model])
@@ -106,6 +110,8 @@ class TrainingEngine:
         self._batch_group = batch_mesh.get_group() if batch_mesh else None
         self._weight = 0.0
         self._metrics: list[Metrics] = []
+        own = config.lora and AdapterConfig(config.lora.rank, config.lora.alpha)
+        self.adapters = Adapters(self, own)
         self.work = WorkCount.of(self.model)
         """Operations of ``forward_backward`` on this rank's part of the batches."""
         self.dp_rank = batch_mesh.get_local_rank() if batch_mesh else 0
@@ -277,15 +283,17 @@ class TrainingEngine:
         self.optimizers.step()
         for group, values in zip(self._groups, before, strict=True):
             group.update(values)
-        self._merged.refresh()
+        self.adapters.merge_again()
         self.schedule.step()
         self.version += 1
         self.skipped_in_a_row = 0
 
     def shards(self) -> Shards:
-        """Return this rank's live shards of the policy's weights, with adapters merged in."""
+        """Return this rank's live shards of the policy's weights, with its adapter merged in, or
+        that of the last :meth:`Adapters.merge`.
+        """
         self.require_resident("shards", "model")
-        return self._merged.shards()
+        return self.adapters.merged.shards()
 
     def trained_shards(self) -> Shards:
         """Return this rank's live shards of the parameters that are trained: those of adapters, if
@@ -307,12 +315,17 @@ class TrainingEngine:
         for group, own, rate in zip(self._groups, self._hyperparameters, rates, strict=True):
             group.update(own | {"lr": rate})
 
+    def reset_optimizer(self) -> None:
+        """Drop the moments and the optimizer's own counts of steps."""
+        for each in self.optimizers:
+            each.state.clear()
+
     def weights_loaded(self) -> None:
         """Discard accumulated gradients and merge adapters again. Must be called after writing into
         the parameters.
         """
         self._forget_gradients()
-        self._merged.refresh()
+        self.adapters.merge_again()
 
     def _forget_gradients(self) -> None:
         self.optimizers.zero_grad()
@@ -325,12 +338,10 @@ class TrainingEngine:
         """
         reshard(self.model)
         if not self._host["model"].holds:
-            self._host["model"].take([*self.model.parameters(), *self._merged.buffers.values()])
+            merged = self.adapters.merged.buffers.values()
+            self._host["model"].take([*self.model.parameters(), *merged])
         if not self._host["optimizer"].holds:
-            gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-            states = [state for each in self.optimizers for state in each.state.values()]
-            moments = [value for state in states for value in state.values() if value.dim()]
-            self._host["optimizer"].take([*gradients, *moments])
+            self._host["optimizer"].take(optimizer_tensors(self.model, self.optimizers))
 
     def onload(self, model: bool = True, optimizer: bool = True) -> None:
         """Move the model and the optimizer state back to the device, bit for bit. Does nothing if
@@ -357,7 +368,8 @@ class TrainingEngine:
         """Yield each micro-batch of this rank, and whether it is the last. While another rank has
         more micro-batches, yield dummies.
         """
-        limits = self._limits()
+        one_row = shares_rows(self.model.config.first_attention.inner_attention)
+        limits = MicroBatchLimits.of(self.config, one_row=one_row)
         planned = plan(batch, limits)
         count = int(self._over_batch(len(planned), dist.ReduceOp.MAX))
         if count == 0:
@@ -365,21 +377,6 @@ class TrainingEngine:
         for number in range(count):
             rows = planned[number] if number < len(planned) else []
             yield lay_out(batch, rows, limits).to(self.device), number == count - 1
-
-    def _limits(self) -> MicroBatchLimits:
-        one_row = shares_rows(self.model.config.first_attention.inner_attention)
-        blocks = 1 if self.config.float8 is None else 16  # rows per block of a float8 product
-        multiple = self.dims.cp * math.lcm(2, self.dims.tp, blocks)
-        if one_row and self.dims.cp_enabled:
-            multiple = math.lcm(multiple, 128 * self.dims.cp)  # block size of flex attention
-        return MicroBatchLimits(
-            sequences=self.config.micro_batch_size,
-            tokens=self.config.micro_batch_tokens,
-            pack=self.config.packing,
-            one_row=one_row,
-            multiple_of=multiple,
-            sharing=self.config.prompt_sharing,
-        )
 
     def _run(self, micro: MicroBatch, temperature: float) -> dict[str, torch.Tensor]:
         """Return the model's outputs for the micro-batch's tokens, float32 [T]."""

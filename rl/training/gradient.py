@@ -29,6 +29,15 @@ def divide_and_clip(parameters: Iterable[nn.Parameter], weight: float, max_norm:
     return norm
 
 
+def optimizer_tensors(
+    model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]
+) -> list[torch.Tensor]:
+    """Return the gradients and the moments, without numbers such as counts of steps."""
+    gradients = [each.grad for each in model.parameters() if each.grad is not None]
+    states = [state for each in optimizers for state in each.state.values()]
+    return [*gradients, *(value for state in states for value in state.values() if value.dim())]
+
+
 def rounding_elements(model: nn.Module) -> list[torch.Tensor]:
     """Return copies of at most ``SAMPLED`` elements of each trained parameter whose dtype may round
     an update away.

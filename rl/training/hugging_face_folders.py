@@ -72,14 +72,15 @@ class HuggingFaceFolders:
         partial = whole.with_name(f"{whole.name}.partial")
         dtype = TORCH_DTYPE_MAP.get(self._shape.dtype, torch.float32)
         shards = self._engine.shards()
-        adapters = peft_tensors(self._model, self._names)
+        config = self._engine.adapters.worn
+        adapters = peft_tensors(self._model, self._names, config)
         layouts = on_first_rank("export", lambda: self._create(whole, partial, dtype))
         written = on_every_rank("export", lambda: self._write(partial, shards, layouts, dtype))
 
         def finish() -> None:
             self._finish(partial, layouts, sum(written))
-            if lora := self._engine.config.lora:
-                write_peft(partial / "adapter", adapters, lora, base=self._base)
+            if config is not None:
+                write_peft(partial / "adapter", adapters, config, base=self._base)
             replace_folder(whole, partial)
 
         on_first_rank("export", finish)

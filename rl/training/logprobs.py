@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial
 from torchtitan.models.common import Linear
 
+from rl.compat.titan import lora_scale
 from rl.training.kept_logits import KeptLogits
 
 
@@ -17,7 +18,7 @@ class LogProbHead(Linear):
 
     Logits exist for as many tokens at a time as fit ``logits_mib``. A tensor-parallel rank computes
     only its own part of the vocabulary and gathers nothing. If the tokens do not fit at once, the
-    backward pass projects each chunk a second time.
+    backward pass projects each chunk a second time. Its adapter, if any, is two more products.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -61,7 +62,16 @@ class LogProbHead(Linear):
             vocab_size=vocab_size,
             group=group,
             kept=kept,
+            low_rank=self._low_rank(hidden) if hasattr(self, "lora_a") else None,
         )
+
+    def _low_rank(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return alpha / rank * A @ hidden and this rank's rows of B, of the adapter."""
+        a, b = self.lora_a.weight, self.lora_b.weight
+        if isinstance(b, DTensor):
+            a = a.to_local(grad_placements=[Partial()])
+            b = b.to_local()
+        return lora_scale(self) * (hidden @ a.T), b
 
 
 def linear_logprobs(
@@ -74,9 +84,11 @@ def linear_logprobs(
     vocab_size: int | None = None,
     group: dist.ProcessGroup | None = None,
     kept: KeptLogits | None = None,
+    low_rank: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the log-prob of each target, and the entropy in nats, under softmax(hidden @ weight.T
-    / temperature) over the ``kept`` logits of the flattened targets.
+    / temperature) over the ``kept`` logits of the flattened targets. ``low_rank``, tensors like
+    ``hidden`` and ``weight`` with R in place of D, adds their product to the logits.
 
     ``hidden`` [..., D], ``targets`` int64 [...] or [..., K]; ``weight`` [V, D], or with a ``group``
     this rank's rows of it, cut as torch.chunk cuts ``vocab_size`` rows. Results are float32:
@@ -89,9 +101,10 @@ def linear_logprobs(
     if kept is not None:
         kept = kept.from_row(first)
     flat = hidden.flatten(0, -2)
+    low, up = (None, None) if low_rank is None else (low_rank[0].flatten(0, -2), low_rank[1])
     own = (targets - first).reshape(len(flat), -1)
     logprobs, entropy = _LinearLogProbs.apply(
-        flat, weight, own, temperature, chunk_tokens, group, kept
+        flat, weight, low, up, own, temperature, chunk_tokens, group, kept
     )
     logprobs = logprobs.view(targets.shape).masked_fill(targets < 0, 0.0)
     return logprobs, entropy.view(hidden.shape[:-1])
@@ -109,6 +122,8 @@ class _LinearLogProbs(torch.autograd.Function):
         ctx: Any,
         hidden: torch.Tensor,
         weight: torch.Tensor,
+        low: torch.Tensor | None,
+        up: torch.Tensor | None,
         targets: torch.Tensor,
         temperature: float,
         chunk_tokens: int,
@@ -119,7 +134,7 @@ class _LinearLogProbs(torch.autograd.Function):
         entropy, log_total = (logprobs.new_empty(len(hidden)) for _ in range(2))
         kept = None
         for chunk in _chunks(len(hidden), chunk_tokens):
-            z = _scaled_logits(hidden[chunk], weight, temperature)
+            z = _scaled_logits((hidden, weight), (low, up), chunk, temperature)
             if mask is not None:
                 mask.apply_(z, chunk)
             peak = z.amax(-1)
@@ -137,10 +152,10 @@ class _LinearLogProbs(torch.autograd.Function):
             logprobs[chunk] = (sums[2:] - log_sum).T
             entropy[chunk] = log_sum - weighted / total
             log_total[chunk] = peak + log_sum
-            if chunk_tokens >= len(hidden) and ctx.needs_input_grad[0]:
+            if chunk_tokens >= len(hidden) and any(ctx.needs_input_grad):
                 kept = z.sub_(log_sum.unsqueeze(-1))
             del z, exp  # free before the next chunk allocates
-        ctx.save_for_backward(hidden, weight, targets, entropy, log_total)
+        ctx.save_for_backward(hidden, weight, low, up, targets, entropy, log_total)
         ctx.temperature = temperature
         ctx.chunk_tokens = chunk_tokens
         ctx.kept = kept
@@ -150,16 +165,19 @@ class _LinearLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        hidden, weight, targets, entropy, log_total = ctx.saved_tensors
+        hidden, weight, low, up, targets, entropy, log_total = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
-        trained = ctx.needs_input_grad[1]
+        grad_low = None if low is None else torch.empty_like(low)
         # Chunks are summed in float32.
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if trained else None
+        grad_weight, grad_up = (
+            torch.zeros_like(each, dtype=torch.float32) if trained else None
+            for each, trained in zip((weight, up), ctx.needs_input_grad[1:4:2], strict=True)
+        )
         for chunk in _chunks(len(hidden), ctx.chunk_tokens):
             logp = ctx.kept
             ctx.kept = None
             if logp is None:
-                logp = _scaled_logits(hidden[chunk], weight, ctx.temperature)
+                logp = _scaled_logits((hidden, weight), (low, up), chunk, ctx.temperature)
                 if ctx.mask is not None:
                     ctx.mask.apply_(logp, chunk)
                 logp -= log_total[chunk].unsqueeze(-1)
@@ -177,22 +195,38 @@ class _LinearLogProbs(torch.autograd.Function):
                 grad.scatter_add_(-1, index, by_target * owned)
             grad = grad.div_(ctx.temperature).to(hidden.dtype)
             grad_hidden[chunk] = grad @ weight
-            if grad_weight is not None and weight.dtype == torch.float32:
-                grad_weight.addmm_(grad.T, hidden[chunk])
-            elif grad_weight is not None:
-                grad_weight += grad.T @ hidden[chunk]
+            if low is not None and grad_low is not None:
+                grad_low[chunk] = grad @ up
+                _add_product(grad_up, grad.T, low[chunk])
+            _add_product(grad_weight, grad.T, hidden[chunk])
             del logp, grad
-        if grad_weight is not None:
-            grad_weight = grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, None, None, None, None, None
+        grad_weight, grad_up = (
+            None if each is None else each.to(weight.dtype) for each in (grad_weight, grad_up)
+        )
+        return grad_hidden, grad_weight, grad_low, grad_up, None, None, None, None, None
 
 
 def _chunks(tokens: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, tokens)) for start in range(0, tokens, size))
 
 
-def _scaled_logits(hidden: torch.Tensor, weight: torch.Tensor, temperature: float) -> torch.Tensor:
-    return (hidden @ weight.T).float().div_(temperature)
+def _scaled_logits(factors: Any, low_rank: Any, chunk: slice, temperature: float) -> torch.Tensor:
+    """Return the logits [n, V] of the tokens of ``chunk``, float32: the sum of the products of two
+    pairs. The second pair may be of None.
+    """
+    (hidden, weight), (low, up) = factors, low_rank
+    logits = hidden[chunk] @ weight.T
+    if low is not None:
+        logits += low[chunk] @ up.T
+    return logits.float().div_(temperature)
+
+
+def _add_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Add a @ b to ``total``, float32, unless that is None."""
+    if total is not None and a.dtype == torch.float32:
+        total.addmm_(a, b)
+    elif total is not None:
+        total += a @ b
 
 
 def _owned(targets: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:

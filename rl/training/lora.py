@@ -11,12 +11,13 @@ import torch.nn as nn
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer.utils import canonical_fqn
-from torchtitan.components.lora import LoRAConverter
 
+from rl.compat.titan import lora_scale
 from rl.model.hub import Snapshot
 from rl.model.shards import Box, Shards
 from rl.training.hugging_face_names import HuggingFaceNames
 from rl.training.sharded_model import shards_of
+from rl.training.trainer_config import AdapterConfig, Source
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Any]:
@@ -47,12 +48,13 @@ class MergedWeights:
     CUDA, which runs the same code.
     """
 
-    def __init__(self, model: nn.Module, lora: LoRAConverter.Config | None):
+    def __init__(self, model: nn.Module):
         self._model = model
         self._adapted = adapted_layers(model)
-        self._scaling = lora.alpha / lora.rank if lora is not None else 0.0
         self.buffers: dict[str, torch.Tensor] = {}
         """Merged weights, by parameter."""
+        self.source: Source = None
+        """Source of the adapter that is merged."""
 
     def shards(self) -> Shards:
         """Return the shards by torchtitan's names, in its order; the same tensors each time."""
@@ -71,20 +73,26 @@ class MergedWeights:
         shards = shards_of(self._model)
         for name, merged in self.buffers.items():
             shard = shards[name]
-            a, b = whole_adapter(self._adapted[name])
+            layer = self._adapted[name]
+            a, b = whole_adapter(layer)
             rows, columns = shard.box.slices_in(Box.whole(shard.shape))
-            merged.copy_(shard.tensor + self._scaling * (b[rows] @ a[:, columns]))
+            merged.copy_(shard.tensor + lora_scale(layer) * (b[rows] @ a[:, columns]))
 
 
-def peft_tensors(model: nn.Module, names: HuggingFaceNames) -> dict[str, torch.Tensor]:
-    """Return PEFT's tensors, whole and float32, on every rank; empty for a model without adapters.
-    All ranks must call the function together.
+def peft_tensors(
+    model: nn.Module, names: HuggingFaceNames, config: AdapterConfig | None
+) -> dict[str, torch.Tensor]:
+    """Return PEFT's tensors of the adapter with ``config``, whole and float32, on every rank; empty
+    for a model without adapters. All ranks must call the function together.
 
     The Hugging Face tensors of a fused weight have the same A; each has its own rows of B.
     """
     tensors: dict[str, torch.Tensor] = {}
     for name, layer in adapted_layers(model).items():
         a, b = (tensor.cpu() for tensor in whole_adapter(layer))
+        if config is None or not config.adapts(name.replace(".weight", ".lora_a.weight")):
+            continue
+        a, b = a[: config.rank], b[:, : config.rank]
         for block in names.blocks(name, tuple(b.shape)):
             module = f"base_model.model.{block.tensor.removesuffix('.weight')}"
             # safetensors refuses to write shared memory
@@ -96,7 +104,7 @@ def peft_tensors(model: nn.Module, names: HuggingFaceNames) -> dict[str, torch.T
 
 
 def write_peft(
-    folder: Path, tensors: dict[str, torch.Tensor], lora: LoRAConverter.Config, *, base: str | None
+    folder: Path, tensors: dict[str, torch.Tensor], adapter: AdapterConfig, *, base: str | None
 ) -> None:
     """Create ``folder``, an adapter that PEFT loads onto the model ``base``. None means that the
     base is in no folder.
@@ -105,8 +113,8 @@ def write_peft(
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": str(Path(base)) if base is not None else None,
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
+        "r": adapter.rank,
+        "lora_alpha": adapter.alpha,
         "target_modules": sorted({name.split(".")[-3] for name in tensors}),
         "lora_dropout": 0.0,
         "bias": "none",

@@ -1,11 +1,13 @@
 """Micro-batches: rectangles of tokens that one rank runs, cut from a ragged Batch."""
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
 
+from rl.training.trainer_config import TrainerConfig
 from rl.types import Batch
 from rl.types.sampling_mask import SamplingMask
 
@@ -33,6 +35,23 @@ class MicroBatchLimits:
 
     sharing: int = 1
     """Maximum number of sequences of a tree."""
+
+    @classmethod
+    def of(cls, config: TrainerConfig, *, one_row: bool) -> "MicroBatchLimits":
+        """Return the limits of a trainer."""
+        context = config.parallelism.context_parallel_degree
+        blocks = 1 if config.float8 is None else 16  # rows per block of a float8 product
+        multiple = context * math.lcm(2, config.parallelism.tensor_parallel_degree, blocks)
+        if one_row and context > 1:
+            multiple = math.lcm(multiple, 128 * context)  # block size of flex attention
+        return cls(
+            sequences=config.micro_batch_size,
+            tokens=config.micro_batch_tokens,
+            pack=config.packing,
+            one_row=one_row,
+            multiple_of=multiple,
+            sharing=config.prompt_sharing,
+        )
 
 
 @dataclass(frozen=True, slots=True)

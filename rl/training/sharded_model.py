@@ -2,7 +2,7 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import spmd_types as spmd
@@ -33,7 +33,7 @@ from rl.training.attention import attention_config
 from rl.training.kept_logits import KeptLogits
 from rl.training.logprobs import LogProbHead
 from rl.training.matmul import faster_kernel, use_kernel
-from rl.training.trainer_config import TrainerConfig, adaptable_layers
+from rl.training.trainer_config import TrainerConfig, lora_layers
 from rl.training.value_head import ValueHead
 from rl.types import Head
 
@@ -136,8 +136,8 @@ def sharded_model(
     else:
         model_config.lm_head = _log_prob_head(model_config.lm_head, config.logits_mib)
     if config.lora is not None:
-        targets = config.lora.target_modules or adaptable_layers(model)
-        lora = dataclasses.replace(config.lora, target_modules=targets)
+        titan.keep_forward_with_lora(LogProbHead)
+        lora = dataclasses.replace(config.lora, target_modules=lora_layers(config.lora, model))
         model_config = lora.build().convert(model_config)
     with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]):
         built = HeadedModel(model_config)
@@ -245,14 +245,22 @@ def _init_parameters(model: nn.Module, seed: int, *, from_file: bool) -> None:
             if from_file and not (is_adapter(f"{prefix}.{name}") or isinstance(module, ValueHead)):
                 local_tensor(parameter).fill_(torch.nan)
                 continue
-            key = f"{seed}:{canonical_fqn(f'{prefix}.{name}')}"
-            digest = hashlib.sha256(key.encode()).digest()
             full = torch.empty(parameter.shape, dtype=torch.float32)
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(int.from_bytes(digest[:8], "little"))
-                init(full)
-            part = local_box(parameter).slices_in(Box.whole(full.shape))
-            local_tensor(parameter).copy_(full[part])
+            draw(full, init, f"{seed}:{canonical_fqn(f'{prefix}.{name}')}")
+            local_tensor(parameter).copy_(own_part(parameter, full))
+
+
+def draw(full: torch.Tensor, init: Callable[[torch.Tensor], object], key: str) -> None:
+    """Initialize ``full`` by ``init`` with random numbers that depend on ``key`` alone."""
+    digest = hashlib.sha256(key.encode()).digest()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int.from_bytes(digest[:8], "little"))
+        init(full)
+
+
+def own_part(parameter: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
+    """Return the part of ``full``, shaped like ``parameter``, that this rank holds."""
+    return full[local_box(parameter).slices_in(Box.whole(full.shape))]
 
 
 def reshard(model: nn.Module) -> None:

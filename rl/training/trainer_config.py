@@ -1,7 +1,9 @@
 """Fields of the trainer: torchtitan's own dataclasses, and the limits of micro-batches."""
 
+import math
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
@@ -17,7 +19,7 @@ from torchtitan.components.quantization import Float8LinearConverter
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig
 
 from rl.errors import require
-from rl.model.shape import ModelConfig
+from rl.model.shape import ModelConfig, shape_of
 from rl.types.rules import COSMETIC, MAX_NODES, NUMERICS, PERFORMANCE, at_least
 
 Float8Config = (
@@ -89,11 +91,95 @@ def ranks_of(parallelism: titan.ParallelismConfig) -> int:
     return dp * parallelism.context_parallel_degree * parallelism.tensor_parallel_degree
 
 
+HEAD = "lm_head"
+"""torchtitan's name of the output head."""
+
+
 def adaptable_layers(model: ModelConfig) -> list[str]:
-    """Return torchtitan's names of the linear layers that can have adapters: those of attention
-    and feed-forward.
+    """Return torchtitan's names of the linear layers that have adapters by default: those of
+    attention and feed-forward.
     """
     return [*(["wqkv"] if model.fuse_qkv else ["wq", "wkv"]), "wo", "w1", "w2", "w3"]
+
+
+def lora_layers(lora: LoRAConverter.Config, model: ModelConfig) -> list[str]:
+    """Return the names of the layers that ``lora`` gives adapters to.
+
+    Raises ConfigError for an adapter of a head that is tied to the embedding.
+    """
+    chosen = lora.target_modules or adaptable_layers(model)
+    field = "trainer.lora.target_modules"
+    is_tied = HEAD in chosen and shape_of(model).tie_embeddings
+    require(not is_tied, f"{field} names {HEAD}, which is tied to the embedding", field=field)
+    return chosen
+
+
+PARTS = {
+    **dict.fromkeys(("wqkv", "wq", "wkv", "wk", "wv", "wo"), "attention"),
+    **dict.fromkeys(("w1", "w2", "w3"), "mlp"),
+    HEAD: "unembedding",
+}
+"""Field of an AdapterConfig that switches the adapter of a layer, by the name of the layer. wkv is
+torchtitan's name of the configs of wk and wv."""
+
+TINKER_NAMES = {"attention": "train_attn", "mlp": "train_mlp", "unembedding": "train_unembed"}
+"""Names of these fields in Tinker's API."""
+
+BASE = "base"
+"""Source of the weights of the base model, without an adapter."""
+
+Source = str | Path | None
+"""Weights of a policy that has adapters: those of the adapter of this name, of the snapshot in this
+folder, of ``BASE``, or with None of the policy itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterConfig:
+    """One of several adapters of a base model: see :meth:`rl.Session.create_adapter`."""
+
+    rank: int
+    """Rank of its matrices A and B, at most ``trainer.lora.rank``."""
+
+    alpha: float = 32.0
+    """Scale of the adapter: alpha / rank * B @ A is added to a weight."""
+
+    seed: int = 0
+    """Seed of A. B starts at 0."""
+
+    attention: bool = True
+    """Whether the layers of attention are adapted."""
+
+    mlp: bool = True
+    """Whether the feed-forward layers are adapted."""
+
+    unembedding: bool = True
+    """Whether the output head is adapted. ``trainer.lora.target_modules`` must name lm_head."""
+
+    @property
+    def scale(self) -> float:
+        """Factor of B @ A."""
+        return self.alpha / self.rank
+
+    def adapts(self, parameter: str) -> bool:
+        """Return whether the layer is adapted that the parameter LAYER.lora_a.weight is part of."""
+        on: bool = getattr(self, PARTS[parameter.split(".")[-3]])
+        return on
+
+    def check(self, lora: LoRAConverter.Config | None, model: ModelConfig) -> None:
+        """Raise ConfigError unless a trainer with ``lora`` can train this adapter of ``model``."""
+        require(lora is not None, "the trainer has no adapters", field="trainer.lora", fix="set it")
+        assert lora is not None
+        problem = f"rank is {self.rank}; it must be 1 to trainer.lora.rank={lora.rank}"
+        require(1 <= self.rank <= lora.rank, problem, field="rank")
+        problem = f"alpha is {self.alpha}; it must be above 0 and finite"
+        require(0 < self.alpha < math.inf, problem, field="alpha")
+        has = {PARTS[layer] for layer in lora_layers(lora, model)}
+        for part, name in TINKER_NAMES.items():
+            tied = part == "unembedding" and shape_of(model).tie_embeddings
+            why = ": the output head is tied to the embedding" if tied else ""
+            problem = f"{part} is True, and the trainer has no adapter for it{why}"
+            fix = f"pass {part}=False ({name}=False)"
+            require(not getattr(self, part) or part in has, problem, field=part, fix=fix)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -137,7 +223,8 @@ class TrainerConfig:
     lora: Annotated[LoRAConfig, NUMERICS] = None
     """Low-rank adapters; all other weights are frozen. ``trainer.lora:on`` on the command line.
     ``target_modules`` may name wqkv (or wq and wkv if ``model.fuse_qkv`` is off), wo, w1, w2 and
-    w3; by default all of them."""
+    w3; by default all of them. It may also name lm_head, the output head, unless that is tied to
+    the embedding."""
 
     compile: titan.CompileConfig = field(default_factory=titan.CompileConfig)
     """Use of torch.compile."""

@@ -18,7 +18,7 @@ from rl.config import (
 )
 from rl.errors import ConfigError, require_value
 from rl.model.shape import shape_of
-from rl.training.trainer_config import adaptable_layers
+from rl.training.trainer_config import HEAD, adaptable_layers
 from rl.types.rules import NeedsCuda, rule_of
 from rl.validation.engines import validate_optimizers
 from rl.validation.folders import RESERVED, find_models, validate_folders
@@ -95,7 +95,8 @@ def _validate_lora(config: RunConfig) -> None:
     lora = config.trainer.lora
     if lora is None:
         return
-    allowed = adaptable_layers(config.model)
+    tied = shape_of(config.model).tie_embeddings
+    allowed = [*adaptable_layers(config.model), *([] if tied else [HEAD])]
     chosen = lora.target_modules
     check(
         config,

@@ -70,7 +70,7 @@ def held(config: RLConfig, role: str, folder: str) -> dict[str, int]:
     sizes["optimizer states"] = storages(value for value in states if value.dim())
     if role == "trainer":
         parts = engine.shards().values()
-        sizes["merged weights"] = storages(engine._merged.buffers.values())
+        sizes["merged weights"] = storages(engine.adapters.merged.buffers.values())
         publisher = SharedMemoryPublisher([*parts], transfer_of(config), rank=0)
         sizes["push slots"] = sum(os.fstat(fd).st_size for fd in publisher.address.fds)
         publisher.close()

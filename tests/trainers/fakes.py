@@ -94,6 +94,7 @@ class Trainer(Mesh):
         super().__init__()
         self.log = log
         self.version = 0
+        self.loads = 0
         self.saved = saved or {}
         self.checkpoints = checkpoints
         self.keep = 0
@@ -130,9 +131,9 @@ class Trainer(Mesh):
         self.alive()
         self.excused.append(generator)
 
-    async def push_weights(self) -> list[Sent]:
+    async def push_weights(self, version: int, source: Any) -> list[Sent]:
         self.alive()
-        version = self.version
+        assert (version, source) == (self.version, None)
         self.log.append(f"publish {version}")
         self._pushing += 1
         try:
@@ -143,14 +144,16 @@ class Trainer(Mesh):
         self.slots[:] = [*self.slots, version][-2:]
         return [Sent(100, 60)]
 
-    async def forward(self, batch: Batch, *, temperature: float) -> dict[str, torch.Tensor]:
+    async def forward(
+        self, batch: Batch, *, temperature: float, source: Any = None
+    ) -> dict[str, torch.Tensor]:
         async with self._engine:
             self.log.append(f"forward {self.version}")
             wrong = float(self.version >= self.wrong_since)
             return {"logprobs": torch.full(batch.tokens.shape, -1.0 - wrong - 1e-5 * self.version)}
 
     async def forward_backward(
-        self, batch: Batch, loss: Any, *, temperature: float, weight: float
+        self, batch: Batch, loss: Any, *, temperature: float, weight: float, adapter: Any = None
     ) -> tuple[dict, Metrics]:
         async with self._engine:
             self.alive()
@@ -195,7 +198,9 @@ class Trainer(Mesh):
         self.version = int((folder / "version").read_text())
         assert version in (None, self.version)
 
-    async def weight_digests(self, dtype: torch.dtype | None = None) -> list[dict]:
+    async def weight_digests(
+        self, dtype: torch.dtype | None = None, source: Any = None
+    ) -> list[dict]:
         async with self._engine:
             return [{("w", Box.whole((4,))): self.version}]
 
@@ -246,7 +251,9 @@ class Reference(Mesh):
         self.version = int((folder / "version").read_text())
         self.log.append(f"reference {self.version}")
 
-    async def forward(self, batch: Batch, *, temperature: float) -> dict[str, torch.Tensor]:
+    async def forward(
+        self, batch: Batch, *, temperature: float, source: Any = None
+    ) -> dict[str, torch.Tensor]:
         self.alive()
         return {"logprobs": torch.full(batch.tokens.shape, -2.0 - self.version)}
 
@@ -271,11 +278,13 @@ class Critic(Mesh):
         self.saved[step] = self.steps
         self.log.append(f"critic saves {step}")
 
-    async def forward(self, batch: Batch, *, temperature: float) -> dict[str, torch.Tensor]:
+    async def forward(
+        self, batch: Batch, *, temperature: float, source: Any = None
+    ) -> dict[str, torch.Tensor]:
         return {"values": torch.full(batch.tokens.shape, float(self.steps))}
 
     async def forward_backward(
-        self, batch: Batch, loss: Any, *, temperature: float, weight: float
+        self, batch: Batch, loss: Any, *, temperature: float, weight: float, adapter: Any = None
     ) -> tuple[dict, Metrics]:
         self.batches.append(batch)
         return {}, Metrics({})

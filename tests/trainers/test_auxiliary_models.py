@@ -42,7 +42,7 @@ def test_a_penalty_compares_with_the_reference_in_reward_and_loss(run, fields):
 
 def test_a_penalty_in_the_reward_lowers_the_advantage(run):
     class Uneven(Reference):
-        async def forward(self, batch, *, temperature):
+        async def forward(self, batch, *, temperature, source):
             starts = batch.lengths.cumsum(0) - batch.lengths
             logprobs = torch.full(batch.tokens.shape, -1.0)
             logprobs[starts[0] : starts[1]] = -3.0
@@ -167,7 +167,7 @@ class Judge(Reference):
     one more token after each sequence.
     """
 
-    async def forward(self, batch, *, temperature):
+    async def forward(self, batch, *, temperature, source):
         return {"values": torch.arange(len(batch.tokens)).float()}
 
 
@@ -176,7 +176,7 @@ UNSCALED = {"algorithm.advantage": GroupAdvantage.Config(normalize_std=False)}
 
 def test_custom_models_fill_columns_and_score_completions(run, role):
     class Teacher(Reference):
-        async def forward(self, batch, *, temperature):
+        async def forward(self, batch, *, temperature, source):
             return {"logprobs": batch.tokens.float()}
 
     roles = {

@@ -65,7 +65,7 @@ def test_the_trainer_computes_its_side_of_the_checks_once_for_all_generators(run
     def prepare(trainer, *generators):
         digests_of = trainer.weight_digests
 
-        async def weight_digests(dtype=None):
+        async def weight_digests(dtype=None, source=None):
             digested.append(trainer.version)
             return await digests_of(dtype)
 

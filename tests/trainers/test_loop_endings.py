@@ -68,7 +68,7 @@ def test_weights_are_not_compared_with_a_generator_that_was_started_again(run, p
         connected = asyncio.Event()
         digests, connect = trainer.weight_digests, generator.connect
 
-        async def weight_digests(dtype=None):
+        async def weight_digests(dtype=None, source=None):
             found = await digests(dtype)
             if trainer.version == 2 and generator.starts == 1:
                 generator.lose()

@@ -143,6 +143,26 @@ def test_each_value_has_its_own_gradient(which, chunk):
 
 
 @pytest.mark.parametrize("chunk", [3, 64])
+def test_an_adapter_adds_its_product_to_the_logits_and_has_gradients(chunk):
+    """As more columns of the hidden states and of the weight, which is frozen."""
+    hidden, weight, targets = random_head()
+    draw = torch.Generator().manual_seed(3)
+    low = torch.randn(TOKENS, 2, generator=draw).requires_grad_()
+    up = torch.randn(VOCABULARY, 2, generator=draw).requires_grad_()
+    frozen = weight.detach()
+    values = linear_logprobs(
+        hidden, frozen, targets, temperature=0.7, chunk_tokens=chunk, low_rank=(low, up)
+    )
+    weigh(*values).backward()
+    whole = (torch.cat([hidden, low], dim=1), torch.cat([frozen, up], dim=1))
+    *wanted, by_hidden, by_weight = plain(*whole, targets, 0.7)
+    wanted += [*by_hidden.split([WIDTH, 2], dim=1), by_weight[:, WIDTH:]]
+    ours = (*(value.detach() for value in values), hidden.grad, low.grad, up.grad)
+    for value, expected in zip(ours, wanted, strict=True):
+        assert_close(value.double(), expected, atol=2e-5, rtol=1e-6)
+
+
+@pytest.mark.parametrize("chunk", [3, 64])
 def test_bfloat16_logits_are_taken_in_float32(chunk):
     hidden, weight, targets = random_head(torch.bfloat16)
     logprobs, entropy = linear_logprobs(

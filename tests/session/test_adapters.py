@@ -1,0 +1,159 @@
+"""Adapters and snapshots of a session: what generators sample from is what the trainer scores."""
+
+import asyncio
+
+import pytest
+import torch
+from torchtitan.components.lora import LoRAConverter
+
+from rl.algorithms.losses import grpo
+from rl.errors import ActorFailure, ConfigError, RunError
+from rl.generation.generator_config import GeneratorConfig
+from rl.training.trainer_config import AdapterConfig
+from rl.types import Batch, GenerationRequest, Sampling
+from tests.session.sessions import PROMPTS, batch, on_its_loop, trainer_config
+
+LOSS = grpo(entropy_coef=0.01)
+SAMPLING = Sampling(max_tokens=12, temperature=0.7, stop_token_ids=(0,))
+CONFIG = AdapterConfig(rank=4, alpha=16.0, unembedding=False)
+
+
+@pytest.fixture(scope="module")
+def session(sessions, common):
+    """FSDP2 with adapters, and the generator of two ranks that the tests of the folder share."""
+    trainer = trainer_config(fsdp=2, lora=LoRAConverter.Config(rank=4))
+    mesh = sessions.run(sessions.start_mesh(sessions.meshes(trainer=trainer).models()["trainer"]))
+    generator = GeneratorConfig(tensor_parallel_degree=2, kv_cache_gib=0.05, block_size=32)
+    session = sessions.on(mesh, common.pool.meshes[0], generator=generator)
+    sessions.run(session.connect())
+    yield session
+    sessions.run(mesh.close())
+    sessions.run(common.connect())
+
+
+async def train(session, adapter: str | None, steps: int = 1) -> None:
+    for _ in range(steps):
+        await session.forward_backward(batch(), LOSS, adapter=adapter)
+        await session.optim_step(adapter=adapter)
+
+
+async def difference(session, weights, name: str, **scored) -> float:
+    """Return the largest difference of a log-prob of samples from that of ``forward``."""
+    requests = [
+        GenerationRequest(request_id=f"{name}/{i}", prompt_tokens=each, seed=i, sampling=SAMPLING)
+        for i, each in enumerate(PROMPTS)
+    ]
+    completions = await session.sample(requests, weights=weights)
+    rows = [given + each.tokens for given, each in zip(PROMPTS, completions, strict=True)]
+    lengths = torch.tensor([len(row) for row in rows])
+    tokens = torch.tensor([token for row in rows for token in row])
+    given = Batch(tokens=tokens, lengths=lengths, loss_weights=torch.ones(len(tokens)))
+    outputs = await session.forward(given, temperature=0.7, **scored)
+    own = outputs["logprobs"].split(lengths.tolist())
+    return max(
+        float((each[len(prompt) :] - torch.tensor(completion.logprobs)).abs().max())
+        for prompt, completion, each in zip(PROMPTS, completions, own, strict=True)
+    )
+
+
+@on_its_loop
+async def test_samples_have_the_log_probs_of_their_snapshot(sessions, session, tmp_path):
+    """While adapters and the policy train on, and calls for different weights come at once."""
+    push = session._push
+    async with session.running():
+        for name in ("a", "b"):
+            await session.create_adapter(name, CONFIG)
+            await train(session, name, steps=2 if name == "a" else 1)
+            await session.save_snapshot(tmp_path / name, adapter=name)
+            await session.forward_backward(batch(), LOSS, adapter=name)
+        snapshots = {name: tmp_path / name for name in ("a", "b")}
+        asked = [("base", None), ("a", 1), ("b", 1), ("a", 2), ("base", 2), ("b", 2)]
+        begun = push.begun
+        found = await asyncio.gather(
+            *(
+                difference(session, weights, f"{name}/{number}", weights=weights)
+                for name, number in asked
+                for weights in [snapshots.get(name, name)]
+            )
+        )
+        assert max(found) <= 1e-5
+        assert push.begun == begun + 3  # one change for all calls of the same weights
+        assert await difference(session, snapshots["a"], "live", adapter="a") <= 1e-5
+        assert await difference(session, snapshots["a"], "other", adapter="b") > 1e-4
+
+        assert await difference(session, None, "pushed") <= 1e-5
+        await train(session, None)
+        before = await session.weight_digest()
+        await difference(session, snapshots["b"], "b/3", weights=snapshots["b"])
+        assert await session.weight_digest() == before
+        with pytest.raises(RunError, match="has changed since its last push: call push"):
+            await difference(session, None, "stale")
+        await session.push()
+        assert await difference(session, None, "new") <= 1e-5
+        assert await session.differing_weights() == []
+        with pytest.raises(ActorFailure, match="absent"):
+            await difference(session, tmp_path / "absent", "absent")
+        assert await difference(session, snapshots["a"], "a/3", weights=snapshots["a"]) <= 1e-5
+        await session.settle()
+    for name in ("a", "b"):
+        await session.drop_adapter(name)
+
+
+@on_its_loop
+async def test_a_state_brings_an_adapter_back_after_the_trainer_was_lost(
+    sessions, session, tmp_path
+):
+    await session.create_adapter("a", CONFIG)
+    await train(session, "a")
+    await session.save_state(tmp_path / "state", adapter="a")
+    digest = await session.adapter_digest(adapter="a")
+    await session.forward_backward(batch(), LOSS, adapter="a")
+    after = [await session.optim_step(adapter="a"), await session.adapter_digest(adapter="a")]
+    assert after[1] != digest
+    assert session.adapters == {"a": CONFIG}
+
+    await session.trainer.stop()
+    await session.start_models()
+    assert session.adapters == {}
+    with pytest.raises(ConfigError, match=r"adapter 'a' does not exist; the trainer has \[\]"):
+        await session.forward(batch(), adapter="a")
+    await session.create_adapter("a", CONFIG)
+    await session.load_state(tmp_path / "state", adapter="a")
+    assert await session.adapter_digest(adapter="a") == digest
+    await session.forward_backward(batch(), LOSS, adapter="a")
+    metrics = await session.optim_step(adapter="a")
+    assert {**metrics} | {"memory/peak": 0} == {**after[0]} | {"memory/peak": 0}
+    assert await session.adapter_digest(adapter="a") == after[1]
+    assert session.version == 0
+    await session.connect()
+
+
+@on_its_loop
+async def test_the_state_of_the_policy_is_pushed_after_it_was_loaded(sessions, session, tmp_path):
+    async with session.running():
+        await session.save_state(tmp_path / "policy")
+        await train(session, None)
+        await session.push()
+        assert session.version == 1
+        await session.load_state(tmp_path / "policy", optimizer=False)
+        await session.reset_optimizer()
+        assert session.version == 0
+        await session.push()
+        assert await difference(session, None, "loaded") <= 1e-5
+        await session.settle()
+    await session.export_hf(tmp_path / "export", adapter=None)
+
+
+@on_its_loop
+async def test_what_a_session_cannot_do_with_adapters_is_refused(sessions, session, common):
+    refused = {
+        "the trainer has no adapters; set it": common.forward(batch(), weights="base"),
+        "cannot have the name 'base'": session.create_adapter("base", CONFIG),
+        "tied to the embedding": session.create_adapter("c", AdapterConfig(rank=4)),
+        "adapter and weights are given": session.forward(batch(), adapter="c", weights="base"),
+        "eps is 0": session.optim_step(adapter=[*session.adapters][0], eps=0),
+        "reference has no adapters": session.forward(batch(), role="reference", weights="base"),
+    }
+    for message, call in refused.items():
+        with pytest.raises(ConfigError, match=message):
+            await call

@@ -151,7 +151,7 @@ async def test_what_a_session_cannot_do_with_adapters_is_refused(sessions, sessi
         "cannot have the name 'base'": session.create_adapter("base", CONFIG),
         "tied to the embedding": session.create_adapter("c", AdapterConfig(rank=4)),
         "adapter and weights are given": session.forward(batch(), adapter="c", weights="base"),
-        "eps is 0": session.optim_step(adapter=[*session.adapters][0], eps=0),
+        "eps is 0": session.optim_step(adapter=next(iter(session.adapters)), eps=0),
         "reference has no adapters": session.forward(batch(), role="reference", weights="base"),
     }
     for message, call in refused.items():

@@ -96,6 +96,9 @@ class Models:
         """Worker groups whose processes run from ``start`` to ``stop``, by role."""
         return {role: group for role, group in self._groups.items() if role not in self._aside}
 
+    async def settle(self) -> None:
+        """Wait until the weights of the policy may change. Models alone never wait."""
+
     async def start_models(self) -> None:
         """Start every model that is not running; models that share devices start one by one."""
         lost = [role for role, group in self._present.items() if not group.is_running]
@@ -287,6 +290,7 @@ class Models:
         """
         self._source(adapter)
         if adapter is None:
+            await self.settle()
             self._changed.add("trainer")
         async with self._residency.of("trainer", "model", "optimizer"):
             await self.trainer.load_state(Path(folder).absolute(), optimizer, adapter)

@@ -37,13 +37,15 @@ async def train(session, adapter: str | None, steps: int = 1) -> None:
         await session.optim_step(adapter=adapter)
 
 
-async def difference(session, weights, name: str, **scored) -> float:
-    """Return the largest difference of a log-prob of samples from that of ``forward``."""
+async def difference(session, held, name: str, **scored) -> float:
+    """Return the largest difference between the log-probs of samples, from generators that hold
+    ``held``, and those of ``forward`` with the options ``scored``.
+    """
     requests = [
         GenerationRequest(request_id=f"{name}/{i}", prompt_tokens=each, seed=i, sampling=SAMPLING)
         for i, each in enumerate(PROMPTS)
     ]
-    completions = await session.sample(requests, weights=weights)
+    completions = await session.sample(requests, weights=held)
     rows = [given + each.tokens for given, each in zip(PROMPTS, completions, strict=True)]
     lengths = torch.tensor([len(row) for row in rows])
     tokens = torch.tensor([token for row in rows for token in row])
@@ -71,9 +73,9 @@ async def test_samples_have_the_log_probs_of_their_snapshot(sessions, session, t
         begun = push.begun
         found = await asyncio.gather(
             *(
-                difference(session, weights, f"{name}/{number}", weights=weights)
+                difference(session, held, f"{name}/{number}", weights=held)
                 for name, number in asked
-                for weights in [snapshots.get(name, name)]
+                for held in [snapshots.get(name, name)]
             )
         )
         assert max(found) <= 1e-5

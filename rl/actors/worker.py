@@ -35,12 +35,11 @@ Outputs = dict[str, torch.Tensor]
 """Per-token values by name, float32 [T]; ``logprobs`` has the shape of the batch's targets."""
 
 
+_Adapter = Literal["used", "worn", "any"]
+
+
 def _endpoint(
-    method: str,
-    *,
-    changes: bool = False,
-    adapter: Literal["used", "worn", "any"] = "any",
-    named: bool = False,
+    method: str, *, changes: bool = False, adapter: _Adapter = "any", named: bool = False
 ) -> Any:
     """Return an endpoint that calls ``method`` in the engine's thread, and answers with its time.
 
@@ -49,7 +48,6 @@ def _endpoint(
       or only its weights during the call ("worn").
     - ``named``: whether the last argument names another adapter, or other weights, for that.
     """
-
     name = method.rpartition(".")[2].removeprefix("_")
 
     async def call(self: "ModelWorker", *args: Any) -> Any:
@@ -261,7 +259,6 @@ class WorkerGroup(Mesh):
     """Number of times that weights were loaded, whatever their version."""
     loaded: Path | None = field(default=None, init=False)
     """Folder of the checkpoint that ``load_checkpoint`` loaded last; None without one."""
-
     step_digests: dict[str, dict[str, str]] = field(default_factory=dict, init=False)
     """Digests of the last step by parameter: ``gradient``, divided and clipped, and ``weights``
     after the step."""
@@ -309,8 +306,8 @@ class WorkerGroup(Mesh):
         weight: float = 1.0,
         adapter: str | None = None,
     ) -> tuple[Outputs, Metrics]:
-        """Add the gradient of ``loss`` on ``batch``, times ``weight``; return the outputs of
-        ``forward``, and metrics. The gradient is that of ``adapter``.
+        """Add the gradient of ``adapter``: that of ``loss`` on ``batch``, times ``weight``; return
+        the outputs of ``forward``, and metrics.
         """
         given = (loss, temperature, weight, adapter)
         answers = await self._call_leaders("forward_backward", batch, *given)
@@ -321,8 +318,8 @@ class WorkerGroup(Mesh):
     async def optim_step(
         self, *, with_digests: bool = False, adapter: str | None = None, **options: Any
     ) -> Metrics:
-        """Take a step on the gradients that were added; ``version`` counts up unless it is skipped,
-        or is one of ``adapter``. ``with_digests`` sets ``step_digests``.
+        """Take a step on the gradients of ``adapter``. A step of the policy that is not skipped
+        adds 1 to ``version``. ``with_digests`` sets ``step_digests``.
 
         ``options`` are those of TrainingEngine.optim_step: denominator, lr, betas, eps,
         weight_decay, max_norm.
@@ -358,14 +355,11 @@ class WorkerGroup(Mesh):
     async def load_state(self, folder: Path, optimizer: bool, adapter: str | None) -> None:
         """Load the state that ``save_state`` wrote, of ``adapter`` or of the whole policy."""
         version, *_ = await self.call("load_state", folder, optimizer, adapter)
-        if adapter is None:
-            self.version = version
-            self.loads += 1
+        self.version = version if adapter is None else self.version
+        self.loads += 1
 
     async def load_weights(self, folder: Path, version: int | None = None) -> None:
-        """Load the parameters that ``save_weights`` wrote, bit for bit, as those of ``version`` if
-        given.
-        """
+        """Load what ``save_weights`` wrote, bit for bit, as those of ``version`` if given."""
         await self.call("load_weights", folder, version)
         self.loads += 1
         self.version = self.version if version is None else version

@@ -173,7 +173,8 @@ class Models:
     async def optim_step(
         self, *, role: str = "trainer", adapter: str | None = None, **options: Any
     ) -> Metrics:
-        """Take one optimizer step on the gradients that were added for ``adapter``.
+        """Take one optimizer step on the gradients of ``adapter``; on those of the policy once
+        nothing reads its weights.
 
         ``options`` are those of :meth:`rl.training.engine.TrainingEngine.optim_step`: denominator,
         lr, betas, eps, weight_decay and max_norm.
@@ -184,6 +185,8 @@ class Models:
             require(options.get("eps") != 0, "eps is 0; it must be above 0", field="eps", fix=fix)
             options["adapter"] = adapter
         else:
+            if role == "trainer":
+                await self.settle()  # nothing that is pushed has another adapter
             self._changed.add(role)
         async with self._residency.of(role, "model", "optimizer"):
             group = self._groups[role]

@@ -328,15 +328,11 @@ class Session(Models):
         """Wait until the trainer's weights may change; ``optim_step`` calls it."""
         await self._push.settle()
 
-    async def optim_step(
-        self, *, role: str = "trainer", adapter: str | None = None, **options: Any
-    ) -> Metrics:
+    async def optim_step(self, *, role: str = "trainer", **options: Any) -> Metrics:
         """Take one optimizer step once nothing reads the weights: see :meth:`Models.optim_step`."""
-        if role == "trainer" and adapter is None:  # what is pushed has no adapter of a name
-            trains = self.config.trainer is not None
-            require(trains, "this session trains no policy; set trainer in its config")
-            await self.settle()
-        return await super().optim_step(role=role, adapter=adapter, **options)
+        trains = role != "trainer" or self.config.trainer is not None
+        require(trains, "this session trains no policy; set trainer in its config")
+        return await super().optim_step(role=role, **options)
 
     async def save(
         self, step: int, state: dict[str, Any] | None = None, *, role: str = "trainer"

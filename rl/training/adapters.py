@@ -13,7 +13,7 @@ from rl.compat.titan import initializers, set_lora_scale
 from rl.compat.torch_internals import local_tensor
 from rl.errors import RunError
 from rl.model.host_memory import HostMemory
-from rl.training.gradient import optimizer_tensors
+from rl.training.gradient import optimizer_state
 from rl.training.lora import MergedWeights, adapted_layers
 from rl.training.sharded_model import draw, named_adapters, own_part, reshard
 from rl.training.trainer_config import BASE, AdapterConfig, Source
@@ -136,7 +136,7 @@ class Adapters:
         parameters = self._parameters.values()
         adapter.gradients = {each: each.grad for each in parameters if each.grad is not None}
         adapter.moments = [dict(optimizer.state) for optimizer in engine.optimizers]
-        adapter.memory.take(optimizer_tensors(engine.model, engine.optimizers))
+        adapter.memory.take(optimizer_state(engine.model, engine.optimizers))
         engine.optimizers.zero_grad()
         engine.reset_optimizer()
 

@@ -21,12 +21,7 @@ from rl.model.shards import Shards
 from rl.training.adapters import Adapters
 from rl.training.attention import attention_masks, shares_rows
 from rl.training.context import SequenceShard
-from rl.training.gradient import (
-    divide_and_clip,
-    have_changed,
-    optimizer_tensors,
-    rounding_elements,
-)
+from rl.training.gradient import divide_and_clip, have_changed, optimizer_state, rounding_elements
 from rl.training.kept_logits import kept_logits
 from rl.training.matmul import kernel_in_use
 from rl.training.micro_batches import MicroBatch, MicroBatchLimits, lay_out, outputs_of, plan
@@ -341,7 +336,7 @@ class TrainingEngine:
             merged = self.adapters.merged.buffers.values()
             self._host["model"].take([*self.model.parameters(), *merged])
         if not self._host["optimizer"].holds:
-            self._host["optimizer"].take(optimizer_tensors(self.model, self.optimizers))
+            self._host["optimizer"].take(optimizer_state(self.model, self.optimizers))
 
     def onload(self, model: bool = True, optimizer: bool = True) -> None:
         """Move the model and the optimizer state back to the device, bit for bit. Does nothing if

@@ -29,7 +29,7 @@ def divide_and_clip(parameters: Iterable[nn.Parameter], weight: float, max_norm:
     return norm
 
 
-def optimizer_tensors(
+def optimizer_state(
     model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]
 ) -> list[torch.Tensor]:
     """Return the gradients and the moments, without numbers such as counts of steps."""

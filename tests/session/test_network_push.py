@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl.errors import ActorFailure, NodeLost
+from rl.errors import ActorFailure, NodeLost, RunError
 from rl.generation.generator_config import GeneratorConfig
 from rl.model.shards import Box, Region
 from rl.observe.checkpoint_folders import StepFolders
@@ -208,3 +208,32 @@ async def test_publish_excuses_a_generator_that_has_left():
     scene.step()
     await scene.arrived(1)
     assert scene.trainer.excused == [1]
+
+
+@in_a_loop
+async def test_a_generator_that_joins_loads_the_snapshot_that_the_others_hold():
+    """Also while the policy is published behind it; a push brings all of them the policy."""
+    scene = await connected(pipeline="lockstep", replicas=2)
+    first, second = scene.generators
+    async with asyncio.timeout(WAIT_S), background(scene.push.run()):
+        await scene.push.hold(Path("a"))
+        assert (scene.push.held, first.version, second.version) == (Path("a"), 1, 1)
+        await scene.push.remove(second)
+        scene.step()
+        await scene.changed.until(lambda: scene.push.published == 2)
+        await scene.push.join(second)
+        assert (first.version, second.version) == (1, 1)
+        await scene.push.pull(2)
+        assert (scene.push.held, first.version, second.version) == (None, 2, 2)
+        await scene.push.hold(Path("b"))
+        scene.trainer.version += 1
+        with pytest.raises(RunError, match="call push"):
+            await scene.push.hold(None)
+        waiting = asyncio.create_task(scene.push.hold(Path("c")))
+        await asyncio.sleep(0)
+        await scene.push.connect(scene.generators)
+        with pytest.raises(RunError, match="connected again"):
+            await waiting
+    assert [line for line in scene.trainer.log if "merge" in line] == [
+        f"merge {name}" for name in "abc"
+    ]

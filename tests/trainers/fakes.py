@@ -133,16 +133,20 @@ class Trainer(Mesh):
 
     async def push_weights(self, version: int, source: Any) -> list[Sent]:
         self.alive()
-        assert (version, source) == (self.version, None)
+        assert source is not None or version == self.version
         self.log.append(f"publish {version}")
         self._pushing += 1
         try:
             await self._wait("push_weights")
         finally:
             self._pushing -= 1
-        assert self.version == version, "the weights changed under a push"
+        changed = source is None and self.version != version
+        assert not changed, "the weights changed under a push"
         self.slots[:] = [*self.slots, version][-2:]
         return [Sent(100, 60)]
+
+    async def merge(self, source: Any) -> None:
+        self.log.append(f"merge {source}")
 
     async def forward(
         self, batch: Batch, *, temperature: float, source: Any = None

@@ -6,17 +6,20 @@ from typing import Any
 import pytest
 import torch
 from torchtitan.components.lora import LoRAConverter
+from transformers import Qwen3ForCausalLM
 
 from rl.compat.torch_internals import local_tensor
 from rl.errors import ConfigError, RunError
 from rl.model.digest import digests, merge_digests
+from rl.model.shape import ModelConfig
 from rl.training.checkpoint import Checkpointer
 from rl.training.engine import TrainingEngine
 from rl.training.sharded_model import is_adapter
 from rl.training.trainer_config import BASE, AdapterConfig
-from tests.training.batches import ragged_batch
+from rl.types import Batch
+from tests.training.batches import VOCAB_SIZE, ragged_batch
 from tests.training.layouts import LAYOUTS
-from tests.training.model_folders import tensors_of
+from tests.training.model_folders import Folder, transformers_logits
 from tests.training.scenes import (
     LOSS,
     TEMPERATURE,
@@ -351,20 +354,34 @@ def test_a_snapshot_scores_as_the_adapter_did_and_keeps_its_gradient(states, fol
     checkpointer.close()
 
 
-def test_an_adapter_is_exported_for_peft_with_its_own_rank(folder):
-    engine = adapted("alone", folder)
-    checkpointer = checkpointer_of(engine, folder)
+def test_an_adapter_is_exported_for_peft_with_its_own_rank(tmp_path):
+    """Head included. PEFT and the merged export compute the log-probs of the adapter."""
+    source = Folder({"tie_word_embeddings": False}).write(tmp_path / "base")
+    model = ModelConfig(hf_path=str(source), fuse_qkv=False)
+    lora = LoRAConverter.Config(rank=4, target_modules=HEADED)
+    engine = engine_of(model, folder=str(tmp_path), lora=lora, lr=1e-1)
+    checkpointer = Checkpointer(engine, model, folder=str(tmp_path))
+    checkpointer.load()
     engine.adapters.create("b", SMALL)
     train(engine, "b", 1), step(engine, "b")
     engine.adapters.merge("b")
-    checkpointer.export_hf(f"{folder}/out")
-    config = (Path(folder) / "out/adapter/adapter_config.json").read_text()
-    assert '"r": 2' in config and '"lora_alpha": 3.0' in config and "q_proj" not in config
-    tensors = tensors_of(Path(folder) / "out/adapter")
-    a = tensors["base_model.model.lm_head.lora_A.weight"]
-    b = tensors["base_model.model.lm_head.lora_B.weight"]
-    own = tensors_of(Path(folder) / "out")["lm_head.weight"]
-    base = weights_of(engine)["lm_head.weight"]
-    assert (a.shape[0], b.shape[1]) == (2, 2)
-    torch.testing.assert_close(own, base + SMALL.scale * b @ a, atol=1e-6, rtol=0)
+    checkpointer.export_hf(f"{tmp_path}/out")
     checkpointer.close()
+    tokens = torch.randint(VOCAB_SIZE, (1, 15), generator=torch.Generator().manual_seed(1))
+    batch = Batch(tokens=tokens[0], lengths=torch.tensor([15]), loss_weights=torch.ones(15))
+    ours = engine.forward(batch)["logprobs"][1:]
+    from peft import PeftModel  # here, since ranks import this module
+
+    base = Qwen3ForCausalLM.from_pretrained(source)
+    with torch.no_grad():
+        plain = base(tokens).logits
+        peft = PeftModel.from_pretrained(base, tmp_path / "out" / "adapter").eval()
+        logits = [plain, peft(tokens).logits, transformers_logits(tmp_path / "out", tokens)]
+    theirs = [
+        each[0, :-1].log_softmax(-1).gather(-1, tokens[0, 1:, None]).squeeze(-1) for each in logits
+    ]
+    assert (ours - theirs[0]).abs().max() > 0.01
+    assert max(float((ours - each).abs().max()) for each in theirs[1:]) <= 1e-5
+    config = peft.peft_config["default"]
+    assert (config.r, config.lora_alpha) == (2, 3.0)
+    assert {*config.target_modules} == {"gate_proj", "up_proj", "down_proj", "lm_head"}

@@ -27,8 +27,11 @@ RELIES_ON = (
     "vllm.v1.engine:EngineCoreOutputs.weight_version",
     "vllm.v1.engine:EngineCoreOutput.new_token_ids",
     "vllm.v1.engine:EngineCoreOutput.new_logprobs",
+    "vllm.v1.engine:EngineCoreOutput.new_prompt_logprobs_tensors",
     "vllm.v1.outputs:LogprobsLists.logprob_token_ids",
     "vllm.v1.outputs:LogprobsLists.logprobs",
+    "vllm.v1.outputs:LogprobsTensors.logprob_token_ids",
+    "vllm.v1.outputs:LogprobsTensors.logprobs",
     "vllm.v1.engine:EngineCoreOutput.finish_reason",
     "vllm.v1.engine.core_client:InprocClient.shutdown()",
     # LLMEngine.reset_prefix_cache refuses while requests run, or restarts them

@@ -3,6 +3,8 @@
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +19,7 @@ from rl.model.activations import Activations, Recorder
 from rl.model.host_memory import HostMemory
 from rl.model.shape import ModelConfig, shape_of
 from rl.model.shards import Shard, local_shards
+from rl.model.tokenizer import load_tokenizer
 from rl.model.tp_plan import check_generator, generator_layout
 from rl.types import (
     MAX_TEMPERATURE,
@@ -68,7 +71,8 @@ class GenerationEngine:
         self._engine = start_vllm(
             config, self.shape, fuse_qkv=model.fuse_qkv, seed=seed, timeout_s=timeout_s
         )
-        self._requests = Requests(self._engine, self.shape.vocab_size)
+        self._folder = model.hf_path
+        self._requests = Requests(self._engine, self.shape.vocab_size, self._decode)
         self._model = vllm_internals.model_of(self._engine)
         self._group = _tp_group()
         self._host = HostMemory()
@@ -149,11 +153,23 @@ class GenerationEngine:
             cache.zero_()  # kernels multiply masked entries too, and 0 * NaN is NaN
 
     def check(self, request: GenerationRequest) -> None:
-        """Raise ValueError if the request cannot be served, RunError before the first weights."""
+        """Raise ValueError if the request cannot be served, RunError before the first weights,
+        ConfigError if it has stop texts and the tokenizer cannot be loaded.
+        """
         if self.version is None:
             raise RunError("generator holds no weights yet: push before generate")
         if error := self._request_error(request.prompt_tokens, request.sampling):
             raise ValueError(f"request {request.request_id!r}: {error}")
+        if request.sampling.stop:
+            self._decode([])
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        assert self._folder is not None, "requests that need it were refused"
+        return load_tokenizer(self._folder)
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens)  # type: ignore[no-any-return]
 
     def _request_error(self, prompt: list[int], sampling: Sampling) -> str:
         new = sampling.max_tokens
@@ -170,8 +186,13 @@ class GenerationEngine:
         if heat and not MIN_TEMPERATURE <= heat <= MAX_TEMPERATURE:
             rule = f"from {MIN_TEMPERATURE} to {MAX_TEMPERATURE}"
             return f"temperature {heat} is not 0, which is greedy, nor {rule}"
-        if not 0 <= sampling.top_logprobs <= MAX_TOP_LOGPROBS:
-            return f"top_logprobs {sampling.top_logprobs} is not from 0 to {MAX_TOP_LOGPROBS}"
+        for name in ("top_logprobs", "prompt_logprobs"):
+            if not 0 <= (count := getattr(sampling, name) or 0) <= MAX_TOP_LOGPROBS:
+                return f"{name} {count} is not from 0 to {MAX_TOP_LOGPROBS}"
+        if not all(sampling.stop):
+            return "stop has an empty text"
+        if sampling.stop and self._folder is None:
+            return "stop needs a tokenizer; set model.hf_path, or use stop_token_ids"
         return ""
 
     def add(self, request: GenerationRequest) -> None:

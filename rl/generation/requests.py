@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,37 @@ from rl.compat import vllm_internals, vllm_masks
 from rl.errors import RunError
 from rl.types import Completion, GenerationRequest, Sampling
 from rl.types.sampling_mask import SamplingMask, encode
+
+BYTES_OF_A_CHARACTER = 4  # at most, in UTF-8
+
+
+class StopTexts:
+    """Texts that end an answer, searched for after each token.
+
+    Each search decodes the end of the answer alone. It begins where it changes no character.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str], texts: Sequence[str]):
+        self._decode = decode
+        self._texts = texts
+        self._longest = max(map(len, texts))
+        self._width = max(len(text.encode()) for text in texts) + BYTES_OF_A_CHARACTER
+        self._begin = 0
+
+    def end(self, tokens: list[int]) -> bool:
+        """Return whether the last of ``tokens``, the answer so far, completes one of the texts.
+
+        The earlier tokens complete none.
+        """
+        text = self._decode(tokens[self._begin :])
+        if any(each in text for each in self._texts):
+            return True
+        later = len(tokens) - self._width
+        if later >= self._begin + self._width:
+            kept = self._decode(tokens[later:])
+            if len(kept) >= self._longest and text.endswith(kept):
+                self._begin = later
+        return False
 
 
 @dataclass(slots=True, eq=False)
@@ -26,6 +58,11 @@ class _InFlight:
     top_count: int = 0
     masks: list[np.ndarray] | None = None
     """Rows of the sampling mask; None if the whole vocabulary is sampled from."""
+    stops: StopTexts | None = None
+    prompt_count: int | None = None
+    """Number of most likely ids beside each token of the prompt; None for no log-probs of it."""
+    prompt_logprobs: list[float] = field(default_factory=lambda: [math.nan])
+    prompt_top: list[dict[int, float]] = field(default_factory=lambda: [{}])
 
 
 class Requests:
@@ -35,9 +72,10 @@ class Requests:
     does, takes as long as scheduling.
     """
 
-    def __init__(self, engine: Any, vocab_size: int):
+    def __init__(self, engine: Any, vocab_size: int, decode: Callable[[list[int]], str]):
         self._engine = engine
         self._vocab_size = vocab_size
+        self._decode = decode
         self._numbers = itertools.count()
         self._in_flight = dict[str, _InFlight]()
         self._cut = set[str]()  # those of the requests that need masks
@@ -49,13 +87,18 @@ class Requests:
     def add(self, request: GenerationRequest) -> None:
         """Queue a request for the next step."""
         name = str(next(self._numbers))  # an id may be used again while vLLM still clears it
-        top_count = min(request.sampling.top_logprobs, self._vocab_size)
-        params = _sampling_params(request.sampling, request.seed, top_count)
+        sampling = request.sampling
+        each = _InFlight(request.request_id, top_count=self._at_most(sampling.top_logprobs))
+        if sampling.prompt_logprobs is not None:
+            each.prompt_count = self._at_most(sampling.prompt_logprobs)
+        params = _sampling_params(sampling, request.seed, each)
         vllm_internals.submit(self._engine, name, request.prompt_tokens, params)
-        self._in_flight[name] = _InFlight(request.request_id, top_count=top_count)
-        if request.sampling.is_cut:
-            self._in_flight[name].masks = []
+        self._in_flight[name] = each
+        if sampling.is_cut:
+            each.masks = []
             self._cut.add(name)
+        if sampling.stop:
+            each.stops = StopTexts(self._decode, sampling.stop)
 
     def step(self) -> list[tuple[str, Completion]]:
         """Run one forward pass; return ids and completions of the requests that it finished.
@@ -64,8 +107,13 @@ class Requests:
         """
         outputs = vllm_internals.step(self._engine)
         finished = []
+        said = []
         for output in outputs.outputs:
             each = self._in_flight[output.request_id]
+            reason = output.finish_reason
+            if (scores := output.new_prompt_logprobs_tensors) is not None:
+                each.prompt_logprobs += scores.logprobs[:, 0].tolist()
+                each.prompt_top += _most_likely(scores, each.prompt_count or 0)
             if new := output.new_token_ids:
                 each.tokens += new
                 each.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
@@ -74,10 +122,14 @@ class Requests:
                     each.top += _most_likely(output.new_logprobs, each.top_count)
                 if each.masks is not None:
                     each.masks += vllm_masks.rows_of(output)
-            if output.finish_reason is not None:
+                if each.stops is not None and each.stops.end(each.tokens):
+                    reason = "stop"
+                    said.append(output.request_id)
+            if reason is not None:
                 del self._in_flight[output.request_id]
                 self._cut.discard(output.request_id)
-                finished.append((each.request_id, _completion(each, output.finish_reason)))
+                finished.append((each.request_id, _completion(each, reason)))
+        vllm_internals.abort(self._engine, said)  # those that vLLM has ended itself are ignored
         return finished
 
     def abort(self, request_ids: list[str]) -> None:
@@ -89,11 +141,14 @@ class Requests:
             self._cut.discard(name)
         vllm_internals.abort(self._engine, names)
 
+    def _at_most(self, count: int) -> int:
+        return min(count, self._vocab_size)
+
 
 def _most_likely(found: Any, count: int) -> list[dict[int, float]]:
     """Return the log-probs of the ``count`` most likely ids at each token of vLLM's
-    ``LogprobsLists``. Its first column is the sampled token; it may have more columns, for another
-    request.
+    ``LogprobsLists`` or ``LogprobsTensors``. Its first column is the token itself; it may have more
+    columns, for another request.
     """
     columns = slice(1, 1 + count)
     ids, logprobs = found.logprob_token_ids[:, columns], found.logprobs[:, columns]
@@ -103,7 +158,7 @@ def _most_likely(found: Any, count: int) -> list[dict[int, float]]:
     ]
 
 
-def _sampling_params(sampling: Sampling, seed: int, top_count: int) -> Any:
+def _sampling_params(sampling: Sampling, seed: int, each: _InFlight) -> Any:
     from vllm import SamplingParams
 
     return SamplingParams(
@@ -114,14 +169,15 @@ def _sampling_params(sampling: Sampling, seed: int, top_count: int) -> Any:
         min_p=sampling.min_p,
         stop_token_ids=list(sampling.stop_token_ids),
         seed=seed % 2**63,  # vLLM takes -1 for "no seed"
-        logprobs=top_count,  # beside that of the chosen token
+        logprobs=each.top_count,  # beside that of the chosen token
+        prompt_logprobs=each.prompt_count,
         ignore_eos=True,
         detokenize=False,
     )
 
 
 def _completion(sampled: _InFlight, reason: Any) -> Completion:
-    if not all(map(math.isfinite, sampled.logprobs)):
+    if not all(map(math.isfinite, [*sampled.logprobs, *sampled.prompt_logprobs[1:]])):
         wrong = f"log-probs of policy version {sampled.versions[-1]} are not finite"
         raise RunError(f"request {sampled.request_id!r}: {wrong}")
     masks = sampled.masks
@@ -135,4 +191,6 @@ def _completion(sampled: _InFlight, reason: Any) -> Completion:
         finish_reason=str(reason),  # type: ignore[arg-type]
         sampling_mask=None if masks is None else SamplingMask.of_rows(masks),
         top_logprobs=sampled.top if sampled.top_count else None,
+        prompt_logprobs=None if sampled.prompt_count is None else sampled.prompt_logprobs,
+        prompt_top=sampled.prompt_top if sampled.prompt_count else None,
     )

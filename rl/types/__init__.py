@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from rl.metrics import Entry
 
 FinishReason = Literal["stop", "length"]
-"""Reason for the end of sampling: a stop token, or ``Sampling.max_tokens``."""
+"""Reason for the end of sampling: a stop token or a text of ``Sampling.stop``, or
+``Sampling.max_tokens``."""
 
 EpisodeStop = Literal["done", "turns", "length", "context", "timeout"]
 """Reason for the end of an episode:
@@ -29,7 +30,8 @@ MIN_TEMPERATURE = 0.01
 MAX_TEMPERATURE = 2.0
 """Highest temperature that vLLM samples at."""
 MAX_TOP_LOGPROBS = 20
-"""Maximum of ``Sampling.top_logprobs``, which is that of OpenAI's API."""
+"""Maximum of ``Sampling.top_logprobs`` and ``Sampling.prompt_logprobs``, which is that of OpenAI's
+API."""
 
 StopReason = FinishReason | EpisodeStop
 """Reason for the end of a rollout. Only single completions have ``stop``."""
@@ -88,6 +90,12 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     top_logprobs: int = 0
     """Number of most likely tokens whose log-probs are returned beside each sampled token."""
+    stop: tuple[str, ...] = ()
+    """Texts that end an answer; the token that completes one is a part of the answer. A generator
+    decodes answers with the tokenizer of ``model.hf_path``, control tokens included."""
+    prompt_logprobs: int | None = None
+    """Number of most likely tokens whose log-probs are returned beside that of each prompt token;
+    None for no log-probs of the prompt."""
 
     @property
     def is_cut(self) -> bool:
@@ -117,6 +125,10 @@ class Completion:
     token. ``sampling_mask`` has the kept ids of each token; None if nothing was cut.
     ``top_logprobs`` has the log-probs of the most likely ids at each token, the highest first; None
     if the request did not ask for them. Ids that cannot be sampled are left out.
+
+    ``prompt_logprobs`` are log-probs of the prompt's tokens at temperature 1 without cuts, under
+    the weights that drew the first token; the first is NaN. ``prompt_top`` has the most likely ids
+    at each of them, none at the first. Both are None if the request did not ask for them.
     """
 
     tokens: list[int]
@@ -125,6 +137,8 @@ class Completion:
     finish_reason: FinishReason
     sampling_mask: SamplingMask | None = None
     top_logprobs: list[dict[int, float]] | None = None
+    prompt_logprobs: list[float] | None = None
+    prompt_top: list[dict[int, float]] | None = None
 
     @classmethod
     def written(cls, tokens: list[int]) -> "Completion":
@@ -195,6 +209,8 @@ class EpisodeTurn:
     """Maximum length of the next answer, if the environment sets one."""
     top_logprobs: int = 0
     """Number of most likely tokens whose log-probs the environment gets with the next answer."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the next answer, as ``Sampling.stop``."""
     is_replayable: bool = False
     """Whether the environment is deterministic: the same answers lead to the same tokens. Set in
     the first turn of an episode."""

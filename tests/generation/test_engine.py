@@ -1,5 +1,6 @@
 """Contracts C2 and C3 of the engine: honest log-probs, no stale cache, versions of tokens."""
 
+import math
 import os
 import tempfile
 from collections.abc import Iterator
@@ -68,6 +69,46 @@ def test_each_request_gets_as_many_of_the_most_likely_tokens_as_it_asks_for(gene
     alone = [replace(each, sampling=replace(each.sampling, top_logprobs=0)) for each in asks]
     (same,) = generator.run(generate, alone)
     assert [each.tokens for each in same] == [each.tokens for each in (none, *others)]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_of_prompts_are_those_of_the_model(one_or_two_ranks, policy, temperature):
+    """At temperature 1, whatever the answer's. Cached prefixes and the numbers that other requests
+    of the batch ask for make no difference, nor do prompts that take several steps.
+    """
+    prompts = [*PROMPTS, *([number] * 100 for number in range(3))]
+    counts = [None, 0, 3, 20, 1, 0, 2]
+    options = {"max_tokens": 2, "temperature": temperature}
+    for _ in range(2):
+        asks = [
+            request(f"{index}", prompt, seed=index, prompt_logprobs=count, **options)
+            for index, (prompt, count) in enumerate(zip(prompts, counts, strict=True))
+        ]
+        completions = one_or_two_ranks.run(generate, asks)[0]
+    for prompt, count, found in zip(prompts, counts, completions, strict=True):
+        assert error(policy, prompt, found, temperature) <= 1e-5
+        if count is None:
+            assert found.prompt_logprobs is None and found.prompt_top is None
+            continue
+        first, *others = found.prompt_logprobs
+        assert math.isnan(first)
+        rows = policy.logits(prompt[:1], prompt[1:]).log_softmax(1)
+        own = rows.gather(1, torch.tensor(prompt[1:]).unsqueeze(1)).squeeze(1)
+        assert others == pytest.approx(own.tolist(), abs=1e-5)
+        if not count:
+            assert found.prompt_top is None
+            continue
+        assert found.prompt_top[0] == {}
+        for row, top in zip(rows, found.prompt_top[1:], strict=True):
+            best = row.topk(count)
+            assert [*top] == best.indices.tolist()
+            assert [*top.values()] == pytest.approx(best.values.tolist(), abs=1e-5)
+
+
+def test_a_prompt_of_one_token_has_no_log_prob(generator):
+    ((found,),) = generator.run(generate, [request("one", [5], max_tokens=1, prompt_logprobs=3)])
+    assert math.isnan(*found.prompt_logprobs)
+    assert found.prompt_top == [{}]
 
 
 @pytest.mark.long
@@ -165,6 +206,7 @@ def test_invalid_requests_are_refused_and_do_not_affect_others(generator):
         "temperature 0.001 is not 0, .* from 0.01 to 2": request("cold", temperature=0.001),
         "temperature 2.1 is not 0, .* from 0.01 to 2": request("hot", temperature=2.1),
         "top_logprobs 21 is not from 0 to 20": request("top", top_logprobs=21),
+        "prompt_logprobs -1 is not from 0 to 20": request("given", prompt_logprobs=-1),
     }
     for message, each in bad.items():
         with pytest.raises(ValueError, match=message):

@@ -7,11 +7,13 @@ import pytest
 from rl.types import GivenSequence
 from tests.generation.ranks import generate, request
 from tests.generation.test_engine import (  # noqa: F401
+    test_a_prompt_of_one_token_has_no_log_prob,
     test_a_weight_that_was_not_pushed_is_an_error,
     test_aborted_requests_are_dropped_and_their_ids_are_free,
     test_each_request_gets_as_many_of_the_most_likely_tokens_as_it_asks_for,
     test_greedy_always_takes_the_most_likely_token,
     test_greedy_and_sampled_requests_keep_their_own_logprobs_in_one_batch,
+    test_log_probs_of_prompts_are_those_of_the_model,
     test_logprobs_are_of_the_distribution_sampled_from,
     test_more_prompt_tokens_than_fit_a_step_take_several_steps,
     test_offload_frees_memory_and_onload_restores_completions,
@@ -19,6 +21,10 @@ from tests.generation.test_engine import (  # noqa: F401
     test_tokens_depend_on_the_seed_and_not_on_other_requests,
 )
 from tests.generation.test_sampling_masks import check_cut
+from tests.generation.test_stop_texts import (  # noqa: F401
+    folder,
+    test_a_generator_ends_an_answer_with_the_token_that_completes_a_text,
+)
 from tests.generation.test_swap import (  # noqa: F401
     test_a_request_preempted_at_the_swap_is_recomputed_completely,
     test_every_token_in_flight_has_its_version_and_that_versions_logprob,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rl.algorithms.losses import grpo
-from rl.errors import RunError
+from rl.errors import ActorFailure, RunError
 from rl.generation.generator_config import GeneratorConfig
 from rl.model.digest import merge_digests
 from rl.session.session import Session
@@ -224,8 +224,8 @@ async def test_connecting_again_leaves_no_memory(sessions, trainer, generator):
     assert min(held[0]) > 0
 
 
-def request(name: str, prompt: list[int]) -> GenerationRequest:
-    sampling = Sampling(max_tokens=8, temperature=0.0)
+def request(name: str, prompt: list[int], *, most: int = 8) -> GenerationRequest:
+    sampling = Sampling(max_tokens=most, temperature=0.0)
     return GenerationRequest(request_id=name, prompt_tokens=prompt, seed=0, sampling=sampling)
 
 
@@ -238,6 +238,23 @@ async def test_prefixes_are_forgotten_on_every_rank(sessions, trainer, generator
     assert await ask(generator, "cached_blocks") == [0, 0]
     (same,) = await session.sample([request("same", list(range(40)))])
     assert same.tokens == first.tokens
+
+
+@on_its_loop
+async def test_an_abort_ends_one_request_alone(sessions, trainer, generator):
+    session = await connected(sessions, trainer, generator, DIGESTS)
+    (alone,) = await session.sample([request("alone", [1, 2, 3], most=90)])
+    kept, dropped = (
+        asyncio.ensure_future(session.sample([request(name, [1, 2, 3], most=90)]))
+        for name in ("kept", "dropped")
+    )
+    while not dropped.done():
+        await session.abort("dropped", "another")
+    with pytest.raises(ActorFailure, match="the request was aborted"):
+        await dropped
+    ((found,), (again,)) = await asyncio.gather(kept, session.sample([request("dropped", [1])]))
+    assert found.tokens == alone.tokens
+    assert len(again.tokens) == 8
 
 
 @on_its_loop

@@ -92,11 +92,12 @@ def _play_run(folder: Path, step: int | None, prompt_id: int, overrides: list[st
             length = len(tokens)  # differs between turns
             room = longest - length
             most = min(sampling.max_tokens, room, turn.max_tokens or room)
+            own = replace(sampling, max_tokens=most, top_logprobs=turn.top_logprobs, stop=turn.stop)
             request = GenerationRequest(
                 request_id=f"play/{length}",
                 prompt_tokens=tokens,
                 seed=derive_seed(config.seed, prompt_id, 0, length, stream="play"),
-                sampling=replace(sampling, max_tokens=most, top_logprobs=turn.top_logprobs),
+                sampling=own,
             )
             (completion,) = await session.sample([request])
             return completion

@@ -98,12 +98,16 @@ def make_gateway(
 ) -> "Gateway":
     """Return a gateway whose answers ``session`` samples. ``sampling`` holds default parameters."""
     from rl.gateway.gateway import Ask, Gateway
+    from rl.gateway.protocol import ApiError
     from rl.model.shape import shape_of
     from rl.types import Completion, GenerationRequest
 
     names = iter(range(2**62))
 
     async def sample(ask: Ask) -> Completion:
+        if ask.sampling.stop and session.config.model.hf_path is None:
+            message = "stop needs the tokenizer of model.hf_path, and this model has none"
+            raise ApiError(400, message, code="unsupported_parameter", param="stop")
         request = GenerationRequest(
             request_id=f"serve/{next(names)}",
             prompt_tokens=ask.tokens,

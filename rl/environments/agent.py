@@ -216,6 +216,9 @@ class AgentEpisode(TokenEnvironment):
 
     async def _sample(self, ask: Ask) -> Completion:
         """Wait for the answer to a request of the agent. Raises ApiError at a limit."""
+        if ask.sampling.prompt_logprobs is not None:
+            message = "an agent gets no log-probs of its prompts; leave echo or logprobs out"
+            raise ApiError(400, message, code="unsupported_parameter", param="echo")
         answer = asyncio.get_running_loop().create_future()
         self._asks.put_nowait((ask, answer))
         return await answer
@@ -233,6 +236,7 @@ class AgentEpisode(TokenEnvironment):
                     tokens=ask.tokens,
                     max_tokens=ask.sampling.max_tokens,
                     top_logprobs=ask.sampling.top_logprobs,
+                    stop=ask.sampling.stop,
                 )
 
     def _refused(self, ask: Ask, answer: asyncio.Future[Completion]) -> bool:

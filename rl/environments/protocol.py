@@ -67,6 +67,9 @@ class TokenReply(Reply):
     top_logprobs: int = 0
     """Number of most likely tokens whose log-probs the next answer has, 0 to 20."""
 
+    stop: Sequence[str] = ()
+    """Texts that end the next answer; the token that completes one is a part of the answer."""
+
     stop_reason: EpisodeStop = "done"
     """Reason for the end, if ``done``."""
 

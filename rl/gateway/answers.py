@@ -4,7 +4,7 @@ import json
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -27,7 +27,7 @@ class Choice:
     message: dict[str, Any] | None = None
     """The answer as a message, of chats."""
     text: str = ""
-    """The answer as text, of completions."""
+    """The answer as text, of completions; it begins with the prompt if the client wants that."""
 
     @property
     def finish_reason(self) -> str:
@@ -123,10 +123,16 @@ class Form:
 
     def _logprob_rows(self, choice: Choice) -> list[dict[str, Any]]:
         completion = choice.completion
-        tops = completion.top_logprobs or [{}] * len(completion.tokens)
+        tokens: list[int] = completion.tokens
+        logprobs: list[float | None] = [*completion.logprobs]
+        tops = completion.top_logprobs or [{}] * len(tokens)
+        if completion.prompt_logprobs is not None:
+            tokens = [*choice.prompt, *tokens]
+            logprobs = [None, *completion.prompt_logprobs[1:], *logprobs]
+            tops = [*(completion.prompt_top or [{}] * len(choice.prompt)), *tops]
         decode = cache(lambda token: self.dialect.tokenizer.decode([token]))
 
-        def row(token: int, logprob: float) -> dict[str, Any]:
+        def row(token: int, logprob: float | None) -> dict[str, Any]:
             word = decode(token)
             is_part = REPLACEMENT in word  # a part of a character
             own = None if is_part else [*word.encode()]
@@ -134,9 +140,7 @@ class Form:
 
         return [
             {**row(token, logprob), "top_logprobs": [row(*each) for each in top.items()]}
-            for token, logprob, top in zip(
-                completion.tokens, completion.logprobs, tops, strict=True
-            )
+            for token, logprob, top in zip(tokens, logprobs, tops, strict=True)
         ]
 
     def _text_row(self, index: int, choice: Choice) -> dict[str, Any]:
@@ -184,7 +188,8 @@ def until(holds: Callable[[list[int]], bool], completion: Completion) -> Complet
     count = bisect_left(places, True, lo=1, key=lambda place: holds(completion.tokens[:place]))
     mask = completion.sampling_mask
     top = completion.top_logprobs
-    return Completion(
+    return replace(
+        completion,
         tokens=completion.tokens[:count],
         logprobs=completion.logprobs[:count],
         versions=completion.versions[:count],
@@ -194,8 +199,12 @@ def until(holds: Callable[[list[int]], bool], completion: Completion) -> Complet
     )
 
 
-def _by_word(row: dict[str, Any]) -> dict[str, float]:
-    """Return the log-probs at a token by text: its own, and the highest of each other text."""
+def _by_word(row: dict[str, Any]) -> dict[str, float] | None:
+    """Return the log-probs at a token by text: its own, and the highest of each other text; None
+    for the first token of a prompt, which has none.
+    """
+    if row["logprob"] is None:
+        return None
     found: dict[str, float] = {}
     for each in [row, *row["top_logprobs"]]:
         found.setdefault(each["token"], each["logprob"])

@@ -177,7 +177,6 @@ class Gateway:
                 return any(not call.error for call in calls)
 
             def choose(completion: Completion) -> Choice:
-                completion = self._stopped(request, completion)
                 if request.parallel_tool_calls is False:
                     completion = until(has_call, completion)
                 message = capture.answer(opened, completion, request.stops)
@@ -201,7 +200,8 @@ class Gateway:
             for prompt in request.prompts():
                 tokens, choose = self._completed(session.capture, prompt, request)
                 top = request.logprobs or 0
-                work += self._work_of(session, request, tokens, choose, top=top)
+                echoed = request.logprobs if request.echo else None
+                work += self._work_of(session, request, tokens, choose, top=top, echoed=echoed)
             return work
 
         events = form.completion_events if request.stream else None
@@ -284,33 +284,26 @@ class Gateway:
             usage=options is not None and options.include_usage,
         )
 
-    def _stopped(self, request: Sampled, completion: Completion) -> Completion:
-        """Return a completion up to the first text that ends it, that text included."""
-        stops = request.stops
-        decode = self._dialect.tokenizer.decode
-        if not stops:
-            return completion
-        return until(lambda tokens: any(stop in decode(tokens) for stop in stops), completion)
-
     def _completed(
         self, capture: Capture, prompt: str | list[int], request: Sampled
     ) -> tuple[list[int], Choose]:
         """Return the tokens of a prompt, and the function that notes its completion."""
+        echoes = isinstance(request, CompletionRequest) and request.echo
         if isinstance(prompt, list):
             tokens = prompt
+            lead = self._dialect.tokenizer.decode(tokens) if echoes else ""
 
             def note(completion: Completion) -> Choice:
-                completion = self._stopped(request, completion)
                 capture.add(tokens, completion)
                 text = before(capture.decode(completion), request.stops)
-                return Choice(prompt=tokens, completion=completion, text=text)
+                return Choice(prompt=tokens, completion=completion, text=lead + text)
 
             return tokens, note
         opened = capture.open_text(prompt)
 
         def choose(completion: Completion) -> Choice:
-            completion = self._stopped(request, completion)
             text = capture.answer_text(prompt, opened, completion, request.stops)
+            text = prompt + text if echoes else text
             return Choice(prompt=opened.tokens, completion=completion, text=text)
 
         return opened.tokens, choose
@@ -324,6 +317,7 @@ class Gateway:
         *,
         most: int | None = None,
         top: int = 0,
+        echoed: int | None = None,
     ) -> Work:
         """Return the answers to sample after the prompt ``tokens``. Raises ApiError."""
         left = self.longest - len(tokens)
@@ -349,6 +343,8 @@ class Gateway:
             min_p=default.min_p if request.min_p is None else request.min_p,
             stop_token_ids=tuple(request.stop_token_ids or default.stop_token_ids),
             top_logprobs=top,
+            stop=request.stops,
+            prompt_logprobs=echoed,
         )
         seed = secrets.randbits(62) if request.seed is None else request.seed
         return [

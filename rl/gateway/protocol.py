@@ -22,7 +22,6 @@ NEUTRAL = {
     "repetition_penalty": (1, 1.0),
     "logit_bias": ({},),
     "response_format": ({"type": "text"},),
-    "echo": (False,),
     "best_of": (1,),
     "suffix": ("",),
     "modalities": (["text"],),
@@ -94,10 +93,10 @@ class Sampled(Strict):
     """Texts that end a completion, and are no part of its text."""
 
     @property
-    def stops(self) -> list[str]:
+    def stops(self) -> tuple[str, ...]:
         """The texts of ``stop`` that are not empty."""
         given = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return [text for text in given if text]
+        return tuple(text for text in given if text)
 
 
 class StreamOptions(Strict):
@@ -180,6 +179,8 @@ class CompletionRequest(Asked):
     prompt: str | list[str] | list[int] | list[list[int]]
     logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     """Number of most likely tokens to return at each token, beside the sampled one."""
+    echo: bool = False
+    """Whether the text, and with ``logprobs`` the log-probs, begin with those of the prompt."""
 
     def prompts(self) -> list[str | list[int]]:
         """Return the prompts. Raises ApiError if there are too few or too many."""

@@ -321,13 +321,18 @@ def _rules(reply: TokenReply, size: int, *, may_end: bool) -> Iterator[tuple[boo
     yield has_room, "give a max_tokens of at least 1, or None"
     is_count = isinstance(top, int) and 0 <= top <= MAX_TOP_LOGPROBS
     yield is_count, f"give a top_logprobs from 0 to {MAX_TOP_LOGPROBS}"
+    are_texts = not isinstance(reply.stop, str) and all(
+        isinstance(each, str) and each for each in reply.stop
+    )
+    yield are_texts, "give a stop of texts that are not empty"
     reasons = get_args(EpisodeStop)
     yield reply.stop_reason in reasons, f"give a stop_reason of {', '.join(reasons)}"
 
 
 def _asked(reply: TokenReply) -> dict[str, Any]:
     """Return what an environment asks of the next answer, as fields of an EpisodeTurn."""
-    return {"max_tokens": reply.max_tokens, "top_logprobs": reply.top_logprobs}
+    stop = tuple(reply.stop)
+    return {"max_tokens": reply.max_tokens, "top_logprobs": reply.top_logprobs, "stop": stop}
 
 
 def _in_thread(method: Callable[..., Any], *args: Any) -> Any:

@@ -379,6 +379,7 @@ class Rollouter:
                 sampling,
                 max_tokens=most,
                 top_logprobs=max(sampling.top_logprobs, asked.top_logprobs),
+                stop=asked.stop,
             ),
         )
 

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from openai import AsyncOpenAI, OpenAI, OpenAIError
+from openai import AsyncOpenAI, BadRequestError, OpenAI, OpenAIError
 
 from rl.environments.agent import AgentTask
 from rl.environments.protocol import Reply
@@ -75,7 +75,7 @@ class Blocking(Agents):
 
 
 class Sure(Agents):
-    """Agent whose reward is the log-prob of its answer."""
+    """Agent whose reward is the log-prob of its answer. It first asks for those of a prompt."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(AgentTask.Config):
@@ -86,12 +86,21 @@ class Sure(Agents):
     async def agent(self, prompt, api):
         messages = [{"role": "user", "content": "1 + 2?"}]
         async with AsyncOpenAI(base_url=api.base_url, api_key=api.key) as client:
+            try:
+                await client.completions.create(model="gpt-4o", prompt="1", echo=True, logprobs=1)
+            except BadRequestError as error:
+                refused = float("log-probs of its prompts" in str(error))
             said = await client.chat.completions.create(
-                model="gpt-4o", messages=messages, logprobs=True, top_logprobs=self.config.top
+                model="gpt-4o",
+                messages=messages,
+                logprobs=True,
+                top_logprobs=self.config.top,
+                stop="never",
             )
         rows = said.choices[0].logprobs.content
-        likely = sum(len(row.top_logprobs) for row in rows)
-        return Reply(reward=sum(row.logprob for row in rows), metrics={"likely": float(likely)})
+        likely = float(sum(len(row.top_logprobs) for row in rows))
+        metrics = {"likely": likely, "refused": refused}
+        return Reply(reward=sum(row.logprob for row in rows), metrics=metrics)
 
 
 class Program(Agents):

@@ -5,6 +5,7 @@ import contextlib
 import functools
 import itertools
 import json
+import math
 import random
 
 from openai import AsyncOpenAI
@@ -34,17 +35,35 @@ class Policy:
 
     async def __call__(self, ask):
         answer = self._adversary.answer(self._rng.choice(self._habits))
-        tokens = answer[: ask.sampling.max_tokens]
+        tokens = ended(answer, ask.sampling.stop)[: ask.sampling.max_tokens]
         version = next(self._versions)
         completion = Completion(
             tokens=tokens,
             logprobs=[-float(version) - n for n in range(len(tokens))],
             versions=[version] * len(tokens),
-            finish_reason="length" if len(answer) > len(tokens) else "stop",
+            finish_reason="length" if len(tokens) == ask.sampling.max_tokens else "stop",
             top_logprobs=top_of(tokens, ask.sampling.top_logprobs),
+            **prompt_of(ask),
         )
         self.turns.append((ask, completion))
         return completion
+
+
+def ended(answer, stops):
+    """Return an answer up to the token that completes one of the texts, as a generator does."""
+    ends = range(1, len(answer))
+    found = (end for end in ends if any(stop in qwen3().decode(answer[:end]) for stop in stops))
+    return answer[: next(found, len(answer))]
+
+
+def prompt_of(ask):
+    """Return made-up log-probs of the prompt."""
+    count = ask.sampling.prompt_logprobs
+    if count is None:
+        return {}
+    logprobs = [math.nan, *(-float(place) for place, _ in enumerate(ask.tokens[1:], 1))]
+    top = [{}, *top_of(ask.tokens[1:], count)] if count else None
+    return {"prompt_logprobs": logprobs, "prompt_top": top}
 
 
 def top_of(tokens, count):

@@ -119,16 +119,20 @@ def test_blocking_clients_and_programs_are_agents_too(model, task):
 
 
 def test_an_agent_gets_the_log_probs_of_its_answers(model):
-    """Those of the most likely tokens change nothing that is trained."""
+    """Those of the most likely tokens change nothing that is trained. Its stop texts are passed on;
+    log-probs of prompts are refused.
+    """
     trained = []
     for top in (0, 3):
         (group,), engine = collect(model, [1], task=agents.Sure, top=top)
-        assert {r.sampling.top_logprobs for turns in engine.rounds for r, _ in turns} == {top}
+        samplings = [request.sampling for turns in engine.rounds for request, _ in turns]
+        assert {(each.top_logprobs, each.stop) for each in samplings} == {(top, ("never",))}
         for rollout in group:
             (sequence,) = rollout.sequences
             assert rollout.reward == pytest.approx(sequence.logprobs[sequence.sampled].sum())
             assert rollout.reward < 0
             assert rollout.metrics["likely"] == top * rollout.sampled_count
+            assert rollout.metrics["refused"] == 1
         trained.append([rollout.sequences for rollout in group])
     assert trained[0] == trained[1]
 

@@ -114,8 +114,9 @@ async def test_an_answer_ends_before_a_stop_text(stop, said, stream):
             assert found.strip().endswith(said)
             assert choices[-1].finish_reason == "stop"
             count = chunks[-1].usage.completion_tokens
-            assert count <= len(policy.turns[-1][1].tokens)
-            assert (count == len(policy.turns[-1][1].tokens)) == (stop == "never")
+            ask, completion = policy.turns[-1]
+            assert ask.sampling.stop == tuple([stop] if isinstance(stop, str) else stop)
+            assert count == len(completion.tokens)
     assert sum(capture.log.sequences[-1].sampled) == count
 
 
@@ -188,3 +189,36 @@ async def test_completions_have_the_most_likely_tokens_by_text(count, stream):
     for top, token, logprob in rows:
         words = [qwen3().decode([token + more]) for more in range(count)]
         assert top == {words[2]: -2.5, words[1]: -1.5, words[0]: logprob}
+
+
+@STREAM
+@pytest.mark.parametrize("prompt", ["1 + 2 =", [40, 41, 42]])
+@pytest.mark.parametrize("count", [None, 0, 2])
+@awaited
+async def test_an_echo_begins_with_the_prompt_and_its_log_probs(prompt, count, stream):
+    policy = Policy(["plain"])
+    async with server(policy) as (_, _, client):
+        answer = await client.completions.create(
+            model="policy", prompt=prompt, echo=True, logprobs=count, stream=stream
+        )
+        chunks = await collected(answer)
+    (choice,) = [choice for chunk in chunks for choice in chunk.choices]
+    ((ask, completion),) = policy.turns
+    assert ask.sampling.prompt_logprobs == count
+    text = prompt if isinstance(prompt, str) else qwen3().decode(prompt)
+    assert choice.text.startswith(text) and len(choice.text) > len(text)
+    if count is None:
+        assert choice.logprobs is None
+        return
+    found = choice.logprobs
+    tokens = [*ask.tokens, *completion.tokens]
+    assert found.tokens == [qwen3().decode([token]) for token in tokens]
+    asked = completion.prompt_logprobs[1:]
+    assert found.token_logprobs == [None, *asked, *completion.logprobs]
+    if not count:
+        assert found.top_logprobs is None
+        return
+    assert found.top_logprobs[0] is None
+    for top, token, logprob in zip(found.top_logprobs, tokens, found.token_logprobs, strict=True):
+        words = [qwen3().decode([token + more]) for more in range(2)]
+        assert top in (None, {words[1]: -1.5, words[0]: logprob})

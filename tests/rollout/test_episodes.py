@@ -332,6 +332,8 @@ WRONG = {
     106: ({"max_tokens": "7"}, "give a max_tokens of at least 1"),
     107: ({"top_logprobs": 21}, "give a top_logprobs from 0 to 20"),
     108: ({"stop_reason": "bored"}, "give a stop_reason of done, turns"),
+    109: ({"stop": "ab"}, "give a stop of texts"),
+    110: ({"stop": [""]}, "give a stop of texts"),
 }
 """Fields of a first reply that cannot be used, by prompt_id, and what the error says."""
 

@@ -147,6 +147,18 @@ BREAKS = (
         "generation/test_engine.py",
     ),
     Break(
+        "rl/generation/requests.py",
+        "if len(kept) >= self._longest and text.endswith(kept):",
+        "if kept:",
+        "generation/test_stop_texts.py",
+    ),
+    Break(
+        "rl/generation/requests.py",
+        "vllm_internals.abort(self._engine, said)",
+        "vllm_internals.abort(self._engine, [])",
+        "generation/test_stop_texts.py",
+    ),
+    Break(
         "rl/generation/loop.py",
         "if engine.version is not None and engine.version >= version:",
         "if engine.version is not None:",

@@ -1,0 +1,32 @@
+"""The SDK's environment, and a server of a tiny model for its programs."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from tests.bench.programs import module
+from tests.e2e.test_gateway import Server
+
+
+@pytest.fixture(scope="session")
+def recipes():
+    """The script that runs recipes, as a module."""
+    with pytest.MonkeyPatch.context() as patch:
+        yield module("scripts/tinker_recipes.py", patch)
+
+
+@pytest.fixture(scope="session")
+def sdk(recipes):
+    """The interpreter of the SDK's environment."""
+    return recipes.tinker_python()
+
+
+@pytest.fixture(scope="session")
+def served(recipes, tmp_path_factory):
+    """A server, and the folder of its model and of data sets."""
+    folder = tmp_path_factory.mktemp("tinker")
+    recipes.prepare(folder)
+    config = ["--config", "serve_tiny", "--model.hf_path", str(folder / recipes.CHAT)]
+    options = ["--output-dir", str(folder / "run"), "--names", *recipes.NAMES]
+    with Server(folder, *config, *options) as server:
+        yield SimpleNamespace(url=server.url, folder=folder)

@@ -1,0 +1,91 @@
+"""Print the routes, messages and fields of the installed Tinker SDK as JSON. Runs in its
+environment, without Tiller.
+"""
+
+import ast
+import dataclasses
+import importlib
+import json
+import pkgutil
+from pathlib import Path
+
+import pydantic
+import tinker
+from tinker.proto import tinker_public_pb2
+
+ROOT = Path(tinker.__file__).parent
+VERBS = {"get", "post", "put", "patch", "delete"}
+
+
+def routes() -> list[str]:
+    """Return each route of the SDK's clients, as in ``GET /api/v1/samplers/{}``."""
+    found = set()
+    for path in sorted(ROOT.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            verb = node.func.attr.lstrip("_")
+            place = template(node.args[0]) if node.args else ""
+            if verb in VERBS and "/api/v1/" in place and not path.name.endswith("_test.py"):
+                found.add(f"{verb.upper()} {place}")
+    return sorted(found)
+
+
+def template(node: ast.expr) -> str:
+    """Return the text of a literal with {} for its variables; empty for other nodes."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    parts = node.values if isinstance(node, ast.JoinedStr) else []
+    return "".join(str(each.value) if isinstance(each, ast.Constant) else "{}" for each in parts)
+
+
+def messages() -> dict[str, list[str]]:
+    """Return the fields of each protobuf message, and the values of each enum."""
+    file = tinker_public_pb2.DESCRIPTOR
+    found = {name: fields(message) for name, message in file.message_types_by_name.items()}
+    for name, enum in file.enum_types_by_name.items():
+        found[name] = [f"{value.number} {value.name}" for value in enum.values]
+    return found
+
+
+def fields(message) -> list[str]:
+    """Return number, name, type, and oneof of each field."""
+    found = []
+    for each in message.fields:
+        kind = each.message_type or each.enum_type
+        words = [each.number, each.name, each.type, kind.full_name if kind else ""]
+        group = each.containing_oneof
+        words += ["repeated" if each.is_repeated else "", group.name if group else ""]
+        found.append(" ".join(str(word) for word in words if word != ""))
+        if each.message_type and each.message_type.GetOptions().map_entry:
+            found += [f"  {line}" for line in fields(each.message_type)]
+    return found
+
+
+def bodies() -> dict[str, list[str]]:
+    """Return the fields of each class of bodies; ``*`` marks those without a default."""
+    found = {}
+    for module in pkgutil.walk_packages([str(ROOT / "types")], "tinker.types."):
+        for name, kind in vars(importlib.import_module(module.name)).items():
+            if not isinstance(kind, type) or kind.__module__ != module.name:
+                continue
+            if issubclass(kind, pydantic.BaseModel):
+                own = kind.model_fields.items()
+                found[name] = [f"{each}{'*' * info.is_required()}" for each, info in own]
+            elif dataclasses.is_dataclass(kind):
+                found.setdefault(name, [each.name for each in dataclasses.fields(kind)])
+    return {name: sorted(own) for name, own in sorted(found.items())}
+
+
+def main() -> None:
+    schema = {
+        "version": tinker.__version__,
+        "routes": routes(),
+        "messages": messages(),
+        "bodies": bodies(),
+    }
+    print(json.dumps(schema))
+
+
+if __name__ == "__main__":
+    main()

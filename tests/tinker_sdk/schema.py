@@ -64,17 +64,20 @@ def fields(message) -> list[str]:
 
 def bodies() -> dict[str, list[str]]:
     """Return the fields of each class of bodies; ``*`` marks those without a default."""
-    found = {}
+    found: dict[str, set[str]] = {}
     for module in pkgutil.walk_packages([str(ROOT / "types")], "tinker.types."):
-        for name, kind in vars(importlib.import_module(module.name)).items():
-            if not isinstance(kind, type) or kind.__module__ != module.name:
+        for kind in vars(importlib.import_module(module.name)).values():
+            if not isinstance(kind, type) or not kind.__module__.startswith("tinker"):
                 continue
+            own = found.setdefault(kind.__name__, set())
             if issubclass(kind, pydantic.BaseModel):
-                own = kind.model_fields.items()
-                found[name] = [f"{each}{'*' * info.is_required()}" for each, info in own]
+                fields = kind.model_fields.items()
+                own |= {f"{name}{'*' * info.is_required()}" for name, info in fields}
             elif dataclasses.is_dataclass(kind):
-                found.setdefault(name, [each.name for each in dataclasses.fields(kind)])
-    return {name: sorted(own) for name, own in sorted(found.items())}
+                names = {each.name for each in dataclasses.fields(kind)}
+                own |= names - {name.removesuffix("*") for name in own}
+    shown = {name: [each for each in own if each[0] != "_"] for name, own in found.items()}
+    return {name: sorted(own) for name, own in sorted(shown.items()) if own}
 
 
 def main() -> None:

@@ -1,0 +1,149 @@
+"""Seconds per step, and samples per second, of a client of the Tinker SDK against the session that
+its server runs on.
+
+Usage: python scripts/bench/tinker.py [--rounds N] [--steps N] [--tinker-env DIR] [--json]
+
+Both sides train an adapter of rank 16 on a Qwen3 of 3.3 million random parameters with the same 16
+sequences of 128 tokens, one forward_backward and one optimizer step at a time, and have the same
+loss. Then 64 clients draw 8 samples of 16 tokens each, every client one after another. The session
+does both in a process that calls it directly (tinker_session.py). The server is ``python -m
+rl.serve``, and its client is the unmodified SDK in an environment of its own (tinker_client.py).
+The sides run by turns, each with the whole host. A step's seconds are the median of those after the
+first five; ratios are medians over the rounds.
+"""
+
+import argparse
+import json
+import math
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from against_trl import write_model
+from tinker_work import MODEL
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+WARM_UP = 5
+TIMEOUT_S = 900.0
+LOSS = 1e-4
+"""Largest relative difference of the last losses of both sides."""
+
+
+def sdk_python(folder: Path | None) -> Path:
+    """Return the interpreter of the SDK's environment, which is made if it is missing."""
+    command = [sys.executable, ROOT / "scripts/tinker_env.py", *([folder] if folder else [])]
+    return Path(subprocess.check_output(command, text=True).strip())
+
+
+@contextmanager
+def served(model: Path, folder: Path) -> Iterator[str]:
+    """Yield the URL of a server of ``model``, which ends with the block."""
+    options = ["--model.hf_path", model, "--port", "0", "--output-dir", folder / "run"]
+    command = [sys.executable, "-m", "rl.serve", "--config", "tinker_session.served", *options]
+    output = folder / "server.log"
+    with output.open("w") as file:
+        server = subprocess.Popen(command, stdout=file, env=_variables())
+    try:
+        while not (ready := re.search(r"^serving .* (http://[^/]+)", output.read_text(), re.M)):
+            if server.poll() is not None:
+                raise SystemExit(f"tinker: the server ended with exit code {server.returncode}")
+            time.sleep(0.1)
+        yield ready[1]
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def run_server(python: Path, model: Path, steps: int) -> dict[str, Any]:
+    """Return the measurements of the SDK's client."""
+    with tempfile.TemporaryDirectory() as folder, served(model, Path(folder)) as url:
+        variables = {"TINKER_API_KEY": "tml-local", "TINKER_TELEMETRY": "0", "PYTHONPATH": ""}
+        return _run([python, "-P", HERE / "tinker_client.py", url, str(steps)], **variables)
+
+
+def run_session(model: Path, steps: int) -> dict[str, Any]:
+    """Return the measurements of the session."""
+    return _run([sys.executable, HERE / "tinker_session.py", model, str(steps)])
+
+
+def _variables(**more: str) -> dict[str, str]:
+    paths = os.pathsep.join(map(str, (ROOT, HERE)))
+    return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **more}
+
+
+def _run(command: list[Any], **variables: str) -> dict[str, Any]:
+    """Return what a program prints last. Raises SystemExit with its errors if it fails."""
+    done = subprocess.run(
+        command, env=_variables(**variables), capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+    if done.returncode:
+        raise SystemExit(f"{done.stderr}tinker: this failed: {' '.join(map(str, command))}")
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def result_of(rounds: list[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, Any]:
+    """Return medians of the rounds' ratios, of the session's side first and the server's second."""
+    seconds = [[statistics.median(each["seconds"][WARM_UP:]) for each in pair] for pair in rounds]
+    rates = [[each["samples_per_s"] for each in pair] for pair in rounds]
+    ratios = {
+        "session_over_server": [session / server for session, server in seconds],
+        "server_over_session_samples": [server / session for session, server in rates],
+    }
+    return {
+        **{name: statistics.median(values) for name, values in ratios.items()},
+        "spread": {name: [min(values), max(values)] for name, values in ratios.items()},
+        "seconds_per_step": _by_side(seconds),
+        "samples_per_s": _by_side(rates),
+    }
+
+
+def _by_side(pairs: list[list[float]]) -> dict[str, float]:
+    names = ("session", "server")
+    columns = zip(*pairs, strict=True)
+    return {name: statistics.median(own) for name, own in zip(names, columns, strict=True)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="turns that each side takes")
+    parser.add_argument(
+        "--steps", type=int, default=25, help=f"of each turn, {WARM_UP} of them to warm up"
+    )
+    parser.add_argument("--tinker-env", type=Path, help="the SDK's environment")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object as the last line"
+    )
+    arguments = parser.parse_args()
+    if arguments.steps <= WARM_UP:
+        parser.error(f"--steps: {arguments.steps} leaves none after the {WARM_UP} to warm up")
+    python = sdk_python(arguments.tinker_env)
+    rounds = []
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder, "model")
+        write_model(model, MODEL)
+        for number in range(arguments.rounds):
+            sides = run_session(model, arguments.steps), run_server(python, model, arguments.steps)
+            losses = [each["loss"] for each in sides]
+            assert math.isclose(*losses, rel_tol=LOSS), f"losses differ: {losses}"
+            rounds.append(sides)
+            result = result_of([sides])
+            print(f"round {number + 1}: {result['seconds_per_step']}, {result['samples_per_s']}")
+    result = result_of(rounds)
+    print(", ".join(f"{name} {value:.2f}" for name, value in result.items() if "_over_" in name))
+    if arguments.json:
+        print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""The side of the Tinker SDK: takes the steps and draws the samples of tinker_work.py.
+
+Usage: python -P tinker_client.py URL STEPS, in the SDK's environment. Prints seconds of each step,
+and samples per second, as JSON.
+"""
+
+import json
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import tinker
+from tinker import types
+
+sys.path.append(str(Path(__file__).parent))  # at its end, for tinker.py lies beside this file
+import tinker_work as work
+
+
+def main(url: str, steps: int) -> None:
+    service = tinker.ServiceClient(base_url=url)
+    training = service.create_lora_training_client(work.NAME, rank=work.RANK, seed=0).result()
+    rows = [work.tokens(f"datum/{number}", work.TOKENS) for number in range(work.DATUMS)]
+    data = [
+        types.Datum(
+            model_input=types.ModelInput.from_ints(row[:-1]),
+            loss_fn_inputs={"target_tokens": row[1:], "weights": [1.0] * (len(row) - 1)},
+        )
+        for row in rows
+    ]
+    adam = types.AdamParams(learning_rate=work.LEARNING_RATE)
+    seconds = []
+    for _ in range(steps):
+        begin = time.perf_counter()
+        calls = [training.forward_backward(data, "cross_entropy"), training.optim_step(adam)]
+        loss, _ = [call.result() for call in calls]
+        seconds.append(time.perf_counter() - begin)
+    sampler = training.save_weights_and_get_sampling_client().result()
+
+    def draw(client: int) -> None:
+        for number in range(work.SAMPLES):
+            prompt = types.ModelInput.from_ints(
+                work.tokens(f"prompt/{client}/{number}", work.PROMPT_TOKENS)
+            )
+            params = types.SamplingParams(max_tokens=work.NEW_TOKENS, seed=number, stop=[])
+            (sequence,) = sampler.sample(prompt, 1, params).result().sequences
+            assert len(sequence.tokens) == work.NEW_TOKENS
+
+    draw(0)
+    begin = time.perf_counter()
+    with ThreadPoolExecutor(work.CLIENTS) as clients:
+        list(clients.map(draw, range(work.CLIENTS)))
+    took = time.perf_counter() - begin
+    rate = work.CLIENTS * work.SAMPLES / took
+    print(json.dumps({"seconds": seconds, "samples_per_s": rate, "loss": loss.metrics["loss:sum"]}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

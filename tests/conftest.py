@@ -22,12 +22,12 @@ pytest_plugins = ["tests.durations.plugin", "tests.hub"]
 ROOT = Path(__file__).parent
 ENGINES = (
     *("e2e", "slurm", "session", "generation", "training", "trainers", "weights", "plan"),
-    *("test_docs.py", "actors", "launch", "gateway", "gpu_check", "sandbox"),
+    *("test_docs.py", "actors", "launch", "gateway", "gpu_check", "sandbox", "tinker_sdk"),
 )
 """Folders and files whose tests start engines, the longest first. The others are pure."""
 SHARED = (
     r"e2e/test_(algorithms|compare|gateway|programs|replay|tool_quickstart)\.py",
-    *("e2e/", "slurm/", "session/", "generation/"),
+    *("e2e/", "slurm/", "session/", "generation/", "tinker_sdk/"),
     r"training/test_(checkpoint|experts|gradient|hugging_face|layouts)\.py",
 )
 """Patterns of files that share engines or runs, so that one worker runs them. The first counts."""

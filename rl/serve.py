@@ -97,29 +97,31 @@ def make_gateway(
     session: "Session", dialect: "Dialect", sampling: "Sampling", *, model: str
 ) -> "Gateway":
     """Return a gateway whose answers ``session`` samples. ``sampling`` holds default parameters."""
+    from rl.gateway.answers import until
     from rl.gateway.gateway import Ask, Gateway
-    from rl.gateway.protocol import ApiError
     from rl.model.shape import shape_of
     from rl.types import Completion, GenerationRequest
 
     names = iter(range(2**62))
+    decode = dialect.tokenizer.decode
 
     async def sample(ask: Ask) -> Completion:
-        if ask.sampling.stop and session.config.model.hf_path is None:
-            message = "stop needs the tokenizer of model.hf_path, and this model has none"
-            raise ApiError(400, message, code="unsupported_parameter", param="stop")
+        sampling = ask.sampling
+        stops: tuple[str, ...] = ()
+        if session.config.model.hf_path is None:  # generators have no tokenizer to find texts with
+            sampling, stops = replace(sampling, stop=()), sampling.stop
         request = GenerationRequest(
             request_id=f"serve/{next(names)}",
             prompt_tokens=ask.tokens,
             seed=ask.seed,
-            sampling=ask.sampling,
+            sampling=sampling,
         )
         try:
             (completion,) = await session.sample([request], affinity=ask.session or None)
         except asyncio.CancelledError:  # its client has gone
             await session.abort(request.request_id)
             raise
-        return completion
+        return until(lambda tokens: any(stop in decode(tokens) for stop in stops), completion)
 
     return Gateway(
         sample,

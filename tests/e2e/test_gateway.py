@@ -157,6 +157,20 @@ def test_a_policy_is_served_token_for_token(request, tmp_path, origin):
         asked = {"token_ids": tokens, "sampling_params": greedy}
         first, second = server.ask("/inference/v1/generate", "POST", asked)["choices"]
         assert first["token_ids"] == second["token_ids"]
+        asked = {"model": "policy", "prompt": tokens, "max_tokens": 12, "seed": 7, "logprobs": 0}
+        whole, scored = (
+            client.completions.create(**asked, echo=echo).choices[0] for echo in (False, True)
+        )
+        assert scored.text.endswith(whole.text)
+        assert scored.logprobs.token_logprobs[0] is None
+        assert max(scored.logprobs.token_logprobs[1:]) <= 0
+        assert len(scored.logprobs.tokens) == len(tokens) + len(whole.logprobs.tokens)
+        stop = whole.text[len(whole.text) // 2 :][:2]
+        cut = client.completions.create(**asked, stop=["never", stop]).choices[0]
+        assert cut.finish_reason == "stop"
+        assert cut.text == whole.text[: whole.text.index(stop)]
+        count = len(cut.logprobs.tokens)
+        assert cut.logprobs.tokens == whole.logprobs.tokens[:count] and count < 12
         code, error = server.end(number)
     assert code == 128 + number
     assert f"interrupted by {number.name}" in error

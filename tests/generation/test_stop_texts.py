@@ -45,8 +45,9 @@ def test_an_answer_ends_with_the_first_token_that_completes_a_text(make):
     tokenizer = make()
     rng = random.Random(0)
     ended = 0
-    for _ in range(300):
-        tokens = [rng.randrange(len(tokenizer)) for _ in range(rng.randrange(1, 60))]
+    for _ in range(200):
+        size = len(tokenizer) * rng.choice([1, 3])  # a model may have more ids, without a text
+        tokens = [rng.randrange(size) for _ in range(rng.randrange(1, 150))]
         text = tokenizer.decode(tokens)
         begin = rng.randrange(len(text) + 1)
         own = text[begin : begin + rng.choice([1, 2, 5, 30])]
@@ -55,7 +56,7 @@ def test_an_answer_ends_with_the_first_token_that_completes_a_text(make):
         found = next((n for n in range(1, len(tokens) + 1) if texts.end(tokens[:n])), len(tokens))
         assert found == ending(tokenizer.decode, stops, tokens), (stops, tokens)
         ended += found < len(tokens)
-    assert ended > 100
+    assert ended > 70
 
 
 def test_a_search_decodes_a_few_tokens_however_long_the_answer_is():

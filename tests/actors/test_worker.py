@@ -1,8 +1,11 @@
-"""Order of a model worker's calls to its engine."""
+"""Order of a model worker's calls to its engine, and the outputs of several workers."""
 
 from types import SimpleNamespace
 
-from rl.actors.worker import ModelWorker
+import torch
+
+from rl.actors.worker import ModelWorker, _merge
+from tests.training.batches import ragged_batch, with_targets
 
 
 def test_an_offload_waits_for_a_save_that_reads_the_weights():
@@ -13,3 +16,15 @@ def test_an_offload_waits_for_a_save_that_reads_the_weights():
     )
     ModelWorker._offload(worker)
     assert calls == ["staging", "offload"]
+
+
+def test_outputs_of_shares_come_back_in_the_shape_of_the_targets():
+    batch = with_targets(ragged_batch(), 3)
+    whole = {"logprobs": batch.columns["weights"], "entropy": torch.rand(len(batch.tokens))}
+    rows = [*range(len(batch))]
+    shares = [rows[::2], rows[1::2]]
+    parts = [{n: each[batch.token_index(own)] for n, each in whole.items()} for own in shares]
+    merged = _merge(batch, [*zip(shares, parts, strict=True)])
+    assert {name: each.tolist() for name, each in merged.items()} == {
+        name: each.tolist() for name, each in whole.items()
+    }

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import hmac
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Mount, Route
+from starlette.routing import BaseRoute, Mount, Route
 
 from rl.errors import RunError, said_by
 from rl.gateway.answers import DONE, Choice, event
@@ -41,8 +41,21 @@ COLUMNS = ("tokens", "sampled", "logprobs", "versions")
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-def make_app(gateway: Gateway, key: str | None) -> Starlette:
-    """Return the routes of ``gateway``. With a ``key``, every request needs it."""
+def make_app(gateway: Gateway | None, key: str | None, more: Sequence[BaseRoute] = ()) -> Starlette:
+    """Return the routes of ``gateway``, and ``more`` routes. With a ``key``, every request of the
+    gateway needs it.
+    """
+    return Starlette(
+        routes=[Route("/health", _health), *more, *(_routes(gateway, key) if gateway else ())],
+        exception_handlers={
+            ApiError: _refused,
+            HTTPException: _unknown_route,
+            Exception: _unexpected,
+        },
+    )
+
+
+def _routes(gateway: Gateway, key: str | None) -> list[BaseRoute]:
     checks = _Endpoints(gateway, key)
     api = [
         checks.route("/v1/models", checks.models),
@@ -52,34 +65,31 @@ def make_app(gateway: Gateway, key: str | None) -> Starlette:
         checks.route("/inference/v1/generate", partial(checks.answer, gateway.generate), "POST"),
     ]
     session = "/sessions/{session}"
-    return Starlette(
-        routes=[
-            Route("/health", _health),
-            *api,
-            checks.route("/sessions", checks.open_session, "POST"),
-            checks.route(session, checks.read_session),
-            checks.route(session, checks.close_session, "DELETE"),
-            Mount(session, routes=api),
-        ],
-        exception_handlers={
-            ApiError: _refused,
-            HTTPException: _unknown_route,
-            Exception: _unexpected,
-        },
-    )
+    return [
+        *api,
+        checks.route("/sessions", checks.open_session, "POST"),
+        checks.route(session, checks.read_session),
+        checks.route(session, checks.close_session, "DELETE"),
+        Mount(session, routes=api),
+    ]
 
 
 @asynccontextmanager
 async def serving(
-    gateway: Gateway, *, host: str = "127.0.0.1", port: int = 0, key: str | None = None
+    gateway: Gateway | None,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    key: str | None = None,
+    more: Sequence[BaseRoute] = (),
 ) -> AsyncIterator[str]:
-    """Serve ``gateway`` while the block runs; yield the URL.
+    """Serve ``gateway``, and ``more`` routes, while the block runs; yield the URL.
 
     ``port`` 0 is any free one. Raises ConfigError if other machines could reach ``host`` without a
     ``key``, or if the port is taken.
     """
     require_key(host, key)
-    config = server_config(make_app(gateway, key), stop_s=STOP_S)
+    config = server_config(make_app(gateway, key, more), stop_s=STOP_S)
     with listen(host, port) as listener:
         server = _Server(config)
         work = asyncio.create_task(server.serve([listener]))
@@ -88,7 +98,8 @@ async def serving(
                 await asyncio.sleep(0.01)
             yield url_of(listener)
         finally:
-            gateway.stop()
+            if gateway is not None:
+                gateway.stop()
             server.should_exit = True
             await work
 
@@ -101,6 +112,47 @@ class _Server(uvicorn.Server):
         yield
 
 
+def admit(request: Request, key: str | None, what: str) -> None:
+    """Raise ApiError unless the client may ask. ``what`` is the server in words."""
+    if key is not None:
+        headers = request.headers
+        given = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(given.encode(), key.encode()):
+            raise ApiError(401, "the API key is wrong", code="invalid_api_key")
+    elif not is_loopback(request.url.hostname or ""):  # a web page that a browser shows
+        message = f"this server is {what} of this machine alone"
+        raise ApiError(403, message, code="wrong_host")
+    elif not LOCAL_ORIGIN.fullmatch(request.headers.get("origin", "http://localhost")):
+        message = "pages of other sites may not use this server"
+        raise ApiError(403, message, code="wrong_origin")
+
+
+async def read_body(
+    request: Request, most: int, kinds: Sequence[str] = ("application/json",)
+) -> bytes:
+    """Return the body. Raises ApiError if it has more than ``most`` bytes, is too slow, or is of
+    none of the content types ``kinds``, which no web page sends without being asked.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip()
+    if kind not in kinds:
+        message = f"content-type is {kind!r}; send {' or '.join(kinds)}"
+        raise ApiError(415, message, code="invalid_content_type")
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for part in request.stream():
+                body += part
+                if len(body) > most:
+                    message = f"the body has more than {most} bytes"
+                    raise ApiError(413, message, code="body_too_large")
+    except TimeoutError:
+        message = f"the body did not arrive within {BODY_S:g} s"
+        raise ApiError(408, message, code="timeout") from None
+    except ClientDisconnect:
+        raise ApiError(400, "the body ended early", code="invalid_json") from None
+    return bytes(body)
+
+
 class _Endpoints:
     def __init__(self, gateway: Gateway, key: str | None):
         self._gateway = gateway
@@ -110,23 +162,10 @@ class _Endpoints:
         """Return the route of ``handler``, which answers clients that may ask."""
 
         async def handle(request: Request) -> Response:
-            self._admit(request)
+            admit(request, self._key, self._gateway.model or "a gateway")
             return await handler(request)
 
         return Route(path, handle, methods=[verb])
-
-    def _admit(self, request: Request) -> None:
-        """Raise ApiError unless the client may ask."""
-        if self._key is not None:
-            given = request.headers.get("authorization", "").removeprefix("Bearer ")
-            if not hmac.compare_digest(given.encode(), self._key.encode()):
-                raise ApiError(401, "the API key is wrong", code="invalid_api_key")
-        elif not is_loopback(request.url.hostname or ""):  # a web page that a browser shows
-            message = f"this server is {self._gateway.model or 'a gateway'} of this machine alone"
-            raise ApiError(403, message, code="wrong_host")
-        elif not LOCAL_ORIGIN.fullmatch(request.headers.get("origin", "http://localhost")):
-            message = "pages of other sites may not use this server"
-            raise ApiError(403, message, code="wrong_origin")
 
     async def open_session(self, request: Request) -> Response:
         name = self._gateway.open_session()
@@ -158,7 +197,7 @@ class _Endpoints:
 
     async def answer(self, endpoint: Callable[..., Reply], request: Request) -> Response:
         """Return the answer of ``endpoint`` to a request for samples."""
-        body = await self._body(request)
+        body = await read_body(request, self._gateway.limits.body_bytes)
         is_retry = request.headers.get(RETRY, "0") != "0"
         reply = endpoint(request.path_params.get("session", ""), body, is_retry=is_retry)
         if reply.events is not None:
@@ -171,28 +210,6 @@ class _Endpoints:
             if not reply.choices.done():
                 reply.choices.cancel()
         return JSONResponse(reply.whole(await self._choices(reply)))
-
-    async def _body(self, request: Request) -> bytes:
-        """Return the body. Raises ApiError if it is too large, too slow or no JSON."""
-        kind = request.headers.get("content-type", "").partition(";")[0].strip()
-        if kind != "application/json":  # which no web page sends without being asked
-            message = f"content-type is {kind!r}; send application/json"
-            raise ApiError(415, message, code="invalid_content_type")
-        most = self._gateway.limits.body_bytes
-        body = bytearray()
-        try:
-            async with asyncio.timeout(BODY_S):
-                async for part in request.stream():
-                    body += part
-                    if len(body) > most:
-                        message = f"the body has more than {most} bytes"
-                        raise ApiError(413, message, code="body_too_large")
-        except TimeoutError:
-            message = f"the body did not arrive within {BODY_S:g} s"
-            raise ApiError(408, message, code="timeout") from None
-        except ClientDisconnect:
-            raise ApiError(400, "the body ended early", code="invalid_json") from None
-        return bytes(body)
 
     async def _choices(self, reply: Reply) -> list[Choice]:
         """Wait for the choices. Raises ApiError."""

@@ -11,6 +11,9 @@ MAX_HEAD = 64 * 2**10
 """Maximum size of the head of a request, in bytes."""
 HEAD_S = 20.0
 """Time for the head of a request to arrive."""
+KEEP_ALIVE_S = 75
+"""Time for which a connection is kept for its client's next request. Clients keep theirs for up to
+a minute, and fail if it ends just when they use it again."""
 
 
 def server_config(app: Any, *, stop_s: int) -> uvicorn.Config:
@@ -26,6 +29,7 @@ def server_config(app: Any, *, stop_s: int) -> uvicorn.Config:
         http=_Http,
         h11_max_incomplete_event_size=MAX_HEAD,
         timeout_graceful_shutdown=stop_s,
+        timeout_keep_alive=KEEP_ALIVE_S,
     )
 
 

@@ -23,7 +23,7 @@ import rl.tasks
 import rl.trainers.algorithm
 from rl.cli.arguments import common_fields, shipped_configs
 from rl.cli.help import COMMON_FIELDS, digest, shipped_sources
-from rl.config import PreferenceConfig, RewardModelConfig, RLConfig, SFTConfig
+from rl.config import PreferenceConfig, RewardModelConfig, RLConfig, ServeConfig, SFTConfig
 from rl.types.rules import Bounds, Effect, Fixed, range_text, rule_of
 from rl.validation.values import docstrings_of, fields_of
 
@@ -32,9 +32,9 @@ REQUIRED = object()
 INTRODUCTION = """\
 # Configuration
 
-Every field of a config, by dataclass, starting with the configs of the trainers:
-[RLConfig](#rlconfig), [SFTConfig](#sftconfig), [PreferenceConfig](#preferenceconfig) and
-[RewardModelConfig](#rewardmodelconfig). A field is set in a
+Every field of a config, by dataclass, starting with the configs of the trainers and of a server:
+[RLConfig](#rlconfig), [SFTConfig](#sftconfig), [PreferenceConfig](#preferenceconfig),
+[RewardModelConfig](#rewardmodelconfig) and [ServeConfig](#serveconfig). A field is set in a
 config function or on the command line by its full name, for example `--rollout.max_tokens 512`.
 Dataclasses of torchtitan are shown with torchtitan's own documentation. Fields of them that change
 nothing in Tiller must keep their defaults.
@@ -92,7 +92,7 @@ def sections() -> dict[type, Section]:
         for module in pkgutil.iter_modules(package.__path__):
             importlib.import_module(f"{package.__name__}.{module.name}")
     found: dict[type, Section] = {}
-    for kind in (RLConfig, SFTConfig, PreferenceConfig, RewardModelConfig):
+    for kind in (RLConfig, SFTConfig, PreferenceConfig, RewardModelConfig, ServeConfig):
         _collect(kind, "", None, None, found)
     return found
 

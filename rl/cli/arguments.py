@@ -31,7 +31,7 @@ from rl.cli.help import (
     quick_help,
     take_name,
 )
-from rl.config import RLConfig, RunConfig
+from rl.config import RLConfig, RunConfig, ServeConfig
 from rl.config.algorithm import ALGORITHMS
 from rl.config.frozen import read_frozen
 from rl.config.other_names import OTHER_NAMES
@@ -53,20 +53,24 @@ COPIES = ("critic.", "reference.", "roles.")
 """Sections with fields of the trainer. Their fields need more of their names."""
 
 
-def parse_config(arguments: Sequence[str], *, program: str) -> tuple[str, RunConfig]:
-    """Return the config's name and the resolved config.
+def parse_config(
+    arguments: Sequence[str], *, program: str, serves: bool = False
+) -> tuple[str, RunConfig]:
+    """Return the config's name and the resolved config; that of a server only if ``serves``.
 
     Raises ConfigError. ``--help`` prints the common fields and exits, ``--help-all`` all fields.
     """
     if text := quick_help(arguments, program):
         print(text)
         raise SystemExit(0)
-    name, config = read_config(arguments, program=program)
+    name, config = read_config(arguments, program=program, serves=serves)
     validate(config)
     return name, config
 
 
-def read_config(arguments: Sequence[str], *, program: str) -> tuple[str, RunConfig]:
+def read_config(
+    arguments: Sequence[str], *, program: str, serves: bool = False
+) -> tuple[str, RunConfig]:
     """Return the name and the config that ``arguments`` describe, like :func:`parse_config`, but
     without the checks of ``rl.validation``.
     """
@@ -80,6 +84,9 @@ def read_config(arguments: Sequence[str], *, program: str) -> tuple[str, RunConf
         else:
             print(config_help(program, given, common_fields(base)))
         raise SystemExit(0)
+    is_known = serves or not isinstance(base, ServeConfig)
+    fix = f"run: python -m rl.serve --config {given}"
+    require(is_known, f"--config {given} is of a server", field=f"--config {given}", fix=fix)
     if isinstance(base, RLConfig):
         overrides = _choose_algorithm(base, overrides)
     overrides = _in_full(base, overrides)

@@ -1,6 +1,7 @@
 """Saved weights in a session of their own; the folders of the weights are only read."""
 
 import asyncio
+import contextlib
 import json
 import signal
 from collections.abc import Awaitable, Callable
@@ -148,13 +149,15 @@ def run_session(
     work: Callable[[Session], Awaitable[Result]],
     *,
     folder: Path | None = None,
+    opens: bool = True,
 ) -> Result:
-    """Start a session and return the result of ``work(session)``. The processes of the session are
-    gone when this call returns. Its files are in ``folder``, by default one that is gone too.
+    """Start a session and return the result of ``work(session)``, which starts the session itself
+    unless ``opens``. The processes of the session are gone when this call returns. Its files are in
+    ``folder``, by default one that is gone too.
 
     Raises Interrupted after Ctrl-C and other signals.
     """
-    return asyncio.run(_run_session(config, task, work, folder))
+    return asyncio.run(_run_session(config, task, work, folder, opens))
 
 
 async def _run_session(
@@ -162,6 +165,7 @@ async def _run_session(
     task: Task.Config | None,
     work: Callable[[Session], Awaitable[Result]],
     folder: Path | None,
+    opens: bool,
 ) -> Result:
     own = asyncio.current_task()
     assert own is not None, "this is a coroutine"
@@ -170,7 +174,7 @@ async def _run_session(
     # after a second signal, the processes of the session end with their parent
     with Signals(first=own.cancel, again=lambda number: end_program(128 + number)) as signals:
         try:
-            async with session:
+            async with session if opens else contextlib.nullcontext():
                 return await work(session)
         except BaseException:
             if not signals.name:
@@ -178,3 +182,6 @@ async def _run_session(
             error = Interrupted(f"interrupted by {signals.name}")
             error.exit_code = 128 + signal.Signals[signals.name]
             raise error from None
+        finally:
+            if not opens:
+                await session.stop()

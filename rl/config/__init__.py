@@ -6,6 +6,7 @@ from rl.config.preference import PreferenceConfig, PreferenceDataConfig, RewardM
 from rl.config.rl import CriticConfig, ReferenceConfig, RLConfig, RoleConfig
 from rl.config.rollout import EvaluationConfig, RecordConfig, RolloutConfig, RolloutRecordConfig
 from rl.config.run import RunConfig, SamplingRunConfig, SinksConfig, WatchdogConfig
+from rl.config.serve import ServeConfig
 from rl.config.sft import SampledEvaluationConfig, SFTConfig, SFTDataConfig
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "SFTDataConfig",
     "SampledEvaluationConfig",
     "SamplingRunConfig",
+    "ServeConfig",
     "SinksConfig",
     "WatchdogConfig",
 ]

@@ -14,15 +14,21 @@ from rl.config import (
     RewardModelConfig,
     RLConfig,
     RunConfig,
+    ServeConfig,
     SFTConfig,
 )
 from rl.errors import ConfigError, require_value
 from rl.model.shape import shape_of
-from rl.training.trainer_config import HEAD, adaptable_layers
+from rl.training.trainer_config import HEAD, TrainerConfig, adaptable_layers
 from rl.types.rules import NeedsCuda, rule_of
-from rl.validation.engines import validate_optimizers
+from rl.validation.engines import validate_generator, validate_optimizers
 from rl.validation.folders import RESERVED, find_models, validate_folders
-from rl.validation.layouts import validate_devices, validate_layouts, validate_nodes
+from rl.validation.layouts import (
+    validate_devices,
+    validate_generator_layout,
+    validate_layouts,
+    validate_nodes,
+)
 from rl.validation.rl_runs import ROLLOUT_CHECKS
 from rl.validation.values import check, validate_numbers, validate_types, validate_unused, values
 
@@ -199,6 +205,20 @@ def _validate_reward_model(config: RewardModelConfig) -> None:
     require_value(config.loss.build().head == "values", "loss", type(config.loss), rule, fix)
 
 
+def _validate_serving(config: ServeConfig) -> None:
+    rule = "the config of adapters, such as LoRAConverter.Config(rank=32)"
+    check(config, "trainer.lora", config.trainer.lora is not None, rule, "clients train adapters")
+    distinct = len({*config.names}) == len(config.names) and all(config.names)
+    check(config, "names", distinct, "different names")
+    check(config, "colocate", config.colocate != "models", "'none' or 'all'")
+    usual = TrainerConfig().checkpoint
+    for name in ("enable", "interval", "keep_latest_k", "enable_first_step_checkpoint"):
+        default = getattr(usual, name)
+        holds = getattr(config.trainer.checkpoint, name) == default
+        fix = "clients decide what is saved"
+        check(config, f"trainer.checkpoint.{name}", holds, repr(default), fix)
+
+
 CHECKS: dict[type, list[Callable[[Any], None]]] = {
     RunConfig: [
         *(validate_types, validate_numbers, find_models, validate_unused, validate_folders),
@@ -210,6 +230,10 @@ CHECKS: dict[type, list[Callable[[Any], None]]] = {
     SFTConfig: [_validate_supervision],
     PreferenceConfig: [_validate_preferences],
     RewardModelConfig: [_validate_reward_model],
+    ServeConfig: [
+        *(validate_nodes, validate_devices, validate_generator, validate_generator_layout),
+        _validate_serving,
+    ],
     RLConfig: ROLLOUT_CHECKS,
 }
 """Checks by kind of config. Those of its base classes come first."""

@@ -69,9 +69,33 @@ _PREFERENCE = _DATASET | {
     "watchdog.entropy_max": (0.5, _NO_ENTROPY),
 }
 
+_NO_RUN = "a server has no steps of its own"
+_ONE_HOST = "a server runs on one host"
+_CLIENTS = "clients set it for each step"
+_SERVE: dict[str, tuple[object, str]] = {
+    "steps": (7, _NO_RUN),
+    "export_every": (7, _NO_RUN),
+    "quiet": (True, _NO_RUN),
+    "watchdog.stalled": ("warn", _NO_RUN),
+    "sinks.tensorboard": (True, _NO_RUN),
+    "record.digests": (False, _NO_RUN),
+    "slurm.partition": ("gpu", _ONE_HOST),
+    "kubernetes.image": ("tiller", _ONE_HOST),
+    "trainer.lr_scheduler.warmup_steps": (7, _CLIENTS),
+    "trainer.training.max_norm": (7.0, _CLIENTS),
+    "trainer.optimizer.param_groups.0.optimizer_kwargs.lr": (0.5, _CLIENTS),
+    "trainer.checkpoint.enable": (False, "clients decide what is saved"),
+    "trainer.checkpoint.interval": (7, "clients decide what is saved"),
+    "trainer.checkpoint.keep_latest_k": (7, "clients decide what is saved"),
+    "deadlines.reward": (7.0, "a server scores nothing"),
+    "names": (("a", "a"), "different names"),
+    "colocate": ("models", "'none' or 'all'"),
+}
+
 REFUSED_BY_KIND: dict[str, dict[str, tuple[object, str]]] = {
     "SFTConfig": _DATASET | {"loss.kl_coef": (0.5, "the run has no reference policy")},
     "PreferenceConfig": _PREFERENCE,
     "RewardModelConfig": _PREFERENCE,
+    "ServeConfig": _SERVE,
 }
 """The same of fields that act in an RL run, by the kind of run in which they do not."""

@@ -81,3 +81,13 @@ def test_sampled_evaluations_have_the_fields_of_their_section(model):
     assert (session.reward_workers, session.colocate) == (3, "all")
     sampling = config.sampling_run()
     assert (sampling.rollout.max_tokens, sampling.rollout.temperature) == (7, 0.5)
+
+
+def test_a_server_starts_the_processes_of_its_config():
+    config = find_config("serve_tiny")()
+    config.colocate = "all"
+    session = config.session()
+    assert session.trainer is config.trainer
+    assert session.generator is config.generator
+    assert session.weights is config.weights
+    assert session.colocate == "all"

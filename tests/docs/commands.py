@@ -103,10 +103,10 @@ def _check_config(arguments: list[str]) -> None:
     if {*arguments} & {*shipped_configs()}:
         _check_shipped_config(*arguments)
     else:
-        parse_config(arguments, program="test")
+        parse_config(arguments, program="test", serves=True)
 
 
 @cache
 def _check_shipped_config(*arguments: str) -> None:
     """Check arguments that mean the same on each page."""
-    parse_config(arguments, program="test")
+    parse_config(arguments, program="test", serves=True)

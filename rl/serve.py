@@ -1,11 +1,14 @@
-"""The program: a server with the API of OpenAI, over a config's model or a run's policy.
+"""The program: a server with the API of OpenAI, over a config's model or a run's policy, or with
+the API of Tinker, which trains the config's model for its clients.
 
 Exit codes: 1 failed, 2 the arguments cannot work, 128 + n ended by signal n.
 """
 
 import argparse
 import asyncio
+import json
 import os
+import resource
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +19,7 @@ from rl.errors import end_program, require
 from rl.host.listening import require_key
 
 if TYPE_CHECKING:
-    from rl.config import RunConfig
+    from rl.config import RunConfig, ServeConfig
     from rl.dialects.dialect import Dialect
     from rl.gateway.gateway import Gateway
     from rl.session.session import Session
@@ -33,6 +36,9 @@ Serve a model with the API of OpenAI: chat completions with tools, completions, 
 tokens out. With --config the model has the weights that a run would start from; with --run, those
 of a checkpoint. A session keeps a conversation token for token: docs/gateway.md. Ctrl-C ends it.
 
+The config of a server, such as serve_tiny, is served with the API of Tinker too, whose clients
+train it: docs/tinker.md. What they do is kept in --output-dir; --resume goes on with it.
+
   --run RUN          folder of a run
   --step N           checkpoint of the run; by default the newest that is complete
   --host HOST        address to listen on; by default 127.0.0.1, which only this machine reaches.
@@ -41,6 +47,7 @@ of a checkpoint. A session keeps a conversation token for token: docs/gateway.md
   --model-name NAME  name of the model; by default policy
 
   {{program}} --config quickstart --port 8000
+  {{program}} --config serve_tiny --output-dir tinker
   {{program}} --run runs/first
 
 {CONFIGS}"""
@@ -69,7 +76,9 @@ def main(arguments: list[str]) -> None:
     from rl.actors import fork_server
 
     fork_server.start()
+    from rl.cli.arguments import parse_config
     from rl.cli.saved_run import open_run, run_session
+    from rl.config import ServeConfig
     from rl.gateway.http import serving
 
     if own.run is not None:
@@ -77,7 +86,11 @@ def main(arguments: list[str]) -> None:
         config = run.config
         session_config = run.session_config(evaluates=True)
     else:
-        config, session_config = _fresh(rest)
+        name, config = parse_config(rest, program=PROGRAM, serves=True)
+        if isinstance(config, ServeConfig):
+            _serve_clients(name, config, host=own.host, port=own.port, key=key)
+            return
+        session_config = _fresh(config)
     require(
         session_config.generator is not None and session_config.head == "logprobs",
         f"this {type(config).__name__} samples nothing; choose a config with generators",
@@ -93,10 +106,68 @@ def main(arguments: list[str]) -> None:
     run_session(session_config, None, serve)
 
 
+def _serve_clients(
+    name: str, config: "ServeConfig", *, host: str, port: int, key: str | None
+) -> None:
+    """Serve config ``name`` to clients of Tinker and of OpenAI, from its run folder."""
+    from rl.cli.saved_run import require_one_host, run_session
+    from rl.config.frozen import frozen
+    from rl.dialects.choose import dialect_or_text
+    from rl.gateway.http import serving
+    from rl.host.disk import write_whole
+    from rl.model.tokenizer import read_stop_token_ids
+    from rl.observe.events import Events, print_notes, print_warnings
+    from rl.observe.owner import claim
+    from rl.session.concurrency import background
+    from rl.tinker.app import routes_of
+    from rl.tinker.server import Server
+    from rl.types import Sampling
+
+    nodes = config.generator.nodes
+    require_one_host(config, trainer_nodes=config.trainer.nodes, generator_nodes=nodes)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # clients keep connections open
+    owner = claim(name, config.output_dir, resume=config.resume)
+    content = json.dumps({"name": name, "config": frozen(config)}, indent=2).encode()
+    write_whole(owner.folder / "config.json", lambda file: file.write(content))
+    dialect = dialect_or_text(config.model.hf_path) if config.model.hf_path else None
+    stops = read_stop_token_ids(dialect.tokenizer) if dialect else ()
+
+    async def serve(session: "Session") -> None:
+        events = Events(print_warnings, print_notes)
+        server = Server(config, session, owner.folder, events, stop_token_ids=stops)
+        sampling = Sampling(max_tokens=server.longest)
+        gateway = None
+        if dialect:
+            gateway = make_gateway(
+                session, dialect, sampling, model=server.names[0], weights="base"
+            )
+        async with background(server.run()):
+            await server.samplers.running.wait()
+            more = routes_of(server, key)
+            async with serving(gateway, host=host, port=port, key=key, more=more) as url:
+                names = ", ".join(server.names)
+                print(
+                    f"serving {names}: to Tinker's SDK on {url}, to OpenAI's on {url}/v1",
+                    flush=True,
+                )
+                await asyncio.Event().wait()
+
+    with owner:
+        run_session(config.session(), None, serve, folder=owner.folder, opens=False)
+
+
 def make_gateway(
-    session: "Session", dialect: "Dialect", sampling: "Sampling", *, model: str
+    session: "Session",
+    dialect: "Dialect",
+    sampling: "Sampling",
+    *,
+    model: str,
+    weights: str | None = None,
 ) -> "Gateway":
-    """Return a gateway whose answers ``session`` samples. ``sampling`` holds default parameters."""
+    """Return a gateway whose answers ``session`` samples from ``weights``. ``sampling`` holds
+    default parameters.
+    """
     from rl.gateway.answers import until
     from rl.gateway.gateway import Ask, Gateway
     from rl.model.shape import shape_of
@@ -117,7 +188,8 @@ def make_gateway(
             sampling=sampling,
         )
         try:
-            (completion,) = await session.sample([request], affinity=ask.session or None)
+            affinity = ask.session or None
+            (completion,) = await session.sample([request], affinity=affinity, weights=weights)
         except asyncio.CancelledError:  # its client has gone
             await session.abort(request.request_id)
             raise
@@ -133,16 +205,14 @@ def make_gateway(
     )
 
 
-def _fresh(arguments: list[str]) -> "tuple[RunConfig, SessionConfig]":
-    """Return a config, and a session with the weights that its run would start from."""
-    from rl.cli.arguments import parse_config
+def _fresh(config: "RunConfig") -> "SessionConfig":
+    """Return a session with the weights that a run of ``config`` would start from."""
     from rl.cli.saved_run import require_one_host
 
-    _, config = parse_config(arguments, program=PROGRAM)
     session = replace(config.session(), trainer=None, roles={})
     nodes = 0 if session.generator is None else session.generator.nodes
     require_one_host(config, generator_nodes=nodes)
-    return config, session
+    return session
 
 
 def _dialect_of(config: "RunConfig") -> "tuple[Dialect, Sampling]":

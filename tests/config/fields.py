@@ -50,6 +50,7 @@ config/test_refusals.py
 config/test_sections.py
   test_every_kind_of_run_gives_its_session_the_fields_of_its_config: RunConfig max_restarts seed
   test_models_beside_the_policy_have_sections_of_their_own: RoleConfig checkpoint
+  test_a_server_starts_the_processes_of_its_config: ServeConfig colocate
   test_sampled_evaluations_have_the_fields_of_their_section:
     SampledEvaluationConfig max_tokens temperature reward_workers colocate
 data/test_conversations.py
@@ -176,6 +177,11 @@ test_choices.py
   test_a_gpu_of_the_right_kind_computes_in_float8_itself: Float8LinearConverter.Config emulate
 cli/test_training_run.py
   test_a_folder_that_another_run_writes_to_is_refused: RunConfig output_dir
+tinker/test_app.py
+  test_sessions_and_runs_are_listed_and_end: ServeConfig names
+  test_a_loss_without_a_formula_is_served_only_if_the_config_says_so: ServeConfig stand_ins
+tinker/test_server.py
+  test_acknowledged_requests_survive_kills_and_happen_once: ServeConfig state_every
 trainers/test_auxiliary_models.py
   test_a_penalty_in_the_reward_lowers_the_advantage:
     PolicyGradientConfig reward_kl_coef reward_kl_estimator

@@ -1,0 +1,123 @@
+"""Checkpoints by ``tinker://`` paths, and the folders that hold weights."""
+
+import asyncio
+import secrets
+import shutil
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rl.tinker.errors import UserError
+from rl.tinker.protocol import NAME
+from rl.tinker.store import Fact, Store
+
+TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
+"""Type of a checkpoint in answers, by the kind in its path."""
+
+
+class Checkpoints:
+    """Named weights of models. Several checkpoints, models and samplers may hold one folder, which
+    is deleted when none of them does. ::
+
+        path = checkpoints.path("sess-1:train:0", "weights", "step-1")
+        folder = checkpoints.new_folder()
+        await session.save_state(folder, adapter="sess-1:train:0")
+        checkpoints.put(path, folder, model="sess-1:train:0", ...)
+    """
+
+    def __init__(self, store: Store, folder: Path):
+        self._store = store
+        self._facts = store.facts["checkpoint"]
+        self._folder = folder
+        folder.mkdir(exist_ok=True)
+        for left in {str(each) for each in folder.iterdir()} - self._used():
+            shutil.rmtree(left)  # of a process that was killed
+
+    def new_folder(self) -> Path:
+        """Return a folder that does not exist yet."""
+        return self._folder / secrets.token_hex(8)
+
+    def path(self, model: str, kind: str, name: str, *, overwrite: bool = True) -> str:
+        """Return the path of a checkpoint to be. Raises UserError if it cannot have this name."""
+        if not NAME.fullmatch(name):
+            raise UserError(f"{name!r} is no name: use up to 200 letters, digits and . _ : -")
+        path = f"tinker://{model}/{kind}/{name}"
+        if path in self._facts and not overwrite:
+            raise UserError(f"{path} exists; choose another name, or overwrite it")
+        return path
+
+    def put(self, path: str, folder: Path, **fields: Any) -> int:
+        """Add or replace a checkpoint; return its size. ``fields`` are facts about it."""
+        before = self._facts.get(path, {})
+        sizes = [file.stat().st_size for file in folder.rglob("*") if file.is_file()]
+        own: Fact = {
+            "folder": str(folder),
+            "time": time.time(),
+            "size": sum(sizes),
+            "public": False,
+        }
+        self._store.put("checkpoint", path, {**own, "key": secrets.token_urlsafe(24), **fields})
+        self.release(before.get("folder", ""))
+        return own["size"]
+
+    def find(self, path: str, *kinds: str) -> Fact:
+        """Return the facts about a checkpoint. Raises UserError if it does not exist, has expired,
+        or is of none of ``kinds``, by default all.
+        """
+        fact, now = self._facts.get(path), time.time()
+        if fact is None or (fact["expires"] or now) < now:
+            raise UserError(f"there is no checkpoint {path!r}, or it has expired")
+        if path.split("/")[-2] not in (kinds or TYPES):
+            raise UserError(f"{path} is of another kind than {' and '.join(kinds)}")
+        return fact
+
+    def delete(self, path: str) -> None:
+        """Delete a checkpoint, and its folder once nothing holds it."""
+        self.release(self._store.drop("checkpoint", path)["folder"])
+
+    def expire(self) -> None:
+        """Delete the checkpoints whose time is over."""
+        now = time.time()
+        for path in [path for path, fact in self._facts.items() if (fact["expires"] or now) < now]:
+            self.delete(path)
+
+    def release(self, folder: str) -> None:
+        """Delete a folder unless something holds it."""
+        if folder and folder not in self._used():
+            asyncio.get_running_loop().create_task(self._remove(folder))
+
+    async def _remove(self, folder: str) -> None:
+        await self._store.flush()  # nothing on disk names it any more
+        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+    def _used(self) -> set[str]:
+        facts = (fact for kind in self._store.facts.values() for fact in kind.values())
+        return {fact.get(name, "") for fact in facts for name in ("folder", "state", "live")}
+
+    def rows(self, model: str | None = None) -> list[dict[str, Any]]:
+        """Return the checkpoints of a model, or all, as clients list them, the oldest first."""
+        return [
+            {
+                "checkpoint_id": "/".join(path.split("/")[-2:]),
+                "checkpoint_type": TYPES[path.split("/")[-2]],
+                "time": when(fact["time"]),
+                "tinker_path": path,
+                "size_bytes": fact["size"],
+                "public": fact["public"],
+                "user_metadata": fact["user_metadata"],
+                "expires_at": fact["expires"] and when(fact["expires"]),
+            }
+            for path, fact in self._facts.items()
+            if model in (None, fact["model"])
+        ]
+
+
+def until(seconds: int | None) -> float | None:
+    """Return the time in Unix seconds after ``seconds``; None for never."""
+    return None if seconds is None else time.time() + seconds
+
+
+def when(seconds: float) -> str:
+    """Return a time in Unix seconds in ISO 8601."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat()

@@ -1,0 +1,157 @@
+"""JSON bodies of Tinker's requests: keyword arguments of the functions that serve them, checked.
+
+Fields that no argument names are refused, unless they change nothing.
+"""
+
+import inspect
+import re
+from collections.abc import Callable
+from functools import cache
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, create_model
+
+from rl.errors import shown
+from rl.tinker.errors import UserError
+from rl.types import MAX_TEMPERATURE, MAX_TOP_LOGPROBS
+
+NAME = re.compile(r"[A-Za-z0-9_.:-]{1,200}")
+"""Names of checkpoints. A path ``tinker://MODEL/KIND/NAME`` has exactly three parts."""
+IGNORED = {
+    *("type", "tags", "sdk_version", "project_id", "destination_project_id", "detail", "name"),
+    *("weights_access_token", "model_id", "seq_id", "session_id", "base_model", "model_path"),
+    *("sampling_session_id", "optimizer_config"),
+}
+"""Fields that change nothing where no argument has their name."""
+
+Text = Annotated[str, StringConstraints(max_length=1000)]
+Number = Annotated[int, Field(ge=0, le=2**53)]
+Positive = Annotated[int, Field(ge=1, le=2**53)]
+Metadata = Annotated[dict[Text, Any], Field(max_length=100)] | None
+Seconds = Annotated[int, Field(ge=3600, le=10 * 366 * 86400)] | None
+"""Lifetime of a checkpoint; None for ever."""
+Token = Annotated[int, Field(ge=0, lt=2**31)]
+Tops = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
+Samples = Annotated[int, Field(ge=1, le=1024)]
+Tokens = Annotated[list[Token], Field(max_length=64)]
+Texts = Annotated[list[Text], Field(max_length=64)]
+Size = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Body(BaseModel):
+    """Base of all bodies and their parts."""
+
+    model_config = ConfigDict(
+        extra="allow", strict=True, allow_inf_nan=False, protected_namespaces=()
+    )
+
+
+class Lora(Body):
+    """Adapter of a model."""
+
+    rank: Annotated[int, Field(ge=1, le=65536)] = 32
+    seed: Number | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class Optimizer(Body):
+    """Optimizer of a model."""
+
+    type: Literal["adamw"] = "adamw"
+
+
+class Adam(Body):
+    """Options of a step of AdamW. A ``grad_clip_norm`` of 0 does not clip."""
+
+    learning_rate: Size = 1e-4
+    beta1: Share = 0.9
+    beta2: Share = 0.95
+    eps: Size = 1e-12
+    weight_decay: Size = 0.0
+    grad_clip_norm: Size = 0.0
+
+
+class Chunk(Body):
+    """Tokens of a prompt."""
+
+    type: Literal["encoded_text"] = "encoded_text"
+    tokens: list[Token]
+
+
+class Prompt(Body):
+    """Prompt of a sample."""
+
+    chunks: list[Chunk]
+
+
+class SamplingParams(Body):
+    """Parameters of sampling. ``stop`` None stops at the model's own tokens, [] never."""
+
+    max_tokens: Positive | None = None
+    seed: int | None = None
+    stop: Text | Tokens | Texts | None = None
+    temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] = 1.0
+    top_k: Annotated[int, Field(ge=-1)] = -1
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+
+
+class Targets(Body):
+    """Integers, dense or in compressed rows."""
+
+    data: list[int]
+    dtype: Literal["int64"]
+    shape: list[Number] | None = None
+    sparse_crow_indices: list[Number] | None = None
+    sparse_col_indices: list[Number] | None = None
+
+
+class LossInput(Body):
+    """Input of a custom loss."""
+
+    name: Text
+    rank: Literal[0, 1, 2]
+
+
+class Client(Body):
+    """Client of a sampler."""
+
+    sampling_session_id: Text
+    cloned_sampler_id: Number = 0
+
+
+@cache
+def _kind(function: Callable[..., Any]) -> type[Body]:
+    """Return the class of bodies with the keyword arguments of ``function``."""
+    fields: dict[str, Any] = {
+        each.name: (each.annotation, ... if each.default is each.empty else each.default)
+        for each in inspect.signature(function).parameters.values()
+        if each.kind is each.KEYWORD_ONLY
+    }
+    return create_model(function.__name__, __base__=Body, **fields)
+
+
+def read(function: Callable[..., Any], body: bytes, *, whole: bool = True) -> dict[str, Any]:
+    """Return the keyword arguments of ``function`` that ``body`` gives. Other fields are refused
+    if ``body`` is to be read as a ``whole``. Raises UserError, naming the field.
+    """
+    try:
+        found = _kind(getattr(function, "__func__", function)).model_validate_json(body or b"{}")
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        field = ".".join(map(str, first["loc"])) or "the body"
+        raise UserError(f"{field} is {shown(first['input'])}: {first['msg']}") from None
+    if whole:
+        _refuse_others(found)
+    return {name: getattr(found, name) for name in type(found).model_fields}
+
+
+def _refuse_others(part: Any) -> None:
+    if isinstance(part, Body):
+        for name in (part.model_extra or {}).keys() - IGNORED:
+            raise UserError(f"{name} is not supported; leave it out")
+        part = [getattr(part, name) for name in type(part).model_fields]
+    for each in part if isinstance(part, list) else ():
+        _refuse_others(each)

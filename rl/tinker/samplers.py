@@ -1,0 +1,281 @@
+"""Samplers of clients: what they sample from, and which samples are ready."""
+
+import asyncio
+import contextlib
+import itertools
+import math
+import secrets
+import time
+from collections import defaultdict, deque
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from rl.errors import ConfigError, RankLost, RunError, said_by
+from rl.session.concurrency import Signal
+from rl.tinker.errors import BadRequest, UserError
+from rl.tinker.forward_backward import batch_of, target_logprobs
+from rl.tinker.futures import Future
+from rl.tinker.parts import Parts
+from rl.tinker.protocol import (
+    Number,
+    Positive,
+    Prompt,
+    Samples,
+    SamplingParams,
+    Targets,
+    Text,
+    Tops,
+    read,
+)
+from rl.tinker.store import Accepted, Answer, Fact
+from rl.tinker.wire import MEDIA_TYPE, array_of, encode_sample, tensor_from_json, tensor_like
+from rl.types import MIN_TEMPERATURE, Completion, GenerationRequest, Sampling
+
+MAX_WAITING = 16_384
+"""Number of requests that may wait."""
+MAX_TARGETS = 128
+"""Number of ids that a client may have scored at each token of a prompt."""
+CLONE = 10**9
+"""The samples of copy n of a client have numbers from n * CLONE."""
+UNUSED_S = 24 * 3600.0
+"""Time without a sample after which a sampler is forgotten."""
+AGAIN_S = 1.0
+"""Time before a sample whose process was lost is sampled again."""
+LOST = Answer(b"", "lost")
+"""Answer of a sample that a killed process had promised. Its client asks again."""
+
+
+def sample_head(*, sampling_session_id: Text, seq_id: Number, num_samples: Samples = 1) -> None:
+    """Have the fields of a sample without which it cannot be promised."""
+
+
+class Samplers:
+    """Samplers of all clients. ::
+
+    samplers.create("sess-1:sample:0", base_model="tiny", model_path=None)
+    promise = samplers.ask(body)
+    rows, cursor = await samplers.ready_after("sess-1:sample:0", 0, cursor=0, seconds=30)
+    """
+
+    def __init__(self, parts: Parts):
+        self.running = asyncio.Event()
+        """Set while the session runs."""
+        self._parts = parts
+        self._session = parts.session
+        self._store = parts.store
+        self._futures = parts.futures
+        self._ready = defaultdict[tuple[str, int], deque[tuple[int, dict[str, Any]]]](deque)
+        self._cursors = itertools.count(time.time_ns() // 1000)  # later processes have larger ones
+        self._used: dict[str, float] = {}
+        self._changed = Signal()
+
+    async def load(self) -> None:
+        """Note the samples that a process before promised, and that no client has fetched."""
+        for name, seq in await self._store.of_verb("sample"):
+            future = self._futures.open(f"{name}:{seq}", sample_sequence_ids=[])
+            self._settle(future, name, seq, LOST)
+
+    # Samplers.
+
+    def fact(self, name: str) -> Fact:
+        """Return the facts about a sampler. Raises BadRequest if it is unknown."""
+        self._used[name] = time.monotonic()
+        return self._store.get("sampler", name)
+
+    def create(self, name: str, base_model: str, model_path: str | None) -> None:
+        """Add a sampler of a checkpoint, or without one of the base model. A second call does
+        nothing. Raises UserError if there is no such checkpoint.
+        """
+        if name in self._store.facts["sampler"]:
+            return
+        fact = {"base_model": base_model, "model_path": model_path, "folder": ""}
+        if model_path:
+            found = self._parts.checkpoints.find(model_path, "weights", "sampler_weights")
+            fact |= {name: found[name] for name in ("base_model", "folder")}
+        self._store.put("sampler", name, fact)
+
+    def join(self, name: str) -> int:
+        """Return the number of one more client of a sampler."""
+        fact = self.fact(name)
+        count: int = fact.get("clients", 0) + 1
+        self._store.put("sampler", name, fact | {"clients": count})
+        return count
+
+    def expire(self) -> None:
+        """Forget the samplers that were not used for long."""
+        now = time.monotonic()
+        for name in [*self._store.facts["sampler"]]:
+            if self._used.setdefault(name, now) + UNUSED_S < now:
+                self._parts.checkpoints.release(self._store.drop("sampler", name)["folder"])
+                self._store.forget(name)
+                del self._used[name]
+
+    # Samples.
+
+    def ask(self, body: bytes) -> dict[str, Any]:
+        """Return the promise of a sample, or that of the same request before.
+
+        Raises UserError if the request has no sampler or number, BadRequest if too much waits.
+        """
+        name, seq, count = read(sample_head, body, whole=False).values()
+        fact = self.fact(name)
+        id = f"{name}:{seq}"
+        if known := self._futures.get(id):
+            return known.promise
+        if self._futures.pending >= MAX_WAITING:
+            raise BadRequest(429, "too many samples wait; try again later")
+        ids = [f"{id}:{number}" for number in range(count)]
+        future = self._futures.open(id, sample_sequence_ids=ids)
+        self._store.accept(name, Accepted(seq, "sample"))
+        future.task = asyncio.create_task(self._work(future, name, seq, ids, fact, body))
+        return future.promise
+
+    def fetched(self, name: str, seq: int) -> None:
+        """Note that a client has a sample, or knows that it is lost."""
+        if name in self._store.facts["sampler"]:
+            self._store.forget(name, seq)
+
+    async def ready_after(
+        self, name: str, client: int, *, cursor: int, seconds: float
+    ) -> tuple[list[dict[str, Any]], int]:
+        """Return the samples of a client that were ready after ``cursor``, and the new cursor.
+
+        Waits up to ``seconds`` for one. Forgets the order of those before.
+        """
+        self.fact(name)
+        ready = self._ready[name, client]
+        while ready and ready[0][0] <= cursor:
+            ready.popleft()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._changed.until(lambda: ready)
+        return [row for _, row in ready], ready[-1][0] if ready else cursor
+
+    async def _work(
+        self, future: Future, name: str, seq: int, ids: list[str], fact: Fact, body: bytes
+    ) -> None:
+        try:
+            content = await self._sample(ids, fact, **read(self._sample, body))
+            answer = Answer(content, MEDIA_TYPE)
+        except (UserError, ConfigError) as error:
+            answer = Answer.failure(str(error), "user")
+        except asyncio.CancelledError:
+            answer = Answer.failure("the sample was cancelled", "user")
+        except Exception as error:  # the server goes on
+            answer = Answer.failure(said_by(error), "server")
+        self._settle(future, name, seq, answer)
+
+    def _settle(self, future: Future, name: str, seq: int, answer: Answer) -> None:
+        self._futures.settle(future, answer)
+        row: dict[str, Any] = {"request_id": f"{name}:{seq}", "state": "failed"}
+        if answer.media == MEDIA_TYPE:
+            size = len(answer.content)
+            row |= {"state": "finished", "response_payload_uncompressed_size": size}
+        self._ready[name, seq // CLONE].append((next(self._cursors), row))
+        self._changed.notify()
+
+    async def _sample(
+        self,
+        ids: list[str],
+        fact: Fact,
+        *,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
+        num_samples: Samples = 1,
+        prompt_logprobs: bool = False,
+        topk_prompt_logprobs: Tops = 0,
+        topk_sample_logprobs: Tops = 0,
+        target_prompt_logprobs: Targets | None = None,
+        prompt_alt_tokens_k: Literal[0] = 0,
+        prompt_logprobs_last_n: Positive | None = None,
+        record_stability_info: bool = False,
+    ) -> bytes:
+        tokens = [token for chunk in prompt.chunks for token in chunk.tokens]
+        sampling = replace(
+            self._sampling(sampling_params, tokens), top_logprobs=topk_sample_logprobs
+        )
+        scored = prompt_logprobs or topk_prompt_logprobs > 0
+        first = replace(sampling, prompt_logprobs=topk_prompt_logprobs if scored else None)
+        given = sampling_params.seed
+        seed = secrets.randbits(62) if given is None else given
+        requests = [
+            GenerationRequest(
+                request_id=id,
+                prompt_tokens=tokens,
+                seed=(seed + number) % 2**63,
+                sampling=sampling if number else first,
+            )
+            for number, id in enumerate(ids)
+        ]
+        completions = await self._complete(requests, fact)
+        hidden = max(1, len(tokens) - (prompt_logprobs_last_n or len(tokens)))
+        scores = [math.nan] * hidden + (completions[0].prompt_logprobs or [])[hidden:]
+        likely = [dict[int, float]()] * hidden + (completions[0].prompt_top or [])[hidden:]
+        targets = target_prompt_logprobs
+        return encode_sample(
+            completions,
+            top=topk_sample_logprobs,
+            prompt_logprobs=scores if prompt_logprobs else None,
+            prompt_top=likely if topk_prompt_logprobs else None,
+            prompt_k=topk_prompt_logprobs,
+            target_logprobs=targets and await self._score(targets, tokens, self._weights(fact)),
+        )
+
+    def _sampling(self, given: SamplingParams, prompt: list[int]) -> Sampling:
+        """Return the parameters of a sample. Raises UserError if they cannot work."""
+        longest, size = self._session.config.longest_sequence, self._parts.limits.vocab_size
+        if not 1 <= len(prompt) < longest or max(prompt) >= size:
+            limits = f"1 to {longest - 1} tokens, each below {size}"
+            raise UserError(f"the prompt has {len(prompt)} tokens; it must have {limits}")
+        if 0 < given.temperature < MIN_TEMPERATURE:
+            raise UserError(f"temperature must be 0 or at least {MIN_TEMPERATURE}")
+        stops = [given.stop] if isinstance(given.stop, str) else given.stop
+        tokens = self._parts.stop_token_ids if stops is None else ()
+        return Sampling(
+            max_tokens=min(given.max_tokens or longest, longest - len(prompt)),
+            temperature=given.temperature,
+            top_p=given.top_p,
+            top_k=max(given.top_k, 0),
+            stop_token_ids=(*tokens, *(each for each in stops or () if isinstance(each, int))),
+            stop=tuple(each for each in stops or () if isinstance(each, str)),
+        )
+
+    def _weights(self, fact: Fact) -> Path | str:
+        """Return the folder of a sampler's weights now, or "base"."""
+        live = fact.get("model") and self._store.facts["model"][fact["model"]]["live"]
+        folder = live or fact["folder"]
+        return Path(folder) if folder else "base"
+
+    async def _complete(self, requests: list[GenerationRequest], fact: Fact) -> list[Completion]:
+        while True:
+            await self.running.wait()
+            weights = self._weights(fact)
+            try:
+                return await self._session.sample(requests, weights=weights)
+            except RankLost:  # the session starts it again
+                await asyncio.sleep(AGAIN_S)
+            except RunError:
+                if weights == self._weights(fact):  # otherwise newer ones have replaced them
+                    raise
+            except asyncio.CancelledError:
+                await self._session.abort(*(each.request_id for each in requests))
+                raise
+
+    async def _score(self, given: Targets, prompt: list[int], weights: Path | str) -> Any:
+        """Return the log-probs of the ids that a client names at each token but the first."""
+        message = tensor_from_json(given.model_dump())
+        limit = MAX_TARGETS * len(prompt)
+        wanted = array_of(message, "target_prompt_logprobs", limit=limit, fill=-1)
+        if wanted.ndim != 2 or len(wanted) != len(prompt) - 1:
+            raise UserError(f"target_prompt_logprobs must have {len(prompt) - 1} rows")
+        if wanted.min(initial=0) < -1 or wanted.max(initial=0) >= self._parts.limits.vocab_size:
+            raise UserError(
+                f"target_prompt_logprobs must be below {self._parts.limits.vocab_size}, or -1"
+            )
+        batch = batch_of([np.array(prompt[:-1])], [wanted])
+        outputs = await self._session.forward(batch, weights=weights)
+        (found,) = target_logprobs(outputs, [wanted])
+        return tensor_like(message, found)

@@ -1,0 +1,202 @@
+"""Durable memory of a server: facts by kind and name, and a journal of requests with answers."""
+
+import asyncio
+import json
+import sqlite3
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rl.errors import said_by
+from rl.session.concurrency import Signal
+from rl.tinker.errors import BadRequest
+
+TABLES = """
+PRAGMA locking_mode = EXCLUSIVE; PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL;
+CREATE TABLE IF NOT EXISTS facts (kind TEXT, name TEXT, fact TEXT, PRIMARY KEY (kind, name));
+CREATE TABLE IF NOT EXISTS requests (owner TEXT, seq INTEGER, verb TEXT, body BLOB, answer BLOB,
+    media TEXT, PRIMARY KEY (owner, seq));
+"""
+KINDS = ("session", "model", "sampler", "checkpoint", "loss")
+MAX_FACTS = 100_000
+"""Maximum number of facts of a kind."""
+KEPT = 4096
+"""Number of latest answers of a model that are kept."""
+RETRY_S = 1.0
+"""Time between attempts to write to a disk that is full or lost."""
+
+Fact = dict[str, Any]
+
+
+class Accepted(NamedTuple):
+    """Request of a model or sampler as it was accepted."""
+
+    seq: int
+    verb: str
+    body: bytes = b""
+
+
+class Answer(NamedTuple):
+    """Result of a request, in the form in which a client gets it."""
+
+    content: bytes
+    media: str = "application/json"
+
+    @classmethod
+    def of(cls, **fields: Any) -> "Answer":
+        """Return a JSON object."""
+        return cls(json.dumps(fields).encode())
+
+    @classmethod
+    def failure(cls, error: str, category: str) -> "Answer":
+        """Return the error of a request; ``category`` is ``user`` or ``server``."""
+        return cls.of(error=error, category=category)
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether the request failed."""
+        return self.content.startswith(b'{"error"')
+
+
+class Store:
+    """SQLite database of a server. ::
+
+        store = Store(folder / "server.db", events.warn)
+        store.put("session", "sess-1", {"display_name": "mine"})
+        store.accept("sess-1:train:0", Accepted(1, "optim_step", body))
+        await store.flush()     # all of this is on disk, or nothing of it
+
+    - Calls that change something return at once. They take effect in their order. Those that no
+      ``await`` separates take effect together. ``flush`` waits until they are on disk.
+    - ``facts`` has the facts of each kind by name. Change them by ``put`` and ``drop`` alone.
+    - A write that fails is tried again; ``flush`` waits meanwhile.
+    """
+
+    def __init__(self, path: Path, warn: Callable[[str], object]):
+        self._warn = warn
+        self._waiting: list[tuple[str, tuple[Any, ...]]] = []
+        self._asked = self._written = 0  # numbers of statements
+        self._changed = Signal()
+        self._writing: asyncio.Task[None] | None = None
+        self._thread = ThreadPoolExecutor(1, "store")
+        self._database = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        self._database.executescript(TABLES)
+        self.facts: dict[str, dict[str, Fact]] = {kind: {} for kind in KINDS}
+        for kind, name, fact in self._database.execute("SELECT kind, name, fact FROM facts"):
+            self.facts[kind][name] = json.loads(fact)
+
+    def get(self, kind: str, name: str) -> Fact:
+        """Return a fact. Raises BadRequest if it is unknown."""
+        if name not in self.facts[kind]:
+            raise BadRequest(404, f"there is no {kind} {name!r}")
+        return self.facts[kind][name]
+
+    # Changes.
+
+    def put(self, kind: str, name: str, fact: Fact) -> None:
+        """Set a fact, which is JSON. Raises BadRequest if there are too many."""
+        if name not in self.facts[kind] and len(self.facts[kind]) >= MAX_FACTS:
+            raise BadRequest(429, f"the server has {MAX_FACTS} facts of kind {kind}, the maximum")
+        self.facts[kind][name] = fact
+        self._write("INSERT OR REPLACE INTO facts VALUES (?, ?, ?)", kind, name, json.dumps(fact))
+
+    def drop(self, kind: str, name: str) -> Fact:
+        """Forget a fact; return it."""
+        self._write("DELETE FROM facts WHERE kind = ? AND name = ?", kind, name)
+        return self.facts[kind].pop(name)
+
+    def accept(self, owner: str, request: Accepted) -> None:
+        """Note a request of the model or sampler ``owner``."""
+        sql = "INSERT OR REPLACE INTO requests VALUES (?, ?, ?, ?, NULL, NULL)"
+        self._write(sql, owner, *request)
+
+    def answer(self, owner: str, seq: int, answer: Answer, *, keep: bool = False) -> None:
+        """Note the answer to a request. Drop its body unless ``keep`` is set, and an old answer."""
+        sql = (
+            "UPDATE requests SET answer = ?, media = ?, body = iif(?, body, NULL) "
+            "WHERE owner = ? AND seq = ?"
+        )
+        self._write(sql, *answer, keep, owner, seq)
+        sql = "DELETE FROM requests WHERE owner = ? AND seq = ? AND body IS NULL"
+        self._write(sql, owner, seq - KEPT)
+
+    def forget(self, owner: str, seq: int | None = None) -> None:
+        """Forget one request, or without ``seq`` all, of ``owner``."""
+        sql = "DELETE FROM requests WHERE owner = ? AND seq = coalesce(?, seq)"
+        self._write(sql, owner, seq)
+
+    def cut(self, owner: str, seq: int) -> None:
+        """Drop the bodies of the requests up to ``seq``, and all but their latest answers."""
+        self._write("UPDATE requests SET body = NULL WHERE owner = ? AND seq <= ?", owner, seq)
+        self._write("DELETE FROM requests WHERE owner = ? AND seq <= ?", owner, seq - KEPT)
+
+    def _write(self, sql: str, *values: Any) -> None:
+        self._waiting.append((sql, values))
+        self._asked += 1
+        if self._writing is None:
+            self._writing = asyncio.get_running_loop().create_task(self._drain())
+
+    async def _drain(self) -> None:
+        while batch := self._waiting:
+            self._waiting = []
+            while error := await self._in_thread(self._commit, batch):
+                self._warn(f"the server's database cannot be written: {error}; trying again")
+                await asyncio.sleep(RETRY_S)
+            self._written += len(batch)
+            self._changed.notify()
+        self._writing = None
+
+    def _commit(self, batch: list[tuple[str, tuple[Any, ...]]]) -> str:
+        """Write a batch in one transaction; return the error that prevents it, if any."""
+        try:
+            with self._database:
+                self._database.execute("BEGIN")
+                for statement in batch:
+                    self._database.execute(*statement)
+        except sqlite3.OperationalError as error:
+            return said_by(error)
+        return ""
+
+    async def flush(self) -> None:
+        """Wait until all changes before this call are on disk."""
+        asked = self._asked
+        await self._changed.until(lambda: self._written >= asked)
+
+    # Reading.
+
+    async def answered(self, owner: str, seq: int) -> Answer | None:
+        """Return the answer to a request; None if the request is unknown or has none yet."""
+        sql = "SELECT answer, media FROM requests WHERE owner = ? AND seq = ? AND media NOT NULL"
+        rows = await self._select(sql, owner, seq)
+        return Answer(*rows[0]) if rows else None
+
+    async def progress(self, owner: str) -> int:
+        """Return the number of the request after the last one that has an answer."""
+        sql = "SELECT coalesce(max(seq), -1) FROM requests WHERE owner = ? AND media NOT NULL"
+        return (await self._select(sql, owner))[0][0] + 1
+
+    async def journal(self, owner: str, first: int, end: int = 2**62) -> list[Accepted]:
+        """Return the requests ``first`` to ``end`` - 1 that have a body, in order."""
+        sql = (
+            "SELECT seq, verb, body FROM requests WHERE owner = ? AND seq >= ? AND seq < ? "
+            "AND body NOT NULL ORDER BY seq"
+        )
+        return [Accepted(*row) for row in await self._select(sql, owner, first, end)]
+
+    async def of_verb(self, verb: str) -> list[tuple[str, int]]:
+        """Return owner and number of all requests of a verb."""
+        return await self._select("SELECT owner, seq FROM requests WHERE verb = ?", verb)
+
+    async def _select(self, sql: str, *values: Any) -> list[Any]:
+        await self.flush()
+        return await self._in_thread(lambda: self._database.execute(sql, values).fetchall())
+
+    async def _in_thread(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, call, *arguments)
+
+    async def close(self) -> None:
+        """Write what waits, and close the database."""
+        await self.flush()
+        await self._in_thread(self._database.close)

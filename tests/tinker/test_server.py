@@ -1,0 +1,135 @@
+"""A server does what a client asks once, in order, whatever happens to requests and processes."""
+
+import asyncio
+import itertools
+
+import pytest
+
+from rl.tinker import models
+from tests.tinker.bodies import answer_of
+from tests.tinker.clients import Running, Training, awaited, shortened
+from tests.tinker.toy import ToySession
+
+
+def steps_of(session):
+    """Return the calls of a session that changed weights."""
+    return [call for call in session.calls if call[0] in ("forward_backward", "optim_step")]
+
+
+@awaited
+async def test_requests_run_in_the_order_of_their_numbers_and_once(tmp_path):
+    async with Running(tmp_path / "a") as running, Running(tmp_path / "b") as other:
+        expected = await other.train()
+        for tokens in ((1, 2, 3), (4, 5)):
+            await expected.done(await expected.backward(*tokens))
+        await expected.done(await expected.step())
+        client = await running.train()
+        bodies = [client.data(1, 2, 3, seq=1), client.data(4, 5, seq=2)]
+        kind = {"content-type": "application/x-protobuf"}
+        late = await client.step(seq=3)
+        last = await running.ask("forward_backward", bodies[1], **kind)
+        again = await running.ask("forward_backward", bodies[1], **kind)
+        assert again == last
+        await asyncio.sleep(0.02)
+        assert steps_of(running.session) == []
+        await running.ask("forward_backward", bodies[0], **kind)
+        for promise in (late, last):
+            await client.done(promise)
+        repeated = await running.ask("forward_backward", bodies[0], **kind)
+        assert answer_of(await client.done(repeated))[1] == {"loss:sum": 4.0}
+        assert [call[0] for call in steps_of(running.session)] == [
+            *("forward_backward", "forward_backward", "optim_step")
+        ]
+        client.numbers = itertools.count(4)
+        assert await client.weights() == await expected.weights()
+
+
+@awaited
+async def test_a_request_that_never_comes_is_given_up_and_said(tmp_path):
+    with shortened(models, GAP_S=0.05):
+        async with Running(tmp_path) as running:
+            client = await running.train()
+            promise = await client.step(seq=3)
+            assert "metrics" in await client.done(promise)
+            for seq in (1, 2):
+                lost = await client.done(await client.step(seq=seq))
+                assert lost["category"] == "user" and "did not come" in lost["error"]
+            assert len(steps_of(running.session)) == 1
+        async with Running(tmp_path, running.session) as running:
+            client.running = running
+            assert "did not come" in (await client.done(await client.step(seq=2)))["error"]
+            assert "metrics" in await client.done(await client.step(seq=4))
+
+
+@awaited
+async def test_models_take_turns_and_do_not_mix(tmp_path):
+    async with Running(tmp_path / "a") as apart:
+        expected = []
+        for number in range(2):
+            client = await apart.train(number)
+            await work(client, 6)
+            expected.append(await client.weights())
+    async with Running(tmp_path / "b") as together:
+        clients = [await together.train(number) for number in range(2)]
+        await asyncio.gather(*(work(client, 6) for client in clients))
+        assert [await client.weights() for client in clients] == expected
+    order = [call[1] for call in steps_of(together.session) if call[0] == "optim_step"]
+    switches = sum(a != b for a, b in itertools.pairwise(order))
+    assert switches > 4
+
+
+async def work(client: Training, steps: int) -> None:
+    """Train for some steps, with requests in flight together."""
+    promises = []
+    for step in range(steps):
+        promises.append(await client.backward(1, 2 + step))
+        promises.append(await client.backward(3, 4 + step))
+        promises.append(await client.step(lr=step + 1.0))
+    for promise in promises:
+        answer = await client.done(promise)
+        assert isinstance(answer, bytes) or "error" not in answer
+
+
+@pytest.mark.parametrize("state_every", [1, 3, 1000])
+@pytest.mark.parametrize("seed", range(4))
+@awaited
+async def test_acknowledged_requests_survive_kills_and_happen_once(tmp_path, state_every, seed):
+    """Kills of the server and of the trainer, anywhere in a training: the weights and the results
+    are those of one without.
+    """
+    async with Running(tmp_path / "calm") as running:
+        client = await running.train()
+        await work(client, 8)
+        expected = await client.weights()
+    folder = tmp_path / "killed"
+    session = ToySession(pause=0.002, seed=seed)
+    running = await Running(folder, session, state_every=state_every).__aenter__()
+    client = await running.train()
+    promises = []
+    for step in range(8):
+        for call in (
+            client.backward(1, 2 + step),
+            client.call("save_weights", path=f"within-{step}"),
+            client.backward(3, 4 + step),
+            client.step(lr=step + 1.0),
+        ):
+            promises.append(await call)
+        await asyncio.sleep(0.001 * ((seed + step) % 3))
+        if step % 3 == seed % 3:
+            await running.kill()
+            session = ToySession(pause=0.002, seed=seed + step)
+            running = await Running(folder, session, state_every=state_every).__aenter__()
+            client.running = running
+        elif step % 3 == (seed + 1) % 3:
+            session.kill()
+    for number, promise in enumerate(promises):
+        answer = await client.done(promise)
+        step, place = divmod(number, 4)
+        if place in (0, 2):
+            assert isinstance(answer, bytes)
+        elif place == 1:
+            assert answer["path"].endswith(f"/within-{step}")
+        else:
+            assert answer["metrics"]["trainer/grad_norm"] == step + 1
+    assert await client.weights() == expected
+    await running.__aexit__()

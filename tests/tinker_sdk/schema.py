@@ -9,18 +9,13 @@ import json
 import pkgutil
 from pathlib import Path
 
-import pydantic
-import tinker
-from tinker.proto import tinker_public_pb2
-
-ROOT = Path(tinker.__file__).parent
 VERBS = {"get", "post", "put", "patch", "delete"}
 
 
-def routes() -> list[str]:
+def routes(root: Path) -> list[str]:
     """Return each route of the SDK's clients, as in ``GET /api/v1/samplers/{}``."""
     found = set()
-    for path in sorted(ROOT.rglob("*.py")):
+    for path in sorted(root.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
                 continue
@@ -39,9 +34,8 @@ def template(node: ast.expr) -> str:
     return "".join(str(each.value) if isinstance(each, ast.Constant) else "{}" for each in parts)
 
 
-def messages() -> dict[str, list[str]]:
-    """Return the fields of each protobuf message, and the values of each enum."""
-    file = tinker_public_pb2.DESCRIPTOR
+def messages(file) -> dict[str, list[str]]:
+    """Return the fields of each message of a protobuf file, and the values of each enum."""
     found = {name: fields(message) for name, message in file.message_types_by_name.items()}
     for name, enum in file.enum_types_by_name.items():
         found[name] = [f"{value.number} {value.name}" for value in enum.values]
@@ -62,10 +56,12 @@ def fields(message) -> list[str]:
     return found
 
 
-def bodies() -> dict[str, list[str]]:
+def bodies(root: Path) -> dict[str, list[str]]:
     """Return the fields of each class of bodies; ``*`` marks those without a default."""
+    import pydantic
+
     found: dict[str, set[str]] = {}
-    for module in pkgutil.walk_packages([str(ROOT / "types")], "tinker.types."):
+    for module in pkgutil.walk_packages([str(root / "types")], "tinker.types."):
         for kind in vars(importlib.import_module(module.name)).values():
             if not isinstance(kind, type) or not kind.__module__.startswith("tinker"):
                 continue
@@ -81,11 +77,15 @@ def bodies() -> dict[str, list[str]]:
 
 
 def main() -> None:
+    import tinker
+    from tinker.proto import tinker_public_pb2
+
+    root = Path(tinker.__file__).parent
     schema = {
         "version": tinker.__version__,
-        "routes": routes(),
-        "messages": messages(),
-        "bodies": bodies(),
+        "routes": routes(root),
+        "messages": messages(tinker_public_pb2.DESCRIPTOR),
+        "bodies": bodies(root),
     }
     print(json.dumps(schema))
 

@@ -195,13 +195,14 @@ def prepare(folder: Path) -> None:
 @contextmanager
 def served(folder: Path) -> Iterator[str]:
     """Yield the URL of a server of the model in ``folder``, which ends with the block."""
-    arguments = ["--config", "serve_tiny", "--model.hf_path", str(folder / CHAT), "--port", "0"]
-    command = [sys.executable, "-m", "rl.serve", *arguments, "--names", *NAMES]
+    arguments = ["--config", "serve_tiny", "--model.hf_path", folder / CHAT, "--port", "0"]
+    command = [sys.executable, "-m", "rl.serve", *arguments, "--output-dir", folder / "server"]
+    shutil.rmtree(folder / "server", ignore_errors=True)
     output = folder / "server.log"
     with output.open("w") as file:
         server = subprocess.Popen(command, stdout=file)
     try:
-        while not (ready := re.search(r"^serving .* (http://[^/]+)", output.read_text(), re.M)):
+        while not (ready := re.search(r"^serving .* (http://\S+)$", output.read_text(), re.M)):
             if server.poll() is not None:
                 raise SystemExit(f"the server ended with exit code {server.returncode}")
             time.sleep(0.1)

@@ -17,6 +17,7 @@ from tests.e2e.configs import BLOCK
 from tests.e2e.runs import PATIENCE_S, TIMEOUT_S, TINY, Run, words
 from tests.tiny_tokenizers import make_model
 
+READY = r"^serving .* (http://[^/\s]+)(/v1)?$"
 MESSAGES = [{"role": "user", "content": "How many apples are left?"}]
 
 
@@ -71,7 +72,7 @@ class Server:
 
     def __enter__(self):
         deadline = time.monotonic() + TIMEOUT_S
-        while not (ready := re.search(r"^serving .* (\S+)/v1$", self._output(), re.MULTILINE)):
+        while not (ready := re.search(READY, self._output(), re.MULTILINE)):
             if self._program.poll() is not None or time.monotonic() > deadline:
                 self.__exit__()
                 raise AssertionError(f"it does not serve: {self._error.read_text()}")

@@ -27,6 +27,5 @@ def served(recipes, tmp_path_factory):
     folder = tmp_path_factory.mktemp("tinker")
     recipes.prepare(folder)
     config = ["--config", "serve_tiny", "--model.hf_path", str(folder / recipes.CHAT)]
-    options = ["--output-dir", str(folder / "run"), "--names", *recipes.NAMES]
-    with Server(folder, *config, *options) as server:
+    with Server(folder, *config, "--output-dir", str(folder / "run")) as server:
         yield SimpleNamespace(url=server.url, folder=folder)

@@ -46,13 +46,14 @@ RECIPE_S = 600.0
 SUFFIX = " Provide a numerical answer without units, written inside \\boxed{}."
 
 
-USUAL = "lora_rank=8 max_steps=2 learning_rate=0.001 behavior_if_log_dir_exists=delete"
-OF_CHAT = f"model_name={CHAT} {USUAL}"
-OF_BASE = f"model_name={BASE} {USUAL}"
+USUAL = "max_steps=2 learning_rate=0.001 behavior_if_log_dir_exists=delete"
+OF_CHAT = f"model_name={CHAT} lora_rank=8 {USUAL}"
+OF_BASE = f"model_name={BASE} lora_rank=8 {USUAL}"
 SAMPLED = "loss_fn=importance_sampling"
 LOOP = f"model_name={BASE} lora_rank=8"
 SL_LOOP = f"sl_loop {LOOP} batch_size=8 learning_rate=0.01"
-GAME = f"{OF_CHAT} renderer_name=qwen3 group_size=2 batch_size=2 max_tokens=8 eval_every=0"
+FEW = "group_size=2 batch_size=2 max_tokens=8 eval_every=0"
+GAME = f"model_name={CHAT} {USUAL} renderer_name=qwen3 {FEW}"
 RECIPES: dict[str, list[str]] = {
     "sl_loop": [SL_LOOP],
     "chain": [  # rl_loop goes on at step 32, with which sl_loop ends
@@ -60,7 +61,9 @@ RECIPES: dict[str, list[str]] = {
         f"rl_loop {LOOP} batch_size=4 group_size=8 max_tokens=32 max_steps=62 learning_rate=0.005 "
         + SAMPLED,
     ],
-    "dpo": [f"preference.dpo.train {OF_BASE} dataset=hhh batch_size=4 max_length=256"],
+    "dpo": [
+        f"preference.dpo.train model_name={BASE} {USUAL} dataset=hhh batch_size=4 max_length=256"
+    ],
     "chat_sl": [f"chat_sl.train {OF_CHAT} dataset=no_robots batch_size=4 max_length=256"],
     "gsm8k": [
         f"math_rl.train {OF_BASE} env=gsm8k groups_per_batch=2 group_size=4 max_tokens=8 {SAMPLED}"
@@ -263,13 +266,13 @@ def metrics_of(folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 def play(names: Sequence[str], python: Path, folder: Path, url: str, more: list[str]) -> bool:
-    """Run the recipes of ``names``; return whether all succeeded."""
+    """Run the recipes of ``names``, a chain until one fails; return whether all succeeded."""
+    succeeded = True
     for name in names:
         shutil.rmtree(folder / "logs" / name, ignore_errors=True)
-        for recipe in RECIPES[name]:
-            if run(recipe, name, python, folder, url, more):
-                return False
-    return True
+        chain = (run(recipe, name, python, folder, url, more) == 0 for recipe in RECIPES[name])
+        succeeded &= all(chain)
+    return succeeded
 
 
 def main() -> None:

@@ -205,7 +205,7 @@ def served(folder: Path) -> Iterator[str]:
     with output.open("w") as file:
         server = subprocess.Popen(command, stdout=file)
     try:
-        while not (ready := re.search(r"^serving .* (http://\S+)$", output.read_text(), re.M)):
+        while not (ready := re.search(r"^serving .* (http://[^/,\s]+)", output.read_text(), re.M)):
             if server.poll() is not None:
                 raise SystemExit(f"the server ended with exit code {server.returncode}")
             time.sleep(0.1)

@@ -17,7 +17,7 @@ from tests.e2e.configs import BLOCK
 from tests.e2e.runs import PATIENCE_S, TIMEOUT_S, TINY, Run, words
 from tests.tiny_tokenizers import make_model
 
-READY = r"^serving .* (http://[^/\s]+)(/v1)?$"
+READY = r"^serving .* (http://[^/,\s]+)"
 MESSAGES = [{"role": "user", "content": "How many apples are left?"}]
 
 

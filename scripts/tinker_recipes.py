@@ -51,14 +51,14 @@ OF_CHAT = f"model_name={CHAT} lora_rank=8 {USUAL}"
 OF_BASE = f"model_name={BASE} lora_rank=8 {USUAL}"
 SAMPLED = "loss_fn=importance_sampling"
 LOOP = f"model_name={BASE} lora_rank=8"
-SL_LOOP = f"sl_loop {LOOP} batch_size=8 learning_rate=0.01"
+SL_LOOP = f"sl_loop {LOOP} batch_size=2 learning_rate=0.01"
 FEW = "group_size=2 batch_size=2 max_tokens=8 eval_every=0"
 GAME = f"model_name={CHAT} {USUAL} renderer_name=qwen3 {FEW}"
 RECIPES: dict[str, list[str]] = {
     "sl_loop": [SL_LOOP],
-    "chain": [  # rl_loop goes on at step 32, with which sl_loop ends
+    "chain": [  # rl_loop goes on at step 128, with which sl_loop ends
         SL_LOOP,
-        f"rl_loop {LOOP} batch_size=4 group_size=8 max_tokens=32 max_steps=62 learning_rate=0.005 "
+        f"rl_loop {LOOP} batch_size=4 group_size=8 max_tokens=32 max_steps=158 learning_rate=0.005 "
         + SAMPLED,
     ],
     "dpo": [

@@ -2,11 +2,14 @@
 
 import json
 import re
+from inspect import signature
 from pathlib import Path
 
 from google.protobuf import descriptor_pool
 
 from rl.tinker import app, protocol, schema
+from rl.tinker.models import Models
+from rl.tinker.samplers import Samplers
 from tests.tinker_sdk.schema import messages
 
 SDK = json.loads(Path(__file__).with_name("sdk.json").read_text())
@@ -20,36 +23,42 @@ OF_THE_SERVICE = {
     "PUT /sessions/{}/project",
 }
 """Routes about accounts, bills and projects of Tinker's own service."""
-BODIES = {
+CLASSES = ((app._Handlers, ""), (Models, "_"), (Samplers, "_"))
+"""Classes whose functions read requests, with the begin of the functions' names."""
+FUNCTIONS = {
+    "ClientConfigRequest": ["client_config"],
+    "ClientSessionFinished": ["finish"],
+    "CopyWeightsRequest": ["copy_weights"],
+    "CreateCustomLossRequest": ["create_custom_loss"],
+    "CreateModelRequest": ["create_model"],
+    "CreateSamplingSessionRequest": ["create_sampling_session"],
+    "CreateSessionRequest": ["create_session"],
+    "FutureRetrieveRequest": ["retrieve_future"],
+    "FuturesRetrieveRequest": ["retrieve_futures"],
+    "GetInfoRequest": ["get_info"],
+    "JoinSamplingSessionRequest": ["join_sampling_session"],
+    "LoadWeightsRequest": ["load_weights"],
+    "OptimStepRequest": ["optim_step"],
+    "SampleRequest": ["sample"],
+    "SaveWeightsExternalRequest": ["save_weights_external"],
+    "SaveWeightsForSamplerRequest": ["save_weights_for_sampler"],
+    "SaveWeightsRequest": ["save_weights"],
+    "SessionHeartbeatRequest": ["session_heartbeat"],
+}
+"""Functions of the server that read a request."""
+PARTS = {
     "AdamOptimizerConfig": protocol.Optimizer,
     "AdamParams": protocol.Adam,
-    "ClientConfigRequest": protocol.Client,
-    "ClientSessionFinished": protocol.Finish,
-    "CopyWeightsRequest": protocol.CopyWeights,
-    "CreateCustomLossRequest": protocol.CreateLoss,
-    "CreateModelRequest": protocol.CreateModel,
-    "CreateSamplingSessionRequest": protocol.CreateSampler,
-    "CreateSessionRequest": protocol.CreateSession,
     "CustomLossInput": protocol.LossInput,
-    "EncodedTextChunk": protocol.TextChunk,
-    "FutureRetrieveRequest": protocol.Retrieve,
-    "FuturesRetrieveRequest": protocol.RetrieveMany,
-    "GetInfoRequest": protocol.OfModel,
-    "JoinSamplingSessionRequest": protocol.OfSampler,
-    "LoadWeightsRequest": protocol.LoadWeights,
+    "EncodedTextChunk": protocol.Chunk,
     "LoraConfig": protocol.Lora,
     "ModelInput": protocol.Prompt,
-    "OptimStepRequest": protocol.OptimStep,
-    "SampleRequest": protocol.Sample,
     "SamplingParams": protocol.SamplingParams,
-    "SamplingSessionFuturesTarget": protocol.Target,
-    "SaveWeightsExternalRequest": protocol.SaveExternal,
-    "SaveWeightsForSamplerRequest": protocol.SaveForSampler,
-    "SaveWeightsRequest": protocol.SaveWeights,
-    "SessionHeartbeatRequest": protocol.OfSession,
+    "SamplingSessionFuturesTarget": protocol.Client,
     "TensorData": protocol.Targets,
 }
-OTHER_BODIES = {
+"""Parts of requests."""
+OTHERS = {
     *("ForwardRequest", "ForwardBackwardRequest"),  # they are sent as protobuf
     "TelemetrySendRequest",  # it is accepted unread
     "UnloadModelRequest",  # no client sends it
@@ -60,11 +69,11 @@ ON_THE_WIRE = {"optim_params": {"adam_params", "optimizer_params"}}
 
 
 def test_the_server_has_every_route():
-    paths = (f"{verb} /{path}" for verb, path, *_ in app.ROUTES)
-    own = {re.sub(r"\{[^}]*\}", "{}", path) for path in paths}
+    paths = [f"POST {path}" for path in app.POSTED.split()]
+    paths += [f"{verb} {path}" for verb, path, _ in app.OTHERS]
+    own = {re.sub(r"\{[^}]*\}", "{}", path).replace(" ", " /api/v1/") for path in paths}
     own = {path.replace("/checkpoints/{}/{}", "/checkpoints/{}") for path in own}  # weights/NAME
-    wanted = {path.replace("/api/v1", "") for path in SDK["routes"]}
-    assert wanted - own == OF_THE_SERVICE
+    assert {*SDK["routes"]} - own == {route.replace(" ", " /api/v1") for route in OF_THE_SERVICE}
 
 
 def test_every_message_has_the_fields_of_the_sdk():
@@ -74,12 +83,23 @@ def test_every_message_has_the_fields_of_the_sdk():
     assert messages(pool.FindFileByName(own.name)) == SDK["messages"]
 
 
-def test_every_body_has_the_fields_of_the_sdk():
+def arguments(names):
+    """Return the fields that the functions of the server with these names read."""
+    places = [(kind, mark + name) for name in names for kind, mark in CLASSES]
+    found = [getattr(kind, name) for kind, name in places if hasattr(kind, name)]
+    assert found, names
+    given = (each for function in found for each in signature(function).parameters.values())
+    return {each.name for each in given if each.kind is each.KEYWORD_ONLY}
+
+
+def test_every_field_of_a_request_is_read_or_changes_nothing():
     requests = {name for name in SDK["bodies"] if name.endswith("Request")}
-    assert requests - BODIES.keys() == OTHER_BODIES
+    assert requests - FUNCTIONS.keys() == OTHERS
+    read = {name: arguments(own) for name, own in FUNCTIONS.items()}
+    read |= {name: {*part.model_fields} for name, part in PARTS.items()}
     missing = set()
-    for name, body in BODIES.items():
+    for name, own in read.items():
         sent = {each.removesuffix("*") for each in SDK["bodies"][name]}
         sent = {each for field in sent for each in ON_THE_WIRE.get(field, {field})}
-        missing |= {f"{name}.{each}" for each in sent - body.model_fields.keys()}
+        missing |= {f"{name}.{each}" for each in sent - own - protocol.IGNORED}
     assert missing == set()

@@ -191,8 +191,8 @@ BREAKS = (
     # session
     Break(
         "rl/session/push.py",
-        "await self._changed.until(self._may_change)",
-        "pass",
+        "await self._changed.until(self._may_change)\n            self._is_changing",
+        "self._is_changing",
         "session/test_push.py trainers/test_loop.py",
     ),
     Break(

@@ -84,19 +84,19 @@ class ToySession:
     @asynccontextmanager
     async def running(self):
         own = asyncio.current_task()
+        strikes = []
         is_over = False
 
         def end(_):
             if not is_over:
-                own.cancel()
+                strikes.append(own.cancel())
 
         self._lost.add_done_callback(end)
         try:
             yield
         except asyncio.CancelledError:
-            if not self._lost.done():
+            if not strikes or own.uncancel():  # the server ends
                 raise
-            own.uncancel()
             raise self._failure() from None
         finally:
             is_over = True

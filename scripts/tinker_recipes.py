@@ -138,7 +138,7 @@ def data_sets() -> dict[str, tuple[str, list[dict[str, Any]], list[dict[str, Any
     Conversations answer 4 or 7 to the questions of gsm8k, where 4 is right: a policy that learned
     from them has a reward that can rise.
     """
-    questions = [f"Ann has 2 apples and gets 2 in {year}. How many has she?" for year in range(400)]
+    questions = [f"Ann has 2 apples and gets 2 in {year}. How many has she?" for year in range(640)]
     chats = [
         {"prompt": each, **chat(each + SUFFIX, f"\\boxed{{{4 if number % 2 else 7}}}")}
         for number, each in enumerate(questions[:256])

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import tinker_work as work
+
+import rl
 from configs.serve_tiny import serve_tiny
 from rl.config.serve import ServeConfig
 from rl.tinker.forward_backward import batch_of
 from rl.tinker.losses import TinkerLoss
-
-import rl
 
 
 def served() -> ServeConfig:

@@ -193,6 +193,7 @@ class WeightPush:
             if self.arrived >= version:
                 return self.arrived
             version, source = self.published, self._published
+            connection = self._connections
             behind = [each for each in self._generators if each.version != version]
             with self.watch.span("push"):
                 if self._rolling:
@@ -206,9 +207,10 @@ class WeightPush:
                         *(unless_lost(each, self._pull(each, version)) for each in behind)
                     )
             self.metrics["timing/push_pause"] = max(filter(None, pauses), default=0.0)
-            self.arrived = version
-            self.held = source
-            self._changed.notify()
+            if self._connections == connection:  # versions began anew otherwise
+                self.arrived = version
+                self.held = source
+                self._changed.notify()
             return version
 
     async def settle(self) -> None:

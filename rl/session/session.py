@@ -342,6 +342,11 @@ class Session(Models):
         if role == "trainer":
             self._recovery.progressed()
 
+    async def save_state(self, folder: Path, *, adapter: str | None = None) -> None:
+        """Write a state into ``folder``: see :meth:`Models.save_state`."""
+        await super().save_state(folder, adapter=adapter)
+        self._recovery.progressed()
+
     @property
     def restarts(self) -> dict[str, int]:
         """Number of times that meshes were started again."""

@@ -1,10 +1,13 @@
 """A lost mesh is started again; an exception, and a loss too many, end the session."""
 
+import asyncio
+
 import pytest
 
 from rl.errors import ActorFailure, RankLost, RunError
 from rl.observe.events import Events
 from rl.session.recovery import Recovery
+from tests.session.test_folder import Group, session_of
 
 
 def failure(kind: str, actor: str) -> ActorFailure:
@@ -48,3 +51,24 @@ def test_an_exception_of_an_actor_is_final(generator):
     with pytest.raises(ActorFailure) as found:
         Recovery(9, Events()).survive(raised, "again", generator=generator)
     assert found.value is raised
+
+
+class Saving(Group):
+    """A trainer that saves what it is told to."""
+
+    async def call(self, endpoint, *args):
+        assert endpoint in ("save_checkpoint", "save_state")
+
+
+@pytest.mark.parametrize("save", ["save", "save_state"])
+def test_a_session_that_saves_survives_more_losses(save):
+    session = session_of(Saving())
+    lost = failure("died", "trainer")
+
+    async def lose_often():
+        for number in range(session.config.max_restarts + 1):
+            session.recover(lost)
+            await getattr(session, save)(number if save == "save" else session.folder / "state")
+        await session.stop()
+
+    asyncio.run(lose_often())

@@ -28,7 +28,7 @@ def serve_tiny() -> ServeConfig:
             n_kv_heads=2,
             head_dim=32,
             hidden_dim=192,
-            max_seq_len=1024,
+            max_seq_len=4096,
             tie_embeddings=False,
         ),
         trainer=TrainerConfig(

@@ -44,6 +44,12 @@ TEMPLATE = (
 )
 RECIPE_S = 600.0
 SUFFIX = " Provide a numerical answer without units, written inside \\boxed{}."
+EXAMPLE = (
+    f"How many r's are in strawberry?{SUFFIX}\n\nAssistant: Let's spell the word out and number "
+    "all the letters: 1) s 2) t 3) r 4) a 5) w 6) b 7) e 8) r 9) r 10) y. We have r's at "
+    "positions 3, 8, and 9. \\boxed{3}\n\nUser: "
+)
+"""Begin of each prompt of rl_loop, as its renderer writes it."""
 
 
 USUAL = "max_steps=2 learning_rate=0.001 behavior_if_log_dir_exists=delete"
@@ -56,15 +62,15 @@ FEW = "group_size=2 batch_size=2 max_tokens=8 eval_every=0"
 GAME = f"model_name={CHAT} {USUAL} renderer_name=qwen3 {FEW}"
 RECIPES: dict[str, list[str]] = {
     "sl_loop": [SL_LOOP],
-    "chain": [  # rl_loop goes on at step 128, with which sl_loop ends
+    "chain": [  # rl_loop goes on at step 320, with which sl_loop ends
         SL_LOOP,
-        f"rl_loop {LOOP} batch_size=4 group_size=8 max_tokens=32 max_steps=158 learning_rate=0.005 "
-        + SAMPLED,
+        f"rl_loop {LOOP} batch_size=4 group_size=8 max_tokens=32 max_steps=350 {SAMPLED}"
+        " learning_rate=0.0005",
     ],
     "dpo": [
         f"preference.dpo.train model_name={BASE} {USUAL} dataset=hhh batch_size=4 max_length=256"
     ],
-    "chat_sl": [f"chat_sl.train {OF_CHAT} dataset=no_robots batch_size=4 max_length=256"],
+    "chat_sl": [f"chat_sl.train {OF_CHAT} dataset=no_robots batch_size=4 max_length=1024"],
     "gsm8k": [
         f"math_rl.train {OF_BASE} env=gsm8k groups_per_batch=2 group_size=4 max_tokens=8 {SAMPLED}"
     ],
@@ -138,10 +144,12 @@ def data_sets() -> dict[str, tuple[str, list[dict[str, Any]], list[dict[str, Any
     Conversations answer 4 or 7 to the questions of gsm8k, where 4 is right: a policy that learned
     from them has a reward that can rise.
     """
-    questions = [f"Ann has 2 apples and gets 2 in {year}. How many has she?" for year in range(640)]
+    questions = [
+        f"Ann has 2 apples and gets 2 in {year}. How many has she?" for year in range(1500)
+    ]
     chats = [
-        {"prompt": each, **chat(each + SUFFIX, f"\\boxed{{{4 if number % 2 else 7}}}")}
-        for number, each in enumerate(questions[:256])
+        {"prompt": each, **chat(EXAMPLE + each + SUFFIX, f"\\boxed{{{4 if number % 2 else 7}}}")}
+        for number, each in enumerate(questions[:640])
     ]
     sums = [{"question": each, "answer": "2 + 2 = 4\n#### 4"} for each in questions]
     pairs = [

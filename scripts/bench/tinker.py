@@ -44,6 +44,16 @@ def sdk_python(folder: Path | None) -> Path:
     return Path(subprocess.check_output(command, text=True).strip())
 
 
+def write_served(folder: Path) -> None:
+    """Write the model, with a tokenizer that has the eos_token that a server needs."""
+    from transformers import PreTrainedTokenizerFast
+
+    write_model(folder, MODEL)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(0)
+    tokenizer.save_pretrained(folder)
+
+
 @contextmanager
 def served(model: Path, folder: Path) -> Iterator[str]:
     """Yield the URL of a server of ``model``, which ends with the block."""
@@ -131,7 +141,7 @@ def main() -> None:
     rounds = []
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder, "model")
-        write_model(model, MODEL)
+        write_served(model)
         for number in range(arguments.rounds):
             sides = run_session(model, arguments.steps), run_server(python, model, arguments.steps)
             losses = [each["loss"] for each in sides]

@@ -19,7 +19,9 @@ import tinker_work as work
 
 def main(url: str, steps: int) -> None:
     service = tinker.ServiceClient(base_url=url)
-    training = service.create_lora_training_client(work.NAME, rank=work.RANK, seed=0).result()
+    training = service.create_lora_training_client(
+        work.NAME, rank=work.RANK, seed=0, train_unembed=False
+    ).result()
     rows = [work.tokens(f"datum/{number}", work.TOKENS) for number in range(work.DATUMS)]
     data = [
         types.Datum(

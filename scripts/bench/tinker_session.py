@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import tinker_work as work
+from torchtitan.components.lora import LoRAConverter
 
 import rl
 from configs.serve_tiny import serve_tiny
@@ -25,6 +26,7 @@ def served() -> ServeConfig:
     config = serve_tiny()
     config.model = rl.ModelConfig(max_seq_len=work.MODEL["max_seq_len"])
     config.names = (work.NAME,)
+    config.trainer.lora = LoRAConverter.Config(rank=work.RANK)  # the output head is tied
     return config
 
 
@@ -43,7 +45,8 @@ async def measured(folder: Path, steps: int) -> dict[str, object]:
     loss = TinkerLoss.Config(name="cross_entropy")
     adam = {"lr": work.LEARNING_RATE, "betas": (0.9, 0.95), "eps": 1e-12, "weight_decay": 0.0}
     async with rl.Session(config.session()) as session:
-        await session.create_adapter("one", rl.AdapterConfig(rank=work.RANK, seed=0))
+        adapter = rl.AdapterConfig(rank=work.RANK, seed=0, unembedding=False)
+        await session.create_adapter("one", adapter)
         seconds = []
         for _ in range(steps):
             begin = time.perf_counter()

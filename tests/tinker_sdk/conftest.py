@@ -17,8 +17,11 @@ def recipes():
 
 @pytest.fixture(scope="session")
 def sdk(recipes):
-    """The interpreter of the SDK's environment."""
-    return recipes.tinker_python()
+    """The interpreter of the SDK's environment, which is made from the package index."""
+    try:
+        return recipes.tinker_python()
+    except SystemExit as error:
+        pytest.skip(f"NOT RUN: {error}")
 
 
 @pytest.fixture(scope="session")

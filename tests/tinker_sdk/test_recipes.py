@@ -26,7 +26,7 @@ def test_supervised_training_lowers_the_loss_and_reinforcement_learning_raises_t
     assert recipes.play(["chain"], sdk, served.folder, served.url, [])
     rows = recipes.metrics_of(served.folder, "chain")
     losses = [row["train_mean_nll"] for row in rows if "train_mean_nll" in row]
-    assert len(losses) == 128
+    assert len(losses) == 320
     assert losses[-1] < 0.05 * losses[0]
     rewards = [row["reward/total"] for row in rows if "reward/total" in row]
     assert len(rewards) == 30

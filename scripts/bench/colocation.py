@@ -64,11 +64,11 @@ class Local:
     async def stop(self) -> None:
         pass
 
-    async def forward(self, batch: Batch, *, temperature: float) -> Any:
+    async def forward(self, batch: Batch, *, temperature: float, source: None) -> Any:
         return self._usage.noted(self.engine.forward(batch, temperature=temperature))
 
     async def forward_backward(
-        self, batch: Batch, loss: Any, *, temperature: float, weight: float
+        self, batch: Batch, loss: Any, *, temperature: float, weight: float, adapter: None
     ) -> Any:
         return self._usage.noted(
             self.engine.forward_backward(

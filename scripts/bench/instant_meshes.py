@@ -58,6 +58,7 @@ class Trainer(Mesh):
     """Trainer whose weights are its version."""
 
     loaded = None
+    loads = 0
 
     def __init__(self, marks: Marks):
         self.marks = marks
@@ -69,17 +70,15 @@ class Trainer(Mesh):
     async def open_publishers(self, transfer: Any) -> list[Any]:
         return ["address"] * RANKS
 
-    async def push_weights(self) -> list[Sent]:
+    async def push_weights(self, version: int, source: None) -> list[Sent]:
         await asyncio.sleep(0)
         return [Sent(0, 0)] * RANKS
 
-    async def forward(self, batch: Batch, *, temperature: float) -> dict[str, torch.Tensor]:
+    async def forward(self, batch: Batch, **_: Any) -> dict[str, torch.Tensor]:
         await asyncio.sleep(0)
         return {"logprobs": torch.full(batch.tokens.shape, -1.0)}
 
-    async def forward_backward(
-        self, batch: Batch, loss: Any, *, temperature: float, weight: float
-    ) -> tuple[dict, Metrics]:
+    async def forward_backward(self, batch: Batch, loss: Any, **_: Any) -> tuple[dict, Metrics]:
         await asyncio.sleep(0)
         return {}, Metrics({})
 
@@ -102,7 +101,7 @@ class Trainer(Mesh):
         """Serialize the message of each rank."""
         self.message_bytes = sum(len(pickle.dumps((step, state))) for _ in range(RANKS)) // RANKS
 
-    async def weight_digests(self, dtype: torch.dtype | None = None) -> list[dict]:
+    async def weight_digests(self, *_: Any) -> list[dict]:
         return [{("w", Box.whole((1,))): self.version}]
 
     async def export_hf(self, folder: str) -> None:

@@ -17,6 +17,7 @@ class Group:
     name = "trainer"
     ranks = 1
     version = 0
+    loads = 0
 
     def __init__(self, *, fails: bool = False):
         self.is_running = False

@@ -7,10 +7,10 @@ index that pip is configured for. The SDK and the cookbook are unmodified. They 
 beside Tiller, whose versions of other packages differ.
 """
 
-import os
-import subprocess
 import sys
 from pathlib import Path
+
+from package_env import environment_python
 
 TINKER_ENV = Path("~/.cache/tiller-bench/tinker")
 PINNED = (
@@ -24,37 +24,11 @@ PINNED = (
 )
 COOKBOOK = "tinker-cookbook==0.6.1"
 """Its own requirements name a package that indexes lack and that two of its renderers import."""
-UV = "uv==0.13.8"
 
 
 def tinker_python(folder: Path = TINKER_ENV) -> Path:
-    """Return the interpreter of the environment. Make the environment if it is missing or has other
-    packages than PINNED and COOKBOOK.
-
-    Raises SystemExit with the installer's output if that fails.
-    """
-    folder = folder.expanduser()
-    python = folder / "bin" / "python"
-    stamp = folder / "stamp"
-    wanted = "\n".join([*PINNED, COOKBOOK])
-    if stamp.exists() and stamp.read_text() == wanted:
-        return python
-    print(f"installing {PINNED[0]} and {COOKBOOK} into {folder}", file=sys.stderr, flush=True)
-    links = os.environ.get("PIP_FIND_LINKS", "").split()  # uv does not read pip's settings
-    where = [word for link in links for word in ("--find-links", link)] or ["--torch-backend=cpu"]
-    install = [folder / "bin" / "uv", "pip", "install", "--quiet", "--python", python, *where]
-    for command in (
-        [sys.executable, "-m", "venv", "--clear", folder],
-        [python, "-m", "pip", "install", "--quiet", UV],
-        [*install, *PINNED],
-        [*install, "--no-deps", COOKBOOK],
-    ):
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            said = f"{done.stdout}{done.stderr}"
-            raise SystemExit(f"{said}the SDK of Tinker could not be installed into {folder}")
-    stamp.write_text(wanted)
-    return python
+    """Return the interpreter of the environment: see package_env.py."""
+    return environment_python(folder, PINNED, alone=[COOKBOOK], name="the SDK of Tinker")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -204,14 +204,11 @@ def prepare(folder: Path) -> None:
 
 
 @contextmanager
-def served(folder: Path) -> Iterator[str]:
-    """Yield the URL of a server of the model in ``folder``, which ends with the block."""
-    arguments = ["--config", "serve_tiny", "--model.hf_path", folder / CHAT, "--port", "0"]
-    command = [sys.executable, "-m", "rl.serve", *arguments, "--output-dir", folder / "server"]
-    shutil.rmtree(folder / "server", ignore_errors=True)
-    output = folder / "server.log"
+def serving(options: Sequence[str | Path], output: Path, **variables: str) -> Iterator[str]:
+    """Yield the URL of a server of ``options``, which ends with the block. ``output`` is a file."""
+    command = [sys.executable, "-m", "rl.serve", *options, "--port", "0"]
     with output.open("w") as file:
-        server = subprocess.Popen(command, stdout=file)
+        server = subprocess.Popen(command, stdout=file, env=os.environ | variables)
     try:
         while not (ready := re.search(r"^serving .* (http://[^/,\s]+)", output.read_text(), re.M)):
             if server.poll() is not None:
@@ -221,6 +218,13 @@ def served(folder: Path) -> Iterator[str]:
     finally:
         server.terminate()
         server.wait()
+
+
+def served(folder: Path) -> AbstractContextManager[str]:
+    """Return a context with the URL of a server of the model in ``folder``: see ``serving``."""
+    shutil.rmtree(folder / "server", ignore_errors=True)
+    options = ["--config", "serve_tiny", "--model.hf_path", folder / CHAT]
+    return serving([*options, "--output-dir", folder / "server"], folder / "server.log")
 
 
 def run(recipe: str, name: str, python: Path, folder: Path, url: str, more: list[str]) -> int:

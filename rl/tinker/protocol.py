@@ -29,7 +29,7 @@ Number = Annotated[int, Field(ge=0, le=2**53)]
 Positive = Annotated[int, Field(ge=1, le=2**53)]
 Metadata = Annotated[dict[Text, Any], Field(max_length=100)] | None
 Seconds = Annotated[int, Field(ge=3600, le=10 * 366 * 86400)] | None
-"""Lifetime of a checkpoint; None for ever."""
+"""Lifetime of a checkpoint; None if it does not expire."""
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 Tops = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 Samples = Annotated[int, Field(ge=1, le=1024)]

@@ -36,6 +36,9 @@ from grpo_work import MODEL, NEW_TOKENS, PROMPTS, SAMPLES
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
+sys.path.append(str(ROOT / "scripts"))
+from package_env import environment_python  # noqa: E402
+
 TRL_ENV = Path("~/.cache/tiller-bench/trl")
 PINNED = (
     "trl==1.16.0",
@@ -44,7 +47,6 @@ PINNED = (
     "accelerate==1.15.0",
     "datasets==5.2.0",
 )
-UV = "uv==0.13.8"
 WARM_UP = 5
 TIMEOUT_S = 1800.0
 CORES = os.cpu_count() or 1
@@ -58,30 +60,8 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "DO_NOT_TRACK": "
 
 
 def trl_python(folder: Path) -> Path:
-    """Return the interpreter of TRL's environment. Make the environment if it is missing or has
-    other packages than PINNED.
-
-    Raises SystemExit with the installer's output if that fails.
-    """
-    python = folder / "bin" / "python"
-    stamp = folder / "stamp"
-    if stamp.exists() and stamp.read_text() == "\n".join(PINNED):
-        return python
-    print(f"installing {PINNED[0]} into {folder}", flush=True)
-    links = os.environ.get("PIP_FIND_LINKS", "").split()  # uv does not read pip's settings
-    where = [word for link in links for word in ("--find-links", link)] or ["--torch-backend=cpu"]
-    for command in (
-        [sys.executable, "-m", "venv", "--clear", folder],
-        [python, "-m", "pip", "install", "--quiet", UV],
-        [folder / "bin" / "uv", "pip", "install", "--quiet", "--python", python, *where, *PINNED],
-    ):
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise SystemExit(
-                f"{done.stdout}{done.stderr}against_trl: TRL could not be installed into {folder}"
-            )
-    stamp.write_text("\n".join(PINNED))
-    return python
+    """Return the interpreter of TRL's environment: see package_env.py."""
+    return environment_python(folder, PINNED, name="against_trl: TRL")
 
 
 def write_model(folder: Path, fields: dict[str, Any] = MODEL) -> None:

@@ -16,32 +16,26 @@ import argparse
 import json
 import math
 import os
-import re
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from against_trl import write_model
-from tinker_work import MODEL
-
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
+sys.path.append(str(ROOT / "scripts"))
+
+from against_trl import write_model  # noqa: E402
+from tinker_env import TINKER_ENV, tinker_python  # noqa: E402
+from tinker_recipes import serving  # noqa: E402
+from tinker_work import MODEL  # noqa: E402
+
 WARM_UP = 5
 TIMEOUT_S = 900.0
 LOSS = 1e-4
 """Largest relative difference of the last losses of both sides."""
-
-
-def sdk_python(folder: Path | None) -> Path:
-    """Return the interpreter of the SDK's environment, which is made if it is missing."""
-    command = [sys.executable, ROOT / "scripts/tinker_env.py", *([folder] if folder else [])]
-    return Path(subprocess.check_output(command, text=True).strip())
 
 
 def write_served(folder: Path) -> None:
@@ -54,30 +48,15 @@ def write_served(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-@contextmanager
-def served(model: Path, folder: Path) -> Iterator[str]:
-    """Yield the URL of a server of ``model``, which ends with the block."""
-    options = ["--model.hf_path", model, "--port", "0", "--output-dir", folder / "run"]
-    command = [sys.executable, "-m", "rl.serve", "--config", "tinker_session.served", *options]
-    output = folder / "server.log"
-    with output.open("w") as file:
-        server = subprocess.Popen(command, stdout=file, env=_variables())
-    try:
-        while not (ready := re.search(r"^serving .* (http://[^/,\s]+)", output.read_text(), re.M)):
-            if server.poll() is not None:
-                raise SystemExit(f"tinker: the server ended with exit code {server.returncode}")
-            time.sleep(0.1)
-        yield ready[1]
-    finally:
-        server.terminate()
-        server.wait()
-
-
 def run_server(python: Path, model: Path, steps: int) -> dict[str, Any]:
     """Return the measurements of the SDK's client."""
-    with tempfile.TemporaryDirectory() as folder, served(model, Path(folder)) as url:
-        variables = {"TINKER_API_KEY": "tml-local", "TINKER_TELEMETRY": "0", "PYTHONPATH": ""}
-        return _run([python, "-P", HERE / "tinker_client.py", url, str(steps)], **variables)
+    variables = {"TINKER_API_KEY": "tml-local", "TINKER_TELEMETRY": "0", "PYTHONPATH": ""}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        options = ["--config", "tinker_session.served", "--model.hf_path", model]
+        options += ["--output-dir", folder / "run"]
+        with serving(options, folder / "server.log", **_variables()) as url:
+            return _run([python, "-P", HERE / "tinker_client.py", url, str(steps)], **variables)
 
 
 def run_session(model: Path, steps: int) -> dict[str, Any]:
@@ -130,14 +109,14 @@ def main() -> None:
     parser.add_argument(
         "--steps", type=int, default=25, help=f"of each turn, {WARM_UP} of them to warm up"
     )
-    parser.add_argument("--tinker-env", type=Path, help="the SDK's environment")
+    parser.add_argument("--tinker-env", type=Path, default=TINKER_ENV, help="the SDK's environment")
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object as the last line"
     )
     arguments = parser.parse_args()
     if arguments.steps <= WARM_UP:
         parser.error(f"--steps: {arguments.steps} leaves none after the {WARM_UP} to warm up")
-    python = sdk_python(arguments.tinker_env)
+    python = tinker_python(arguments.tinker_env)
     rounds = []
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder, "model")

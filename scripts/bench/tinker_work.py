@@ -1,9 +1,11 @@
 """The work that a client of the Tinker SDK and a session both do.
 
-Both sides read this file, in separate environments, so it imports nothing.
+Both sides read this file, in separate environments, so it imports only what imports nothing.
 """
 
 import random
+
+import grpo_work
 
 DATUMS = 16
 TOKENS = 128
@@ -16,17 +18,7 @@ SAMPLES = 8
 PROMPT_TOKENS = 16
 NEW_TOKENS = 16
 NAME = "bench/model"
-MODEL = {
-    "vocab_size": 512,
-    "dim": 256,
-    "n_layers": 4,
-    "n_heads": 4,
-    "n_kv_heads": 2,
-    "head_dim": 64,
-    "hidden_dim": 768,
-    "max_seq_len": TOKENS,
-}
-"""3.3 million parameters, as fields of rl.model.shape.ModelConfig."""
+MODEL = grpo_work.MODEL | {"max_seq_len": TOKENS}
 
 
 def tokens(name: str, count: int) -> list[int]:

@@ -10,7 +10,7 @@ from tests.loops import in_a_loop
 
 
 class Push:
-    """The weights that generators hold, as names. It asserts that nobody samples meanwhile."""
+    """The weights that generators hold, as names. It asserts that no block samples meanwhile."""
 
     def __init__(self):
         self.held = None

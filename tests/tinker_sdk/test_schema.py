@@ -4,6 +4,7 @@
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,7 @@ def test_the_recorded_schema_is_that_of_the_installed_sdk(sdk):
 
 
 if __name__ == "__main__":
-    from scripts.tinker_env import tinker_python
+    sys.path.append(str(Path(__file__).parents[2] / "scripts"))
+    from tinker_env import tinker_python
 
     RECORDED.write_text(written(installed(tinker_python())))

@@ -18,6 +18,7 @@ from torchtitan.models.qwen3 import Qwen3Model
 
 from rl.compat import titan
 from rl.model.experts import ClampedExperts, Experts
+from rl.model.router import Router
 from rl.model.shape import ModelShape
 
 T = TypeVar("T")
@@ -171,8 +172,8 @@ def in_all_layers(of_one: Mapping[str, T], layers: int) -> dict[str, T]:
 
 
 def _with_tiller_experts(moe: MoE.Config, shape: ModelShape) -> MoE.Config:
-    """Return ``moe`` with Tiller's experts and without a balancing bias, which would change the
-    policy outside of the gradient.
+    """Return ``moe`` with Tiller's experts and router, and without a balancing bias, which would
+    change the policy outside of the gradient.
     """
     fields = _fields(moe.routed_experts.inner_experts)
     if shape.swiglu is None:
@@ -185,7 +186,8 @@ def _with_tiller_experts(moe: MoE.Config, shape: ModelShape) -> MoE.Config:
         own = {"param_init": drawn, "slope": slope, "bound": bound}
         experts = ClampedExperts.Config(**fields | own)
     routed = dataclasses.replace(moe.routed_experts, inner_experts=experts)
-    return dataclasses.replace(moe, load_balance_coeff=None, routed_experts=routed)
+    router = Router.Config(**_fields(moe.router))
+    return dataclasses.replace(moe, load_balance_coeff=None, routed_experts=routed, router=router)
 
 
 def _fields(config: Any) -> dict[str, Any]:

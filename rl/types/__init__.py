@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
+from rl.types.routed_experts import RoutedExperts
 from rl.types.sampling_mask import SamplingMask
 
 if TYPE_CHECKING:
@@ -139,6 +140,9 @@ class Completion:
     top_logprobs: list[dict[int, float]] | None = None
     prompt_logprobs: list[float] | None = None
     prompt_top: list[dict[int, float]] | None = None
+    experts: RoutedExperts | None = None
+    """Experts of the prompt's tokens and of the sampled ones; None if the generator records none.
+    A sampled token's next one was drawn from the output of these."""
 
     @classmethod
     def written(cls, tokens: list[int]) -> "Completion":
@@ -234,6 +238,8 @@ class Sequence:
     """int32 [T], the policy version that sampled the token."""
     sampling_mask: SamplingMask | None = None
     """Ids that each token was sampled from; None if all were sampled from the whole vocabulary."""
+    experts: RoutedExperts | None = None
+    """Experts that computed each token in the generator; None if none were recorded."""
 
     @classmethod
     def of(cls, given: abc.Sequence[int], completion: Completion) -> "Sequence":
@@ -255,6 +261,7 @@ class Sequence:
             logprobs=logprobs,
             versions=versions,
             sampling_mask=mask,
+            experts=completion.experts,
         )
 
     def __len__(self) -> int:
@@ -264,6 +271,7 @@ class Sequence:
         return (
             isinstance(other, Sequence)
             and self.sampling_mask == other.sampling_mask
+            and self.experts == other.experts
             and all(
                 np.array_equal(getattr(self, name), getattr(other, name))
                 for name in ("tokens", "sampled", "logprobs", "versions")
@@ -361,6 +369,8 @@ class Batch:
 
     The output ``logprobs`` has the shape of the targets, and so may columns. Sequences with targets
     share no prompts."""
+    experts: RoutedExperts | None = None
+    """Experts that computed each token as an input in the generator; None if none were recorded."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -410,6 +420,7 @@ class Batch:
             reduction=self.reduction,
             denominators=None if self.denominators is None else self.denominators[chosen],
             targets=None if self.targets is None else self.targets[index],
+            experts=None if self.experts is None else self.experts.select(index.numpy()),
         )
 
 

@@ -1,0 +1,56 @@
+"""Router of a layer's experts, shared by trainer and generator."""
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+from torchtitan.models.common.moe import TokenChoiceTopKRouter
+
+
+class Router(TokenChoiceTopKRouter):
+    """torchtitan's router, which can be told the experts of each token.
+
+    Weights of given experts are computed from the router's own scores, so that the gradient flows
+    through the router (arXiv:2510.11370).
+    """
+
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class Config(TokenChoiceTopKRouter.Config):
+        pass
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self.given: torch.Tensor | None = None
+        """Experts of the cells of the next forward pass, int64 [B, L, K]. -1 means that the router
+        chooses. None means that the router chooses for all cells."""
+        self.on_choice: Callable[[torch.Tensor, torch.Tensor], None] | None = None
+        """Function of the experts that the router itself prefers, int64 [B, L, K], and of its
+        scores, float32 [B, L, E], called in each forward pass."""
+
+    def forward(
+        self, x_BLD: torch.Tensor, expert_bias_E: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return weights and ids of the experts of each token, [B, L, K], and all scores
+        [B, L, E].
+        """
+        weights, chosen, scores = super().forward(x_BLD, expert_bias_E)
+        if self.on_choice is not None:
+            self.on_choice(chosen, scores)
+        if self.given is None:
+            return weights, chosen, scores
+        given = _placed_like(self.given, chosen)
+        chosen = torch.where(given < 0, chosen, given)
+        weights = scores.gather(-1, chosen)
+        if self.route_norm:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return weights * self.route_scale, chosen, scores
+
+
+def _placed_like(whole: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return ``whole``, which each rank has, sharded as ``other``."""
+    if not isinstance(other, DTensor):
+        return whole
+    mesh = other.device_mesh
+    replicated = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return replicated.redistribute(placements=other.placements)

@@ -135,7 +135,8 @@ def _serve_clients(
 
     async def serve(session: "Session") -> None:
         events = Events(print_warnings, print_notes)
-        server = Server(config, session, owner.folder, events, stop_token_ids=stops)
+        more = {"decode": dialect.tokenizer.decode} if dialect else {}
+        server = Server(config, session, owner.folder, events, stop_token_ids=stops, **more)
         sampling = Sampling(max_tokens=server.longest)
         gateway = None
         if dialect:
@@ -144,8 +145,8 @@ def _serve_clients(
             )
         async with background(server.run()):
             await server.samplers.running.wait()
-            more = routes_of(server, key)
-            async with serving(gateway, host=host, port=port, key=key, more=more) as url:
+            routes = routes_of(server, key)
+            async with serving(gateway, host=host, port=port, key=key, more=routes) as url:
                 names = ", ".join(server.names)
                 print(
                     f"serving {names}: to Tinker's SDK on {url}, to OpenAI's on {url}/v1",

@@ -54,10 +54,12 @@ FLAGS = {
     "fwdbwd_max_chunk_len": 1024,
     "fwdbwd_max_chunk_bytes_count": 5_000_000,
     "sample_use_retrieve_futures": True,
+    "sample_dispatch_bytes_semaphore_size": 16 * 1024,
     "custom_loss_server_side": True,
     "sample_join_sampling_session": True,
 }
-"""Ways of the SDK, which the server chooses."""
+"""Ways of the SDK, which the server chooses. The size of samples that are sent at once bounds the
+number of connections."""
 POSTED = """client/config client/dynamic_config telemetry create_session session_heartbeat
     create_model get_info forward_backward create_custom_loss optim_step load_weights save_weights
     save_weights_for_sampler save_weights_external weights_info copy_weights

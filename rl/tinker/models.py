@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from rl.errors import ConfigError, RankLost, said_by
+from rl.errors import ConfigError, RankLost, RunError, said_by
 from rl.observe.events import finite
 from rl.session.concurrency import Signal
 from rl.tinker.checkpoints import until
@@ -162,20 +162,21 @@ class Models:
                 await self._take_turn(model)
 
     async def _take_turn(self, model: Model) -> None:
-        await self._bring(model)
         for _ in range(TURN):
             if not model.is_ready:
                 break
+            await self._bring(model)
             request, future = model.waiting[model.next_seq]
             answer = await self._result(model, request)
             del model.waiting[request.seq]
             self._bytes -= len(request.body)
             model.next_seq += 1
             keep = request.verb in REPLAYED and request.seq > self._fact(model)["state_seq"]
+            keep = keep and not (request.verb == "load_weights" and answer.is_failure)
             self._store.answer(model.id, request.seq, answer, keep=keep)
             self._parts.futures.settle(future, answer)
             if request.verb == "optim_step":
-                self._record(model, request.seq, answer)
+                await asyncio.to_thread(self._record, model, request.seq, answer)
                 break
         if model.steps >= self._parts.state_every:
             await self._write_state(model)
@@ -237,6 +238,10 @@ class Models:
         """Have the trainer forget the adapter of a model, whose state is on disk then."""
         if model.changed > self._fact(model)["state_seq"]:
             await self._write_state(model)
+        await self._forget(model)
+
+    async def _forget(self, model: Model) -> None:
+        """Have the trainer forget the adapter of a model. The next use brings it again."""
         del self._here[model.id]
         if model.id in self._session.adapters:
             await self._session.drop_adapter(model.id)
@@ -253,12 +258,13 @@ class Models:
         return folder
 
     def _record(self, model: Model, seq: int, answer: Answer) -> None:
-        """Add a line to the metrics of a model, which ``rl.view`` shows."""
+        """Write the metrics and samples of a step, which ``rl.view`` shows."""
         folder = self._parts.folder / model.id
         folder.mkdir(parents=True, exist_ok=True)
         row = {"step": seq, **json.loads(answer.content).get("metrics", {})}
         with open(folder / "metrics.jsonl", "a") as file:
             file.write(json.dumps(row) + "\n")
+        self._parts.samples.write(model.id, seq)
 
     # Verbs.
 
@@ -287,7 +293,12 @@ class Models:
         )
         if ours != theirs:
             raise UserError(f"{path} has another kind of adapter than the model")
-        await self._session.load_state(Path(found["folder"]), adapter=model.id, optimizer=optimizer)
+        folder = Path(found["folder"])
+        try:
+            await self._session.load_state(folder, adapter=model.id, optimizer=optimizer)
+        except RunError:  # a part may be loaded
+            await self._forget(model)
+            raise
         model.changed = request.seq
         await self._write_state(model)  # the checkpoint may be deleted
         return Answer.of(path=path, model_id=model.id, type="load_weights")
@@ -371,6 +382,7 @@ class Models:
         """Add a sampler of the weights in ``folder``, or of the newest ones that are live."""
         fact = self._fact(model)
         sampler = {"base_model": fact["base_model"], "model_path": None, "folder": folder}
+        sampler["run"] = model.id
         if is_live:
             self._set(model, live=folder)
             self._checkpoints.release(fact["live"])

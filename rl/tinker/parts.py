@@ -8,6 +8,7 @@ from rl.session.session import Session
 from rl.tinker.checkpoints import Checkpoints
 from rl.tinker.forward_backward import Limits
 from rl.tinker.futures import Futures
+from rl.tinker.samples import Samples
 from rl.tinker.store import Store
 
 
@@ -22,7 +23,8 @@ class Parts:
     events: Events
     limits: Limits
     folder: Path
-    """Folder of the metrics of models."""
+    """Folder of the metrics and samples of models."""
+    samples: Samples
     state_every: int
     """Number of optimizer steps between states of a model."""
     stop_token_ids: tuple[int, ...]

@@ -40,6 +40,8 @@ MAX_TARGETS = 128
 """Number of ids that a client may have scored at each token of a prompt."""
 CLONE = 10**9
 """The samples of copy n of a client have numbers from n * CLONE."""
+ROWS = 64
+"""Number of finished samples that a client is told of at once, for it fetches them at once."""
 UNUSED_S = 24 * 3600.0
 """Time without a sample after which a sampler is forgotten."""
 AGAIN_S = 1.0
@@ -95,6 +97,7 @@ class Samplers:
         if model_path:
             found = self._parts.checkpoints.find(model_path, "weights", "sampler_weights")
             fact |= {name: found[name] for name in ("base_model", "folder")}
+            fact["run"] = found["model"]
         self._store.put("sampler", name, fact)
 
     def join(self, name: str) -> int:
@@ -152,7 +155,8 @@ class Samplers:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._changed.until(lambda: ready)
-        return [row for _, row in ready], ready[-1][0] if ready else cursor
+        rows = [*itertools.islice(ready, ROWS)]
+        return [row for _, row in rows], rows[-1][0] if rows else cursor
 
     async def _work(
         self, future: Future, name: str, seq: int, ids: list[str], fact: Fact, body: bytes
@@ -211,6 +215,8 @@ class Samplers:
             for number, id in enumerate(ids)
         ]
         completions = await self._complete(requests, fact)
+        if run := fact.get("run"):
+            self._parts.samples.add(run, tokens, completions)
         hidden = max(1, len(tokens) - (prompt_logprobs_last_n or len(tokens)))
         scores = [math.nan] * hidden + (completions[0].prompt_logprobs or [])[hidden:]
         likely = [dict[int, float]()] * hidden + (completions[0].prompt_top or [])[hidden:]

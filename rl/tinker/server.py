@@ -1,6 +1,7 @@
 """A server's parts, and its life: the session runs, and what was lost starts again."""
 
 import asyncio
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rl.config.serve import ServeConfig
@@ -15,6 +16,7 @@ from rl.tinker.futures import Futures
 from rl.tinker.models import Models
 from rl.tinker.parts import Parts
 from rl.tinker.samplers import Samplers
+from rl.tinker.samples import Samples
 from rl.tinker.store import Store
 
 EXPIRE_S = 60.0
@@ -40,7 +42,9 @@ class Server:
         events: Events,
         *,
         stop_token_ids: tuple[int, ...] = (),
+        decode: Callable[[Sequence[int]], str] = str,
     ):
+        """``decode`` makes tokens a text for people. By default the text has the numbers."""
         self.names = [*config.offered()]
         self.longest = session.config.longest_sequence
         size = shape_of(config.model).vocab_size
@@ -54,6 +58,7 @@ class Server:
             events=events,
             limits=Limits(vocab_size=size, max_tokens=most, stand_ins=config.stand_ins),
             folder=folder / "models",
+            samples=Samples(folder / "models", decode),
             state_every=config.state_every,
             stop_token_ids=stop_token_ids,
         )

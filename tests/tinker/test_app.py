@@ -3,11 +3,13 @@
 import asyncio
 import json
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from rl.tinker import app, samplers
+from rl.observe.rollout_files import read_rollouts
+from rl.tinker import app, samplers, samples
 from rl.tinker.graph import Graph
 from tests.tinker.bodies import request
 from tests.tinker.clients import BASE, PROTO, Running, awaited, sample_of, shortened
@@ -253,6 +255,47 @@ async def test_a_model_from_a_state_goes_on_as_the_first_one_or_with_a_new_optim
         await other.done(await other.backward(3, 4))
         await other.done(await other.step())
         assert await client.weights() == await other.weights()
+
+
+@awaited
+async def test_a_damaged_checkpoint_changes_no_model(tmp_path):
+    """Pending gradients are a part of the model."""
+    async with Running(tmp_path) as running:
+        client, other = await running.train(0), await running.train(1)
+        path = (await client.done(await client.call("save_weights", path="kept")))["path"]
+        kept = Path(running.server.parts.checkpoints.find(path)["folder"], "state.json")
+        whole = kept.read_text()
+        for each in (client, other):
+            await each.done(await each.backward(3, 4))
+        kept.unlink()
+        refused = await client.done(await client.call("load_weights", path=path, optimizer=True))
+        assert refused["category"] == "server" and "damaged" in refused["error"]
+        kept.write_text(whole)
+        for each in (client, other):
+            await each.done(await each.step())
+        before = await client.weights()
+        assert before == await other.weights()
+    async with Running(tmp_path, running.session) as running:
+        client.running = running
+        assert await client.weights() == before
+
+
+@awaited
+async def test_samples_of_a_step_are_recorded(tmp_path):
+    async with Running(tmp_path) as running:
+        client = await running.train()
+        path = (await client.done(await client.call("save_weights_for_sampler", path="a")))["path"]
+        sampler = await sampler_of(running, client.session, model_path=path)
+        drawn = [await sample(running, sampler, seq, num_samples=40) for seq in (1, 2)]
+        await sample(running, await sampler_of(running, client.session, 1))
+        for _ in range(2):
+            await client.done(await client.step())
+    ((chunk,),) = [
+        read_rollouts(file) for file in tmp_path.glob("models/*/rollouts/step-*.parquet")
+    ]
+    tokens = [each.sequences[0].tokens[5:].tolist() for each in chunk.rollouts]
+    assert tokens == [each for response in drawn for each in tokens_of(response)][: samples.MOST]
+    assert {each.prompt.text for each in chunk.rollouts} == {"[3, 4, 5, 6, 7]"}
 
 
 @awaited

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from rl.errors import RankLost
+from rl.errors import RankLost, RunError
 from rl.metrics import Metrics, Value
 from rl.tinker.losses import SUM
 from rl.types import Completion
@@ -152,6 +152,9 @@ class ToySession:
 
     async def load_state(self, folder, *, adapter, optimizer=True):
         await self._work("load_state", adapter)
+        self._all[adapter] = Adapter("mixed")
+        if not Path(folder, "state.json").exists():
+            raise RunError(f"{folder} is damaged")
         found = Adapter(**json.loads((Path(folder) / "state.json").read_text()))
         self._all[adapter] = found if optimizer else Adapter(found.weights)
 

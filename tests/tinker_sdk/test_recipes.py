@@ -1,24 +1,32 @@
 """Unmodified recipes of the cookbook run to their end against a server of a tiny model."""
 
+import os
+
 import pytest
 
-pytestmark = pytest.mark.long
 RECIPES = (
     *("arithmetic", "chat_sl", "distillation", "dpo", "gsm8k", "guess_number", "multi_teacher"),
     *("sdft", "shorter", "twenty_questions"),
 )
+IN_CI = ("arithmetic", "chat_sl")
+"""Recipes that run for each change, if the SDK can be installed."""
+SHORT = IN_CI if os.environ.get("CI") else ()
 
 
 def test_every_recipe_of_the_script_is_run(recipes):
     assert {*RECIPES} == recipes.RECIPES.keys() - {"sl_loop", "chain"}
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    "name",
+    [each if each in SHORT else pytest.param(each, marks=pytest.mark.long) for each in RECIPES],
+)
 def test_a_recipe_runs_to_its_end(recipes, sdk, served, name):
     assert recipes.play([name], sdk, served.folder, served.url, [])
     assert len(recipes.metrics_of(served.folder, name)) >= 2
 
 
+@pytest.mark.long
 def test_supervised_training_lowers_the_loss_and_reinforcement_learning_raises_the_reward(
     recipes, sdk, served
 ):

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import torch
 
+from rl.types.batch import Batch as Batch
 from rl.types.routed_experts import RoutedExperts
 from rl.types.sampling_mask import SamplingMask
 
@@ -333,95 +333,6 @@ class Rollout:
     def versions(self) -> np.ndarray:
         """Policy versions of all sampled tokens, int32 [sampled_count]."""
         return np.concatenate([each.versions[each.sampled] for each in self.sequences])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """Sequences of unequal length, end to end, with per-token columns.
-
-    ``tokens`` int64 [T], ``lengths`` int64 [N] with sum T, ``loss_weights`` float32 [T] and every
-    column float32 [T]. Entry ``t`` of a column is about *predicting* token ``t``, so the first
-    token of each sequence always has weight 0. Prompt tokens have weight 0 too.
-    """
-
-    tokens: torch.Tensor
-    lengths: torch.Tensor
-    loss_weights: torch.Tensor
-    columns: dict[str, torch.Tensor] = field(default_factory=dict)
-    rollouts: torch.Tensor | None = None
-    """Index of the rollout of each sequence, int64 [N]; None if each sequence is a rollout."""
-    sampling_mask: SamplingMask | None = None
-    """Ids that each token was sampled from, to which the log-probs of every policy are
-    renormalized; None if all tokens were sampled from the whole vocabulary."""
-    rows: abc.Sequence[int] | None = None
-    """Indices of the sequences in the batch that they were selected from; None for a whole
-    batch."""
-    reduction: str | None = None
-    """Reduction that the loss weights contain: see :func:`rl.algorithms.batch.reduced`. None if
-    they contain none; ``Session.forward_backward`` then applies that of the loss."""
-    denominators: torch.Tensor | None = None
-    """Part of each sequence in the denominator of ``optim_step``, float64 [N]; None for the sum of
-    its loss weights."""
-    targets: torch.Tensor | None = None
-    """Ids whose log-probs are computed in place of those of ``tokens``, int64 [T], or [T, K] for K
-    ids at each token; -1 is no id, with log-prob 0. Entry ``t`` is about the prediction after the
-    tokens before ``t``. None for the tokens themselves.
-
-    The output ``logprobs`` has the shape of the targets, and so may columns. Sequences with targets
-    share no prompts."""
-    experts: RoutedExperts | None = None
-    """Experts that computed each token as an input in the generator; None if none were recorded."""
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    @property
-    def rows_by_rollout(self) -> list[list[int]]:
-        """Indices of the sequences of each rollout, in order."""
-        if self.rollouts is None:
-            return [[row] for row in range(len(self))]
-        rows: dict[int, list[int]] = {}
-        for row, rollout in enumerate(self.rollouts.tolist()):
-            rows.setdefault(rollout, []).append(row)
-        return [*rows.values()]
-
-    def token_index(self, rows: abc.Sequence[int]) -> torch.Tensor:
-        """Return the indices, int64, of all tokens of the given sequences, in the given order."""
-        index = torch.tensor(rows, dtype=torch.int64)
-        starts = (self.lengths.cumsum(0) - self.lengths)[index]
-        lengths = self.lengths[index]
-        owner = torch.repeat_interleave(torch.arange(len(index)), lengths)
-        return torch.arange(len(owner)) + (starts - (lengths.cumsum(0) - lengths))[owner]
-
-    @property
-    def loss_mask(self) -> torch.Tensor:
-        """Mask of tokens with a weight above 0, bool [T]."""
-        return self.loss_weights > 0
-
-    def scatter(self, values: torch.Tensor) -> torch.Tensor:
-        """Return a column with ``values`` for tokens of weight above 0, and 0 for the others."""
-        column = torch.zeros(len(self.tokens))
-        column[self.loss_mask] = values
-        return column
-
-    def select(self, rows: abc.Sequence[int]) -> "Batch":
-        """Return the given sequences, in the given order."""
-        index = self.token_index(rows)
-        chosen = torch.tensor(rows, dtype=torch.int64)
-        mask = self.sampling_mask
-        return Batch(
-            tokens=self.tokens[index],
-            lengths=self.lengths[chosen],
-            loss_weights=self.loss_weights[index],
-            columns={name: values[index] for name, values in self.columns.items()},
-            rollouts=None if self.rollouts is None else self.rollouts[chosen],
-            sampling_mask=None if mask is None else mask.select(index.numpy()),
-            rows=rows,
-            reduction=self.reduction,
-            denominators=None if self.denominators is None else self.denominators[chosen],
-            targets=None if self.targets is None else self.targets[index],
-            experts=None if self.experts is None else self.experts.select(index.numpy()),
-        )
 
 
 def _runs(mask: np.ndarray) -> list[int]:

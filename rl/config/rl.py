@@ -137,6 +137,7 @@ class RLConfig(SamplingRunConfig):
                 parallelism=role.parallelism,
                 checkpoint=replace(checkpoint, folder=name, enable=False),
                 lora=None,
+                router_replay="none",
             )
             models[name] = Role(f"roles.{name}", trainer, role.model, role.head)
         return models
@@ -157,6 +158,7 @@ class RLConfig(SamplingRunConfig):
             optimizer=self.critic.optimizer,
             lr_scheduler=self.critic.lr_scheduler,
             lora=None,  # with a frozen trunk, only the head would learn
+            router_replay="none",
             checkpoint=checkpoint,
         )
 

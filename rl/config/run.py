@@ -180,7 +180,9 @@ class RunConfig:
     def reference_model(self, parallelism: ParallelismConfig) -> Role:
         """Return the initial policy, frozen, in a layout of its own."""
         checkpoint = replace(self.trainer.checkpoint, folder="reference", enable=False)
-        trainer = replace(self.trainer, parallelism=parallelism, checkpoint=checkpoint)
+        trainer = replace(
+            self.trainer, parallelism=parallelism, checkpoint=checkpoint, router_replay="none"
+        )
         return Role("reference", trainer, self.model)
 
     def sampling_run(self) -> "SamplingRunConfig | None":

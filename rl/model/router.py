@@ -1,9 +1,10 @@
 """Router of a layer's experts, shared by trainer and generator."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torchtitan.models.common.moe import TokenChoiceTopKRouter
 
@@ -45,6 +46,20 @@ class Router(TokenChoiceTopKRouter):
         if self.route_norm:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         return weights * self.route_scale, chosen, scores
+
+
+def routers_of(model: nn.Module) -> list[Router]:
+    """Return the routers of the layers of ``model``, in order; none if the model is dense."""
+    return [module for module in model.modules() if isinstance(module, Router)]
+
+
+def give(routers: Sequence[Router], experts: torch.Tensor | None = None) -> None:
+    """Tell ``routers``, one for each layer, the ``experts`` of the next forward pass, integers
+    [B, L, layers, K]; -1 or None lets them choose.
+    """
+    for layer, router in enumerate(routers):
+        # a copy: views of one tensor have offsets, for each of which torch.compile compiles again
+        router.given = None if experts is None else experts[:, :, layer].long()
 
 
 def _placed_like(whole: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

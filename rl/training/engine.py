@@ -16,6 +16,7 @@ from rl.errors import GradientNotFinite
 from rl.host.platform import device_type
 from rl.metrics import Metrics, Value
 from rl.model.host_memory import HostMemory
+from rl.model.router import give, routers_of
 from rl.model.shape import ModelConfig
 from rl.model.shards import Shards
 from rl.training.adapters import Adapters
@@ -84,6 +85,7 @@ class TrainingEngine:
         )
         self.matmul = kernel_in_use() if self.device.type == "cpu" else "cuBLAS"
         """Kernel of float32 matrix products."""
+        self._routers = routers_of(self.model) if config.router_replay == "generator" else []
         # After the model: its initializers draw more on some ranks than on others.
         titan_dist.set_determinism(self.dims, self.device, config.debug, distinct_seed_mesh_dims=[])
         self.optimizers = config.optimizer.build(model_parts=[self.model])
@@ -182,9 +184,8 @@ class TrainingEngine:
         self.work.add(batch.lengths)
         divisor = batch.loss_weights if batch.denominators is None else batch.denominators
         self._weight += float(divisor.sum(dtype=torch.float64))
-        reduced = totals.reduce()
-        self._metrics.append(reduced)
-        return outputs_of(batch, parts), reduced
+        self._metrics.append(totals.reduce())
+        return outputs_of(batch, parts), self._metrics[-1]
 
     @torch.no_grad()
     def optim_step(
@@ -372,14 +373,17 @@ class TrainingEngine:
         for number in range(count):
             rows = planned[number] if number < len(planned) else []
             yield lay_out(batch, rows, limits).to(self.device), number == count - 1
+        give(self._routers)
 
     def _run(self, micro: MicroBatch, temperature: float) -> dict[str, torch.Tensor]:
         """Return the model's outputs for the micro-batch's tokens, float32 [T]."""
         cells = [micro.tokens, micro.targets, micro.positions]
+        cells += [] if micro.experts is None else [micro.experts]
         masks = attention_masks(self.model, micro.positions, trees=self.config.prompt_sharing > 1)
         if self._sequence is not None:
             cells, masks = self._sequence.shard(*cells, masks=masks)
-        tokens, targets, positions = cells
+        tokens, targets, positions, *experts = cells
+        give(self._routers, *experts)
         kept = kept_logits(micro.sampling_mask, self._sequence, self.device)
         given = {"positions": positions, "attention_masks": masks, "temperature": temperature}
         outputs = self.model(tokens, targets, kept=kept, **given)

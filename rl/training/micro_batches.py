@@ -5,10 +5,12 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
+import numpy as np
 import torch
 
 from rl.training.trainer_config import TrainerConfig
 from rl.types import Batch
+from rl.types.routed_experts import RoutedExperts
 from rl.types.sampling_mask import SamplingMask
 
 
@@ -69,6 +71,9 @@ class MicroBatch:
     - ``sequence``: int64 [C], sequence of the micro-batch of each of these tokens.
     - ``sampling_mask``: Ids that the target of each of the B * L cells was sampled from; None for
       all ids.
+    - ``experts``: int16 [B, L, layers, K], recorded experts of the input of each cell, -1 for a
+      cell without a record. Of sequences that share a cell, the first with a record counts. None if
+      the batch has no records.
     - ``loss_weights`` and each of ``columns``: [C], values of these tokens.
     """
 
@@ -83,13 +88,15 @@ class MicroBatch:
     loss_weights: torch.Tensor
     columns: dict[str, torch.Tensor]
     sampling_mask: SamplingMask | None = None
+    experts: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Return a copy on ``device``, except for ``index``, since outputs are collected on the
         host, and ``sampling_mask``, of which a rank needs its own cells alone.
         """
-        names = {each.name for each in fields(self)} - {"index", "columns", "sampling_mask"}
-        moved = {name: getattr(self, name).to(device) for name in names}
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        tensors = {name: each for name, each in values.items() if isinstance(each, torch.Tensor)}
+        moved = {name: each.to(device) for name, each in tensors.items() if name != "index"}
         columns = {name: values.to(device) for name, values in self.columns.items()}
         return replace(self, columns=columns, **moved)
 
@@ -186,7 +193,19 @@ def lay_out(batch: Batch, rows: Rows, limits: MicroBatchLimits) -> MicroBatch:
         loss_weights=part.loss_weights[loss_index],
         columns={name: values[loss_index] for name, values in part.columns.items()},
         sampling_mask=mask,
+        experts=None if part.experts is None else _placed(part.experts, inputs, predicted, shape),
     )
+
+
+def _placed(
+    experts: RoutedExperts, tokens: torch.Tensor, cells: torch.Tensor, shape: tuple[int, int]
+) -> torch.Tensor:
+    """Return the records of ``tokens`` at their ``cells``, both int64 [N], as in MicroBatch."""
+    known = np.flatnonzero(experts.known[tokens.numpy()])
+    places, first = np.unique(cells.numpy()[known], return_index=True)
+    placed = np.full((shape[0] * shape[1], *experts.ids.shape[1:]), -1, dtype=np.int16)
+    placed[places] = experts.ids[tokens.numpy()[known[first]]]
+    return torch.from_numpy(placed).unflatten(0, shape)
 
 
 def balanced(lengths: Sequence[int], parts: int) -> list[list[int]]:

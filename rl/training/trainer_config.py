@@ -226,6 +226,11 @@ class TrainerConfig:
     w3; by default all of them. It may also name lm_head, the output head, unless that is tied to
     the embedding."""
 
+    router_replay: Annotated[Literal["none", "generator"], NUMERICS] = "none"
+    """Experts that the policy computes with. ``none``: Its routers choose them. ``generator``: They
+    are those that the generator computed each token with, with weights from the policy's own
+    routers; tokens without a record go to experts that these choose."""
+
     compile: titan.CompileConfig = field(default_factory=titan.CompileConfig)
     """Use of torch.compile."""
 

@@ -11,6 +11,7 @@ from rl.algorithms.losses import Reduction, token_weights
 from rl.errors import RunError
 from rl.types import Batch, Rollout
 from rl.types import Sequence as Tokens
+from rl.types.routed_experts import RoutedExperts
 from rl.types.sampling_mask import SamplingMask
 
 
@@ -26,7 +27,7 @@ def make_batch(
     Columns: ``behaviour_logprobs``, ``versions`` (policy version of each sampled token, else -1)
     and, if given, ``advantages``, float32 [N] for N rollouts or [C] for their C sampled tokens.
     The loss weights are 1, or those of ``reduction``: see :func:`reduced`. The batch has a sampling
-    mask if a sequence has one.
+    mask if a sequence has one, and experts if a sequence has a record of these.
     """
     sequences = [sequence for rollout in rollouts for sequence in rollout.sequences]
     sizes = torch.tensor([len(rollout.sequences) for rollout in rollouts])
@@ -43,6 +44,7 @@ def make_batch(
         },
         rollouts=torch.arange(len(rollouts)).repeat_interleave(sizes) if is_forked else None,
         sampling_mask=_joined_masks(sequences),
+        experts=_joined_experts(sequences),
     )
     if advantages is not None:
         each = len(advantages) == len(rollouts)
@@ -160,6 +162,15 @@ def _joined_masks(sequences: Sequence[Tokens]) -> SamplingMask | None:
     lengths = map(len, sequences)
     return SamplingMask.joined(
         [mask or SamplingMask.whole(length) for mask, length in zip(masks, lengths, strict=True)]
+    )
+
+
+def _joined_experts(sequences: Sequence[Tokens]) -> RoutedExperts | None:
+    known = [each.experts for each in sequences if each.experts is not None]
+    if not known:
+        return None
+    return RoutedExperts.joined(
+        [each.experts or RoutedExperts.none(len(each), known[0]) for each in sequences]
     )
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from rl.dialects.dialect import Dialect
 from rl.types import Completion
+from rl.types.routed_experts import RoutedExperts
 
 DONE = "data: [DONE]\n\n"
 REPLACEMENT = "\ufffd"
@@ -187,6 +188,8 @@ def until(holds: Callable[[list[int]], bool], completion: Completion) -> Complet
     places = range(len(completion.tokens) + 1)
     count = bisect_left(places, True, lo=1, key=lambda place: holds(completion.tokens[:place]))
     mask = completion.sampling_mask
+    experts = completion.experts
+    end = count - len(completion.tokens)
     top = completion.top_logprobs
     return replace(
         completion,
@@ -196,6 +199,7 @@ def until(holds: Callable[[list[int]], bool], completion: Completion) -> Complet
         finish_reason="stop",
         sampling_mask=None if mask is None else mask.select(np.arange(count)),
         top_logprobs=None if top is None else top[:count],
+        experts=None if experts is None else RoutedExperts(experts.ids[: len(experts) + end]),
     )
 
 

@@ -22,7 +22,7 @@ from rl.gateway.gateway import Gateway, Reply
 from rl.gateway.protocol import ApiError
 from rl.host.http_server import server_config
 from rl.host.listening import is_loopback, listen, require_key, url_of
-from rl.types.sequences import OpenSequence
+from rl.types import Sequence as Tokens
 
 BODY_S = 60.0
 """Time for the body of a request to arrive."""
@@ -176,8 +176,8 @@ class _Endpoints:
         name = request.path_params["session"]
         capture = self._gateway.capture(name)
         sequences = [
-            {**{name: getattr(sequence, name) for name in COLUMNS}, **_mask_of(sequence)}
-            for sequence in capture.log.sequences
+            {**{name: getattr(each, name) for name in COLUMNS}, **_records_of(each.snapshot())}
+            for each in capture.log.sequences
         ]
         counts = {"turns": capture.turns, "rewritten": capture.rewritten}
         counts["malformed_calls"] = capture.malformed
@@ -256,15 +256,22 @@ async def _gone(request: Request) -> None:
         pass
 
 
-def _mask_of(sequence: OpenSequence) -> dict[str, Any]:
-    """Return the ids that each token was sampled from, null for all, if top-k, top-p or min-p cut
-    an answer of the sequence.
+def _records_of(sequence: Tokens) -> dict[str, Any]:
+    """Return what is recorded of the sequence:
+
+    - The ids that each token was sampled from, null for all, if top-k, top-p or min-p cut an
+      answer.
+    - The experts that computed each token, by layer, null for a token without a record, if the
+      generator records experts.
     """
-    mask = sequence.snapshot().sampling_mask
-    if mask is None:
-        return {}
-    sets = [mask.ids(token) for token in range(len(mask))]
-    return {"sampling_mask": [None if ids is None else ids.tolist() for ids in sets]}
+    found: dict[str, Any] = {}
+    if (mask := sequence.sampling_mask) is not None:
+        sets = [mask.ids(token) for token in range(len(mask))]
+        found["sampling_mask"] = [None if ids is None else ids.tolist() for ids in sets]
+    if (experts := sequence.experts) is not None:
+        pairs = zip(experts.ids.tolist(), experts.known, strict=True)
+        found["experts"] = [ids if known else None for ids, known in pairs]
+    return found
 
 
 async def _refused(request: Request, error: Exception) -> Response:

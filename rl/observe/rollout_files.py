@@ -1,5 +1,6 @@
 """Files of rollouts: every token that a step trained on, in columns."""
 
+import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from rl.host.disk import steps_in, write_whole
 from rl.metrics import Entry, Value
 from rl.types import Prompt, Rollout
 from rl.types import Sequence as Tokens
+from rl.types.routed_experts import RoutedExperts
 from rl.types.sampling_mask import SamplingMask
 
 if TYPE_CHECKING:
@@ -50,6 +52,10 @@ OF_SEQUENCE = {
 
 OF_MASK = {"mask_sizes": "sizes", "mask_words": "words"}
 """Columns of a sampling mask, and their names in it; files without masks lack them."""
+
+EXPERTS = "experts"
+"""Column of the experts of a sequence, an array in the format of NumPy's files; files without
+records lack it."""
 
 Columns = Mapping[str, np.ndarray]
 """Further values by name, float32 [T], one for each token of all sequences, in order."""
@@ -167,6 +173,8 @@ def _sequence_lists(chunks: Sequence[Chunk], rollouts: Sequence[Rollout]) -> "pa
     masks = [each.sampling_mask for each in sequences]
     if any(mask is not None for mask in masks):
         lists |= {name: _mask_lists(masks, part) for name, part in OF_MASK.items()}
+    if any(each.experts is not None for each in sequences):
+        lists[EXPERTS] = pa.array(map(_experts_file, sequences), pa.large_binary())
     structs = pa.StructArray.from_arrays([*lists.values()], names=[*lists])
     return pa.ListArray.from_arrays(_ends([len(each.sequences) for each in rollouts]), structs)
 
@@ -181,6 +189,14 @@ def _mask_lists(masks: Sequence[SamplingMask | None], part: str) -> "pa.Array":
     return pa.LargeListArray.from_arrays(ends, pa.array(np.concatenate([none, *arrays])))
 
 
+def _experts_file(sequence: Tokens) -> bytes | None:
+    if sequence.experts is None:
+        return None
+    file = io.BytesIO()
+    np.save(file, sequence.experts.ids)
+    return file.getvalue()
+
+
 def _ends(lengths: Sequence[int]) -> "pa.Array":
     import pyarrow as pa
 
@@ -190,8 +206,10 @@ def _ends(lengths: Sequence[int]) -> "pa.Array":
 def _sequences(lists: "pa.ListArray") -> list[tuple[tuple[Tokens, ...], dict[str, np.ndarray]]]:
     """Return each rollout's sequences, and its further columns."""
     structs = lists.flatten()
-    names = [field.name for field in structs.type]
-    columns = {}
+    names = [field.name for field in structs.type if field.name != EXPERTS]
+    columns: dict[str, Sequence[Any]] = {}
+    if len(names) < len(structs.type):
+        columns[EXPERTS] = structs.field(EXPERTS).to_pylist()
     for name in names:
         column = structs.field(name)
         values = column.flatten().to_numpy(zero_copy_only=False)
@@ -212,13 +230,15 @@ def _sequences(lists: "pa.ListArray") -> list[tuple[tuple[Tokens, ...], dict[str
     return found
 
 
-def _tokens(columns: Mapping[str, Sequence[np.ndarray]], row: int) -> Tokens:
+def _tokens(columns: Mapping[str, Sequence[Any]], row: int) -> Tokens:
     mask = None
+    file = columns[EXPERTS][row] if EXPERTS in columns else None
     if all(name in columns for name in OF_MASK) and len(columns["mask_sizes"][row]):
         mask = SamplingMask(**{part: columns[name][row] for name, part in OF_MASK.items()})
     return Tokens(
         **{name: columns[name][row] for name in OF_SEQUENCE},
         sampling_mask=mask,
+        experts=None if file is None else RoutedExperts(np.load(io.BytesIO(file))),
     )
 
 

@@ -381,6 +381,7 @@ class Rollouter:
                 top_logprobs=max(sampling.top_logprobs, asked.top_logprobs),
                 stop=asked.stop,
             ),
+            experts_from=episode.log.recorded(episode.tokens),
         )
 
     def _count(self, lost: GroupLost, counter: Counter[str], noun: str) -> None:

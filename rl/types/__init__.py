@@ -115,6 +115,8 @@ class GenerationRequest:
     prompt_tokens: list[int]
     seed: int
     sampling: Sampling
+    experts_from: int = 0
+    """Number of the prompt's first tokens whose experts are not returned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,9 +157,11 @@ class Completion:
             top_logprobs=[{token: 0.0} for token in tokens],
         )
 
-    def without_mask(self) -> "Completion":
-        """Return the completion without its sampling mask, for a process that does not train."""
-        return self if self.sampling_mask is None else replace(self, sampling_mask=None)
+    def without_records(self) -> "Completion":
+        """Return the completion without its sampling mask and its experts, for a process that does
+        not train.
+        """
+        return replace(self, sampling_mask=None, experts=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

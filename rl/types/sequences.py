@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rl.types import Completion, Sequence
+from rl.types.routed_experts import RoutedExperts
 from rl.types.sampling_mask import SamplingMask
 
 
@@ -21,6 +22,14 @@ class OpenSequence:
     versions: list[int] = field(default_factory=list)
     masks: list[tuple[int, SamplingMask]] = field(default_factory=list)
     """Sampling masks of the answers that have one, and the place at which each answer begins."""
+    experts: list[RoutedExperts] = field(default_factory=list)
+    """Experts of the first tokens, in order: those that the first answer after a token was computed
+    with."""
+
+    @property
+    def recorded(self) -> int:
+        """Number of tokens whose experts are known."""
+        return sum(map(len, self.experts))
 
     def feed(self, tokens: Items[int]) -> None:
         """Append tokens that the policy did not sample."""
@@ -33,6 +42,8 @@ class OpenSequence:
         """Append an answer of the policy."""
         if completion.sampling_mask is not None:
             self.masks.append((len(self.tokens), completion.sampling_mask))
+        if completion.experts is not None:  # the last token has none before it is an input
+            self.experts.append(RoutedExperts(completion.experts.ids[self.recorded : -1]))
         self.tokens += completion.tokens
         self.sampled += [True] * len(completion.tokens)
         self.logprobs += completion.logprobs
@@ -46,6 +57,7 @@ class OpenSequence:
             logprobs=np.array(self.logprobs, dtype=np.float32),
             versions=np.array(self.versions, dtype=np.int32),
             sampling_mask=self._mask(),
+            experts=self._experts(),
         )
 
     def _mask(self) -> SamplingMask | None:
@@ -54,6 +66,12 @@ class OpenSequence:
         places = [np.arange(begin, begin + len(mask)) for begin, mask in self.masks]
         joined = SamplingMask.joined([mask for _, mask in self.masks])
         return joined.placed(np.concatenate(places), len(self.tokens))
+
+    def _experts(self) -> RoutedExperts | None:
+        if not self.experts:
+            return None
+        rest = RoutedExperts.none(len(self.tokens) - self.recorded, self.experts[0])
+        return RoutedExperts.joined([*self.experts, rest])
 
 
 class SequenceLog:
@@ -70,13 +88,19 @@ class SequenceLog:
 
     def add(self, prompt: Items[int], completion: Completion) -> OpenSequence:
         """Append a turn; return its sequence, which ends with the answer."""
-        prompt = [*prompt]
-        found = [each for each in self.sequences if prompt[: len(each.tokens)] == each.tokens]
-        if found:
-            sequence = max(found, key=lambda each: len(each.tokens))
-        else:
-            sequence = OpenSequence()
+        sequence = self._continued(prompt)
+        if sequence not in self.sequences:
             self.sequences.append(sequence)
         sequence.feed(prompt[len(sequence.tokens) :])
         sequence.answer(completion)
         return sequence
+
+    def recorded(self, prompt: Items[int]) -> int:
+        """Return the number of tokens of ``prompt`` whose experts its turn need not return."""
+        return self._continued(prompt).recorded
+
+    def _continued(self, prompt: Items[int]) -> OpenSequence:
+        """Return the sequence that a turn with ``prompt`` continues; an empty one for none."""
+        prompt = [*prompt]
+        found = [each for each in self.sequences if prompt[: len(each.tokens)] == each.tokens]
+        return max(found, key=lambda each: len(each.tokens), default=OpenSequence())

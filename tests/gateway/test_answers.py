@@ -2,10 +2,14 @@
 
 import itertools
 import json
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from rl.gateway.answers import until
 from rl.types import Completion
+from rl.types.routed_experts import RoutedExperts
 from tests.dialects.conversations import TOOL
 from tests.gateway.agents import LONGEST, Policy, awaited, collected, server, session
 from tests.gateway.test_http import CHAT, GENERATE, MESSAGES, post
@@ -60,6 +64,12 @@ async def test_an_answer_without_parallel_calls_ends_with_its_first_call():
     assert qwen3().decode(said).count("</tool_call>") == 3
     assert qwen3().decode(sequence.tokens).count("<tool_response>") == 2
     assert len(said) < sum(len(completion.tokens) for _, completion in policy.turns)
+
+
+def test_an_answer_that_is_cut_keeps_the_experts_of_what_is_left():
+    ids = np.arange(5, dtype=np.uint8).reshape(-1, 1, 1)
+    whole = replace(Completion.written([7, 8, 9]), experts=RoutedExperts(ids))
+    assert until(lambda tokens: 8 in tokens, whole).experts == RoutedExperts(ids[:4])
 
 
 class Caller(Policy):

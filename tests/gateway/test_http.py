@@ -15,6 +15,7 @@ from rl.gateway import gateway as sessions
 from rl.gateway.http import serving
 from rl.gateway.protocol import ApiError
 from rl.host import http_server
+from rl.types.routed_experts import RoutedExperts
 from rl.types.sampling_mask import SamplingMask
 from tests.gateway.agent_tasks import Clock
 from tests.gateway.agents import LONGEST, Policy, awaited, collected, make_gateway, server, session
@@ -238,7 +239,9 @@ async def test_errors_are_those_of_openais_client_and_health_needs_no_key():
 
 
 class CutPolicy(Policy):
-    """Policy whose answers have sampling masks if their request cuts the distribution."""
+    """Policy whose answers have sampling masks and experts if their request cuts the
+    distribution.
+    """
 
     async def __call__(self, ask):
         completion = await super().__call__(ask)
@@ -247,13 +250,15 @@ class CutPolicy(Policy):
         assert (ask.sampling.top_p, ask.sampling.top_k, ask.sampling.min_p) == (0.5, 9, 0.1)
         rows = [np.array([2, token, 5], dtype=np.int32) for token in completion.tokens]
         rows[0] = np.zeros(1, dtype=np.int32)
-        return dataclasses.replace(completion, sampling_mask=SamplingMask.of_rows(rows))
+        experts = np.full((len(ask.tokens) + len(rows), 1, 2), 7, dtype=np.uint8)
+        masks = SamplingMask.of_rows(rows)
+        return dataclasses.replace(completion, sampling_mask=masks, experts=RoutedExperts(experts))
 
 
 @pytest.mark.parametrize("is_cut", [False, True])
 @awaited
 async def test_sessions_are_opened_read_and_closed(is_cut):
-    """A session has the ids that its cut answers were sampled from."""
+    """A session has the ids that its cut answers were sampled from, and the recorded experts."""
     more = {"return_token_ids": True} | ({"top_k": 9, "min_p": 0.1, "top_p": 0.5} if is_cut else {})
     async with (
         server(CutPolicy(["plain"]), limits={"sessions": 1}) as (_, url, client),
@@ -273,6 +278,8 @@ async def test_sessions_are_opened_read_and_closed(is_cut):
         begin = sequence["sampled"].index(True)
         cut = [None] * (begin + 1) + [sorted([5, token]) for token in tokens[1:]]
         assert sequence.get("sampling_mask") == (cut if is_cut else None)
+        experts = [[[7, 7]]] * (len(sequence["tokens"]) - 1) + [None]
+        assert sequence.get("experts") == (experts if is_cut else None)
         assert found["turns"] == 1
         assert (await http.delete(place)).json()["deleted"]
         assert (await http.get(place)).status_code == 404

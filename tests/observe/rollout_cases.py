@@ -7,18 +7,24 @@ import numpy as np
 from rl.metrics import Value
 from rl.observe.rollout_files import Chunk
 from rl.types import Completion, Prompt, Rollout, Sequence
+from rl.types.routed_experts import RoutedExperts
 from rl.types.sampling_mask import SamplingMask
 
 
 def sequence(given: int, sampled: int) -> Sequence:
-    """Return a sequence; those of more than two sampled tokens have a sampling mask."""
+    """Return a sequence; those of more than two sampled tokens have a sampling mask and
+    experts of three layers.
+    """
     ids = [np.array([n, *range(n)], dtype=np.int32) for n in range(sampled)]
+    kind = np.uint8 if sampled % 2 else np.uint16
+    experts = np.arange((given + sampled) * 6, dtype=kind).reshape(-1, 3, 2)
     completion = Completion(
         tokens=[2**31 - 1 - i for i in range(sampled)],
         logprobs=[-math.pi / (i + 1) for i in range(sampled)],
         versions=[7 + i for i in range(sampled)],
         finish_reason="stop",
         sampling_mask=SamplingMask.of_rows(ids) if sampled > 2 else None,
+        experts=RoutedExperts(experts) if sampled > 2 else None,
     )
     return Sequence.of([4] * given, completion)
 

@@ -57,12 +57,12 @@ def test_other_programs_read_a_row_per_rollout_with_lists_of_tokens(path):
     assert second["trainer_logprobs"] == [-float(8 + i) for i in range(7)]
 
 
-def test_files_of_sequences_without_masks_have_no_columns_of_masks(path):
+def test_files_of_sequences_without_masks_and_experts_have_no_columns_of_these(path):
     write_rollouts(path, [chunk(rollout(1, 0, (2, 2)))])
     names = {*parquet.read_table(path)["sequences"].type.value_type.names}
     write_rollouts(path, two_chunks())
     more = {*parquet.read_table(path)["sequences"].type.value_type.names}
-    assert more - names == {"mask_sizes", "mask_words"}
+    assert more - names == {"mask_sizes", "mask_words", "experts"}
 
 
 def test_a_part_of_the_rows_is_kept(path):

@@ -10,6 +10,7 @@ from rl.algorithms.batch import make_batch
 from rl.metrics import Value
 from rl.rollout.rollout_metrics import rollout_metrics
 from rl.types import Batch, Rollout
+from rl.types.routed_experts import RoutedExperts
 from rl.types.sampling_mask import SamplingMask
 
 
@@ -62,6 +63,20 @@ def test_a_batch_has_the_sampling_masks_of_its_sequences(rollout):
     assert batch.sampling_mask.sizes.tolist() == [0, 0, 0, 0, 0, 0, 1]
     assert batch.select([1]).sampling_mask == own.sampling_mask
     assert batch.select([1, 0]).sampling_mask.sizes.tolist() == [0, 0, 1, 0, 0, 0, 0]
+
+
+def test_a_batch_has_the_experts_of_its_sequences(rollout):
+    free = rollout([1, 2], [6, 3])
+    ids = np.array([[[3, 1]], [[300, 2]], [[65535, 65535]]], dtype=np.uint16)
+    (sequence,) = rollout([4], [5, 7]).sequences
+    own = dataclasses.replace(sequence, experts=RoutedExperts(ids))
+    routed = dataclasses.replace(rollout([4], [5, 7]), sequences=(own,))
+    assert make_batch([free]).experts is None
+    batch = make_batch([free, routed])
+    assert batch.experts.known.tolist() == [False] * 4 + [True, True, False]
+    assert batch.select([1]).experts == own.experts
+    assert batch.select([1, 0]).experts.ids[1].tolist() == [[300, 2]]
+    assert len(batch.select([]).experts) == 0
 
 
 def test_tokens_between_turns_have_no_weight(rollout):

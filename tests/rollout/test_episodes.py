@@ -16,6 +16,7 @@ from rl.rollout.prompts import derive_seed
 from rl.rollout.rollout_metrics import rollout_metrics
 from rl.rollout.rollouter import Rollouter
 from rl.types import Completion, Sampling
+from rl.types.routed_experts import RoutedExperts
 from tests.dialects.adversary import HABITS, Adversary
 from tests.rollout import moody_environment as moody
 from tests.tiny_tokenizers import qwen3
@@ -47,12 +48,15 @@ class Engine:
         reason = "length" if len(answer) > len(tokens) else "stop"
         logprobs = [-float(n) - 1 for n in range(len(tokens))]
         count = request.sampling.top_logprobs
+        experts = np.full((len(request.prompt_tokens) + len(tokens), 1, 1), 255, dtype=np.uint8)
+        experts[request.experts_from : -1] = version
         return Completion(
             tokens=tokens,
             logprobs=logprobs,
             versions=[version] * len(tokens),
             finish_reason=reason,
             top_logprobs=[dict.fromkeys(range(count), -1.0) for _ in tokens] if count else None,
+            experts=RoutedExperts(experts),
         )
 
 
@@ -107,6 +111,8 @@ def test_an_episode_is_the_tokens_that_the_engine_was_fed_and_drew(model):
             tokens = sequence.tokens.tolist()
             own = answers.pop((rollout.prompt.prompt_id, rollout.sample))
             trained = np.zeros(len(tokens), dtype=bool)
+            experts = np.full((len(tokens), 1, 1), 255, dtype=np.uint8)
+            known = 0
             for request, completion in own:
                 begin = len(request.prompt_tokens)
                 place = slice(begin, begin + len(completion.tokens))
@@ -116,6 +122,10 @@ def test_an_episode_is_the_tokens_that_the_engine_was_fed_and_drew(model):
                 assert sequence.versions[place].tolist() == completion.versions
                 assert not trained[place].any()
                 trained[place] = True
+                assert request.experts_from == known
+                experts[known : place.stop - 1] = completion.versions[0]
+                known = place.stop - 1
+            assert sequence.experts == RoutedExperts(experts)
             assert (sequence.sampled == trained).all()
             assert trained[-1], "nothing follows the last answer"
             assert (sequence.versions[~trained] == -1).all()

@@ -6,6 +6,7 @@ import random
 import numpy as np
 
 from rl.types import Completion
+from rl.types.routed_experts import RoutedExperts
 from rl.types.sampling_mask import SamplingMask
 from rl.types.sequences import SequenceLog
 
@@ -40,6 +41,30 @@ def test_answers_keep_their_sampling_masks():
     assert masked.sizes.tolist() == [0, 0, 0, 0, 0, 2]
     assert masked.ids(5).tolist() == [5, 6]
     assert free is None
+
+
+def with_experts(given, answer, name):
+    """The completion with one expert in one layer, ``name``, except for the last token's."""
+    ids = np.full((given + len(answer.tokens), 1, 1), name, dtype=np.uint8)
+    ids[-1] = 255
+    return dataclasses.replace(answer, experts=RoutedExperts(ids))
+
+
+def test_a_token_keeps_the_experts_of_the_first_answer_after_it():
+    log = SequenceLog()
+    assert log.recorded([1, 2]) == 0
+    log.add([1, 2], with_experts(2, completion(3, 4), 7))
+    assert log.recorded([1, 2, 3, 4, 5]) == 3
+    assert log.recorded([1, 2, 3]) == 0
+    log.add([1, 2, 3, 4, 5], with_experts(5, completion(6, 6), 8))
+    log.add([1, 2, 3, 4, 5], with_experts(5, completion(9), 9))
+    log.add([1, 2, 3, 4, 5, 6, 6, 2], completion(3))
+    log.add([8], completion(3))
+    found = [each.snapshot().experts for each in log.sequences]
+    assert found[0].ids.ravel().tolist() == [7] * 3 + [8] * 3 + [255] * 3
+    assert found[0].known.tolist() == [True] * 6 + [False] * 3
+    assert found[1].ids.ravel().tolist() == [9] * 5 + [255]
+    assert found[2] is None
 
 
 def test_the_longest_of_two_sequences_is_continued():

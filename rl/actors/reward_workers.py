@@ -223,7 +223,7 @@ class RewardWorkers:
         if self.count == 0:
             return await self._here.score(prompt, completions)
         self._require()
-        sent = [completion.without_records() for completion in completions]
+        sent = [completion.without_mask() for completion in completions]
         job = _Job(prompt, sent, asyncio.get_running_loop().create_future())
         self._waiting.append(job)
         self._dispatch()
@@ -249,7 +249,7 @@ class RewardWorkers:
         if self.count == 0:
             return await self._here.step(key, answer)
         self._require()
-        return await self._ask(key, "step", key, answer.without_records())
+        return await self._ask(key, "step", key, answer.without_mask())
 
     async def close(self, keys: Iterable[int]) -> None:
         """Close the open episodes among ``keys``, without waiting for their workers. Raises

@@ -71,6 +71,7 @@ class DatasetRunConfig(RunConfig):
         )
         fix = "the run has no rollouts; set watchdog.non_finite or watchdog.stalled"
         found = {f"watchdog.{name}": fix for name in names}
+        found["trainer.router_replay"] = "given examples have no recorded experts"
         if self.sampling_run() is None:
             fix = "the run has no generators; set deadlines.call"
             found |= {"deadlines.push": fix, "deadlines.reward": fix}

@@ -72,5 +72,8 @@ class ServeConfig(RunConfig):
             dict.fromkeys(names, NO_RUN)
             | dict.fromkeys(("slurm", "kubernetes"), ONE_HOST)
             | dict.fromkeys(of_steps, FROM_CLIENTS)
-            | {"deadlines.reward": "a server scores nothing"}
+            | {
+                "deadlines.reward": "a server scores nothing",
+                "trainer.router_replay": "the batches of clients have no recorded experts",
+            }
         )

@@ -116,7 +116,8 @@ class GenerationRequest:
     seed: int
     sampling: Sampling
     experts_from: int = 0
-    """Number of the prompt's first tokens whose experts are not returned."""
+    """Number of leading tokens of the prompt whose experts are not returned: the caller has them
+    from earlier requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,9 +158,9 @@ class Completion:
             top_logprobs=[{token: 0.0} for token in tokens],
         )
 
-    def without_records(self) -> "Completion":
-        """Return the completion without its sampling mask and its experts, for a process that does
-        not train.
+    def without_mask(self) -> "Completion":
+        """Return the completion without sampling mask and experts, for a process that does not
+        train.
         """
         return replace(self, sampling_mask=None, experts=None)
 

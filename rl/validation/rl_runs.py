@@ -113,6 +113,14 @@ def validate_episodes(config: RLConfig) -> None:
     check(config, "algorithm.overlong_buffer", holds, rule, fix)
 
 
+def _validate_router_replay(config: RLConfig) -> None:
+    """Check that the generators record the experts that the trainer computes with."""
+    field = "trainer.router_replay"
+    free = config.trainer.router_replay == "none"
+    rule = "'none' where model.num_experts is 0"
+    check(config, field, free or shape_of(config.model).num_experts > 0, rule)
+
+
 def _validate_roles(config: RLConfig) -> None:
     """Check the names of other models, and that they take the policy's sequences."""
     vocabulary = shape_of(config.model).vocab_size
@@ -141,6 +149,6 @@ def _validate_roles(config: RLConfig) -> None:
 ROLLOUT_CHECKS: list[Callable[[Any], None]] = [
     *(validate_other_folders, validate_generator_layout, validate_nodes, validate_devices),
     *(validate_generator, _validate_lengths, _validate_push, _validate_sampling),
-    *(_validate_algorithm, validate_episodes, _validate_roles),
+    *(_validate_algorithm, validate_episodes, _validate_router_replay, _validate_roles),
 ]
 """Checks of RL runs, beside those of all runs."""

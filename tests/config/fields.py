@@ -281,6 +281,7 @@ training/test_config_fields.py
   test_debugging_is_switched_on_by_the_config:
     DebugConfig deterministic deterministic_warn_only detect_anomaly
 training/test_experts.py
+  test_recorded_experts_count_if_the_config_says_so: TrainerConfig router_replay
   test_ranks_hold_the_parts_of_one_model_and_learn_the_same:
     ParallelismConfig expert_parallel_degree
 training/test_float8.py

@@ -50,6 +50,7 @@ instead or why.
 """
 
 _NO_ROLLOUTS = "the run has no rollouts; set watchdog.non_finite or watchdog.stalled"
+_NO_RECORDS = "have no recorded experts"
 _NO_GENERATORS = "the run has no generators; set deadlines.call"
 _NO_ENTROPY = "the loss has no entropy; set watchdog.non_finite or watchdog.stalled"
 _DATASET: dict[str, tuple[object, str]] = {
@@ -62,6 +63,7 @@ _DATASET: dict[str, tuple[object, str]] = {
     "watchdog.drift_max": (0.5, _NO_ROLLOUTS),
     "deadlines.push": (7.0, _NO_GENERATORS),
     "deadlines.reward": (7.0, _NO_GENERATORS),
+    "trainer.router_replay": ("generator", _NO_RECORDS),
 }
 _PREFERENCE = _DATASET | {
     "watchdog.entropy": ("fail", _NO_ENTROPY),
@@ -88,6 +90,7 @@ _SERVE: dict[str, tuple[object, str]] = {
     "trainer.checkpoint.interval": (7, "clients decide what is saved"),
     "trainer.checkpoint.keep_latest_k": (7, "clients decide what is saved"),
     "deadlines.reward": (7.0, "a server scores nothing"),
+    "trainer.router_replay": ("generator", _NO_RECORDS),
     "names": (("a", "a"), "different names"),
     "colocate": ("models", "'none' or 'all'"),
 }

@@ -1,11 +1,14 @@
 """Batches of the tests: ragged, with shared prompts, with sampling masks."""
 
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from rl.types import Batch
+from rl.types.routed_experts import RoutedExperts
 from rl.types.sampling_mask import SamplingMask, encode
 
 VOCAB_SIZE = 30
@@ -66,6 +69,21 @@ def with_mask(batch: Batch) -> Batch:
     kept[batch.lengths.cumsum(0) - batch.lengths] = True
     kept[torch.arange(len(kept)), batch.tokens] = True
     return replace(batch, sampling_mask=SamplingMask.of_rows(encode(kept)))
+
+
+def with_experts(batch: Batch, count: int = 4) -> Batch:
+    """The batch with two of ``count`` experts in each of two layers for three of four tokens.
+    Sequences have the same experts as long as they have the same tokens.
+    """
+    ids = np.full((len(batch.tokens), 2, 2), 255, dtype=np.uint8)
+    begin = 0
+    for tokens in batch.tokens.split(batch.lengths.tolist()):
+        for place in range(len(tokens) - 1):
+            draw = random.Random(repr(tokens[: place + 1].tolist()))
+            if draw.random() < 0.75:
+                ids[begin + place] = [draw.sample(range(count), 2) for _ in range(2)]
+        begin += len(tokens)
+    return replace(batch, experts=RoutedExperts(ids))
 
 
 def with_targets(batch: Batch, *shape: int) -> Batch:

@@ -41,8 +41,10 @@ class Qwen3:
     def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return x / (x.pow(2).mean(-1, keepdim=True) + self.eps).sqrt() * weight
 
-    def __call__(self, tokens: list[int]) -> torch.Tensor:
-        """Logits [len(tokens), vocabulary]."""
+    def __call__(self, tokens: list[int], experts: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits [len(tokens), vocabulary]. ``experts`` of each token in each layer are given,
+        [len(tokens), layers, top_k]; -1 is none.
+        """
         embedding = self.weights["tok_embeddings.weight"]
         x = embedding[tokens]
         for layer in range(self.n_layers):
@@ -55,7 +57,7 @@ class Qwen3:
             x = x + self._attend(w, h, self.windows[layer])
             h = self.norm(x, w["ffn_norm.weight"])
             if "moe.router.gate.weight" in w:
-                x = x + self._mix(w, h)
+                x = x + self._mix(w, h, None if experts is None else experts[:, layer])
             else:
                 gate = linear(w, "feed_forward.w1", h)
                 up = linear(w, "feed_forward.w3", h)
@@ -93,12 +95,18 @@ class Qwen3:
         out = torch.einsum("hqk,khd->qhd", attended, v).reshape(length, -1)
         return linear(w, "attention.wo", out)
 
-    def _mix(self, w: dict[str, torch.Tensor], h: torch.Tensor) -> torch.Tensor:
-        """The ``top_k`` likeliest experts of each token, by their share of the probability of
-        these.
+    def _mix(
+        self, w: dict[str, torch.Tensor], h: torch.Tensor, given: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The ``top_k`` likeliest experts of each token, or those ``given``, by their share of the
+        probability of these.
         """
         probs = linear(w, "moe.router.gate", h).softmax(-1)
-        kept = probs * (probs >= probs.sort(descending=True).values[:, self.top_k - 1 : self.top_k])
+        chosen = probs >= probs.sort(descending=True).values[:, self.top_k - 1 : self.top_k]
+        if given is not None:
+            told = torch.zeros_like(chosen).scatter(-1, given.clamp(min=0), True)
+            chosen = torch.where(given[:, :1] < 0, chosen, told)
+        kept = probs * chosen
         share = kept / kept.sum(-1, keepdim=True)
         prefix = "moe.routed_experts.inner_experts"
         clamps = f"{prefix}.gate_up_EDG" in w
@@ -143,13 +151,14 @@ def per_token(
     temperature: float,
     kept: list[list[int] | None] | None = None,
     targets: torch.Tensor | None = None,
+    experts: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-prob of each token after the first, and the entropy of the distribution it was drawn
     from. ``kept`` are the ids that each token was drawn from, None for all. ``targets`` are scored
-    in place of the tokens.
+    in place of the tokens. ``experts`` are those of the model's call.
     """
     scored = (torch.tensor(tokens) if targets is None else targets)[1:]
-    logits = model(tokens)[:-1] / temperature
+    logits = model(tokens, experts)[:-1] / temperature
     outside = torch.zeros_like(logits, dtype=torch.bool)
     for place, ids in enumerate((kept or [])[1:]):
         if ids is not None:
@@ -173,6 +182,15 @@ def kept_ids(batch) -> list[list[list[int] | None]]:
     ]
 
 
+def given_experts(batch) -> list[torch.Tensor | None]:
+    """The recorded experts of each sequence, int64 [T, layers, K], -1 for none."""
+    if batch.experts is None:
+        return [None] * len(batch)
+    ids = torch.from_numpy(batch.experts.ids).long()
+    ids[~torch.from_numpy(batch.experts.known)] = -1
+    return [*ids.split(batch.lengths.tolist())]
+
+
 def loss_sum(model: Qwen3, batch, loss, *, temperature: float):
     """Sum over the batch's tokens of weight times loss, which is called with one sequence at a
     time, in float64.
@@ -182,12 +200,13 @@ def loss_sum(model: Qwen3, batch, loss, *, temperature: float):
     sizes = batch.lengths.tolist()
     columns = {name: values.split(sizes) for name, values in batch.columns.items()}
     scored = [None] * len(sizes) if batch.targets is None else batch.targets.split(sizes)
-    parts = batch.tokens.split(sizes), batch.loss_weights.split(sizes), kept_ids(batch), scored
-    for row, (tokens, weights, kept, targets) in enumerate(zip(*parts, strict=True)):
+    tokens_and_weights = batch.tokens.split(sizes), batch.loss_weights.split(sizes)
+    parts = *tokens_and_weights, kept_ids(batch), scored, given_experts(batch)
+    for row, (tokens, weights, *recorded) in enumerate(zip(*parts, strict=True)):
         counted = weights[1:] > 0
         if not counted.any():
             continue
-        logprobs, entropy = per_token(model, tokens.tolist(), temperature, kept, targets)
+        logprobs, entropy = per_token(model, tokens.tolist(), temperature, *recorded)
         own = {name: values[row][1:][counted].double() for name, values in columns.items()}
         said = {"logprobs": logprobs[counted], "entropy": entropy[counted]}
         sequence = torch.zeros(int(counted.sum()), dtype=torch.int64)

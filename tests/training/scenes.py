@@ -28,6 +28,7 @@ from tests.training.batches import (
     VOCAB_SIZE,
     broken,
     ragged_batch,
+    with_experts,
     with_mask,
     with_prompts,
     with_targets,
@@ -104,14 +105,14 @@ def engine_of(
     **trainer: Any,
 ) -> TrainingEngine:
     """Return an engine with random weights three times torchtitan's, so that some tokens are more
-    likely, and biases and sinks that are not 0.
+    likely, and biases and sinks that are not 0. It computes with the experts that a batch has.
     """
     config = TrainerConfig(
         parallelism=(layout or Layout()).parallelism,
         training=TrainingConfig(mixed_precision_param=dtype, max_norm=max_norm),
         optimizer=default_adamw(lr=lr, weight_decay=decay),
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=warmup, decay_ratio=0.0),
-        **{"micro_batch_size": 2, **trainer},
+        **{"micro_batch_size": 2, "router_replay": "generator", **trainer},
     )
     engine = TrainingEngine(
         config, model, head=head, seed=0, steps=steps, folder=folder, loads=loads
@@ -237,10 +238,10 @@ SIBLINGS = (9, 15, 1, 7, 11)
 CUTS = {
     "one by one": Cut(fields={"micro_batch_size": 1}),
     "by two": Cut(fields={"micro_batch_size": 2}, loss=MEASURED),
-    "by three": Cut(fields={"micro_batch_size": 3}),
+    "by three, experts": Cut((with_experts(ragged_batch()),), fields={"micro_batch_size": 3}),
     "all at once": Cut(fields={"micro_batch_size": 5}),
     "padded": Cut(fields={"micro_batch_size": 3, "packing": False}),
-    "20 tokens": Cut(fields={"micro_batch_tokens": 20}),
+    "20 tokens, experts": Cut((with_experts(ragged_batch()),), fields={"micro_batch_tokens": 20}),
     "32 tokens, padded": Cut(fields={"micro_batch_tokens": 32, "packing": False}),
     "two calls": Cut(
         (ragged_batch().select([0, 1]), ragged_batch().select([2, 3, 4])), loss=MEASURED
@@ -248,19 +249,21 @@ CUTS = {
     "one row": Cut((ragged_batch().select([3]),)),
     "policy alone": Cut(loss=grpo()),
     "entropy alone": Cut((without_advantages(),), loss=grpo(entropy_coef=0.3)),
-    "ratios of sequences": Cut(fields={"micro_batch_size": 3}, loss=BY_SEQUENCE),
+    "ratios of sequences, experts": Cut(
+        (with_experts(ragged_batch()),), fields={"micro_batch_size": 3}, loss=BY_SEQUENCE
+    ),
     "KL alone": Cut((without_advantages(),), loss=grpo(kl_coef=0.3)),
     "sampling masks": Cut((with_mask(ragged_batch()),), fields={"micro_batch_size": 3}),
-    "sampling masks, padded, two calls": Cut(
-        (with_mask(ragged_batch()).select([3, 0]), with_mask(ragged_batch()).select([1, 2, 4])),
+    "sampling masks, experts, padded, two calls": Cut(
+        tuple(with_mask(with_experts(ragged_batch())).select(rows) for rows in ([3, 0], [1, 2, 4])),
         fields={"micro_batch_size": 2, "packing": False},
     ),
     "shared prompts": Cut(
         (with_prompts(ragged_batch(SIBLINGS), [0, 0, 1, 0, 0]),),
         fields={"micro_batch_size": 5, "prompt_sharing": 3},
     ),
-    "shared prompts, sampling masks, 32 tokens": Cut(
-        (with_mask(with_prompts(ragged_batch(SIBLINGS), [0, 1, 1, 1, 0])),),
+    "shared prompts, sampling masks, experts, 32 tokens": Cut(
+        (with_mask(with_experts(with_prompts(ragged_batch(SIBLINGS), [0, 1, 1, 1, 0]))),),
         fields={"micro_batch_tokens": 32, "prompt_sharing": 5},
     ),
     "three targets": Cut(
@@ -278,9 +281,9 @@ CUTS = {
 KINDS = (
     "by two",
     "one row",
-    "ratios of sequences",
-    "sampling masks, padded, two calls",
-    "shared prompts, sampling masks, 32 tokens",
+    "ratios of sequences, experts",
+    "sampling masks, experts, padded, two calls",
+    "shared prompts, sampling masks, experts, 32 tokens",
     "three targets",
 )
 """Cuts of which each is of another kind."""
@@ -362,7 +365,10 @@ def held(model: ModelConfig, layout: Layout, folder: str, **trainer: Any) -> dic
     """
     engine = engine_of(model, folder=folder, layout=layout, **trainer)
     of_parts = digests(engine.shards().values())
-    return {"digests": of_parts} | accumulate(engine, ragged_batch(), ragged_batch().select([3]))
+    batch = ragged_batch()
+    if model.num_experts:
+        batch = with_experts(batch, model.num_experts)
+    return {"digests": of_parts} | accumulate(engine, batch, ragged_batch().select([3]))
 
 
 def resume(name: str, layout: str, folder: str) -> dict[str, Any]:

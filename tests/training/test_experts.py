@@ -1,13 +1,14 @@
 """A mixture of experts is the same trainer in every layout, and only its gradient changes it."""
 
 import pytest
+import torch
 
 from rl.model.digest import merge_digests
 from rl.model.shape import ModelShape, shape_of
 from rl.model.shards import Box, Region
 from rl.model.tp_plan import generator_layout
 from rl.weights.routes import plan_routes
-from tests.training.batches import ragged_batch
+from tests.training.batches import ragged_batch, with_experts
 from tests.training.layouts import Layout
 from tests.training.ranks import on_ranks
 from tests.training.reference import worst_error
@@ -85,6 +86,30 @@ def assert_routes(shape: ModelShape, whole: dict[str, Box], held: list[dict[str,
             assert sum(route.box.numel for route in routes) == sum(
                 region.box.numel for region in wanted
             )
+
+
+def test_recorded_experts_count_if_the_config_says_so(folder):
+    found = {
+        (replay, is_recorded): outputs_of_three_calls(folder, replay, is_recorded)
+        for replay in ("none", "generator")
+        for is_recorded in (False, True)
+    }
+    free = found["none", False]
+    assert free.equal(found["none", True])
+    assert free.equal(found["generator", False])
+    told = found["generator", True]
+    assert told[1].equal(free[1])  # a batch without records between two with records
+    assert (told[0] - free[0]).abs().max() > 1e-3
+    assert told[2].equal(told[0])
+
+
+def outputs_of_three_calls(folder: str, replay: str, is_recorded: bool) -> torch.Tensor:
+    """Log-probs of a batch, of the batch without records, and of the batch again, [3, T]."""
+    engine = engine_of(EXPERTS, folder=folder, router_replay=replay)
+    batch = ragged_batch()
+    recorded = with_experts(batch) if is_recorded else batch
+    calls = [engine.forward(each)["logprobs"] for each in (recorded, batch, recorded)]
+    return torch.stack(calls)
 
 
 @pytest.mark.parametrize("model", [EXPERTS, CLAMPED], ids=["plain", "clamped"])

@@ -23,7 +23,7 @@ from rl.algorithms.losses import (
     ImportanceSamplingLoss,
     grpo,
 )
-from tests.training.batches import ragged_batch, with_prompts
+from tests.training.batches import ragged_batch, with_experts, with_prompts
 from tests.training.reference import (
     loss_sum,
     of_scene,
@@ -150,6 +150,8 @@ def check_partition(engine, data) -> None:
     prompts = data.draw(st.none() | st.lists(st.integers(0, 2), min_size=len(batch)))
     if prompts is not None:
         batch = with_prompts(batch, prompts[: len(batch)])
+    if data.draw(st.booleans()):
+        batch = with_experts(batch)
     order = data.draw(st.permutations(range(len(batch))))
     loss = data.draw(st.sampled_from([LOSS, BY_SEQUENCE]))
     cuts = sorted(data.draw(st.sets(st.integers(1, len(order) - 1))))
@@ -240,17 +242,25 @@ COMPUTE = {
 
 
 @pytest.mark.parametrize(
-    "how",
-    [pytest.param(how, marks=[pytest.mark.long] if how == "compile" else []) for how in COMPUTE],
+    ("model", "how"),
+    [
+        *(
+            pytest.param("tied_fused", how, marks=[pytest.mark.long] if how == "compile" else [])
+            for how in COMPUTE
+        ),
+        ("experts", "full AC"),
+        ("experts", "selective AC"),
+    ],
 )
-def test_gradient_does_not_depend_on_compute_options(folder, how):
+def test_gradient_does_not_depend_on_compute_options(folder, model, how):
     """Rows have three lengths, so that code compiled for one length must serve the others."""
     one, other = (
-        engine_of(MODELS["tied_fused"], folder=folder, **fields) for fields in ({}, COMPUTE[how])
+        engine_of(MODELS[model], folder=folder, **fields) for fields in ({}, COMPUTE[how])
     )
     for seed, lengths in enumerate([(4, 15, 1, 7, 11), (3, 9), (12, 12, 12)]):
         for engine in (one, other):
-            engine.forward_backward(ragged_batch(lengths, seed=seed), LOSS.build())
+            batch = with_experts(ragged_batch(lengths, seed=seed))
+            engine.forward_backward(batch, LOSS.build())
     plain = {canonical_fqn(name): gradient for name, gradient in gradients_of(other).items()}
     assert relative_error(plain, gradients_of(one)) <= 1e-6
 

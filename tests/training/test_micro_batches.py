@@ -4,6 +4,7 @@ budget.
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,6 +14,7 @@ from torch.nn.attention.flex_attention import create_mask
 from rl.training.attention import tree_mask
 from rl.training.micro_batches import MicroBatchLimits, balanced, lay_out, plan
 from rl.types import Batch
+from rl.types.routed_experts import RoutedExperts
 
 LENGTHS = st.lists(st.integers(1, 20), min_size=1, max_size=12)
 CUTTINGS = st.builds(
@@ -106,6 +108,41 @@ def test_micro_batches_keep_to_the_limit(lengths, limits):
             assert count == 1 or micro.tokens.numel() <= limits.tokens
         if not limits.pack:
             assert all(len(row) == 1 for row in rows)
+
+
+@given(LENGTHS, CUTTINGS)
+def test_cells_have_the_experts_of_their_inputs(lengths, limits):
+    """Experts name the token and its layer; every fifth token has none."""
+    batch = batch_of(lengths)
+    ids = (torch.arange(2) + 2 * batch.tokens.unsqueeze(1)).unsqueeze(2).numpy()
+    ids = ids.astype(np.uint16)
+    ids[::5] = 65535
+    for micro in micro_batches(replace(batch, experts=RoutedExperts(ids)), limits):
+        places = micro.index[~micro.first] - 1
+        wanted = torch.from_numpy(ids.astype(np.int16))[places]
+        assert torch.equal(micro.experts.flatten(0, 1)[micro.cells[~micro.first]], wanted)
+        filled = torch.zeros(micro.tokens.numel(), dtype=torch.bool)
+        filled[micro.cells[~micro.first]] = True
+        assert (micro.experts.flatten(0, 1)[~filled] == -1).all()
+
+
+def test_a_shared_cell_has_the_first_record_of_its_sequences():
+    """The longest sequence is the first. The records of a token are the number of its sequence."""
+    limits = MicroBatchLimits(
+        sequences=3, tokens=None, pack=True, one_row=True, multiple_of=1, sharing=3
+    )
+    batch = batch_of([7, 5, 6])
+    prompts = [0, 1, 2, 7, 8, 9, 12, 13, 14]
+    tokens, weights = batch.tokens.clone(), batch.loss_weights.clone()
+    tokens[prompts] = torch.tensor([90, 91, 92] * 3)
+    weights[prompts] = 0.0
+    ids = np.repeat([1, 2, 3], [7, 5, 6]).astype(np.uint8).reshape(-1, 1, 1)
+    ids[[0, 1, 12]] = 255
+    records = RoutedExperts(ids)
+    shared = replace(batch, tokens=tokens, loss_weights=weights, experts=records)
+    (rows,) = plan(shared, limits)
+    found = lay_out(shared, rows, limits).experts.flatten().tolist()
+    assert found == [2, 3, 1, 1, 1, 1, 3, 3, 3, 2, 2]
 
 
 def test_packing_fills_rows_that_padding_would_waste():

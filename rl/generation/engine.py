@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from rl.compat import vllm_internals
 from rl.errors import RunError
+from rl.generation.expert_records import ExpertRecords
 from rl.generation.generator_config import GeneratorConfig
 from rl.generation.requests import Requests
 from rl.generation.start_vllm import start_vllm
@@ -28,7 +29,6 @@ from rl.types import (
     Completion,
     GenerationRequest,
     GivenSequence,
-    Sampling,
 )
 
 COLLECTIVE_TIMEOUT_S = 600
@@ -72,8 +72,11 @@ class GenerationEngine:
             config, self.shape, fuse_qkv=model.fuse_qkv, seed=seed, timeout_s=timeout_s
         )
         self._folder = model.hf_path
-        self._requests = Requests(self._engine, self.shape.vocab_size, self._decode)
         self._model = vllm_internals.model_of(self._engine)
+        records = None
+        if (chosen := self._model.chosen_experts) is not None:
+            records = ExpertRecords(self._engine, chosen)
+        self._requests = Requests(self._engine, self.shape.vocab_size, self._decode, records)
         self._group = _tp_group()
         self._host = HostMemory()
         self._caches = dict[torch.UntypedStorage, int]()
@@ -158,7 +161,7 @@ class GenerationEngine:
         """
         if self.version is None:
             raise RunError("generator holds no weights yet: push before generate")
-        if error := self._request_error(request.prompt_tokens, request.sampling):
+        if error := self._request_error(request):
             raise ValueError(f"request {request.request_id!r}: {error}")
         if request.sampling.stop:
             self._decode([])
@@ -171,7 +174,8 @@ class GenerationEngine:
     def _decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens)  # type: ignore[no-any-return]
 
-    def _request_error(self, prompt: list[int], sampling: Sampling) -> str:
+    def _request_error(self, request: GenerationRequest) -> str:
+        prompt, sampling = request.prompt_tokens, request.sampling
         new = sampling.max_tokens
         longest = self.shape.max_seq_len
         words = self.shape.vocab_size
@@ -182,6 +186,8 @@ class GenerationEngine:
             return f"{lengths} make {total}, more than max_seq_len {longest}"
         if min(prompt) < 0 or max(prompt) >= words:
             return f"a prompt token lies outside the vocabulary of {words}"
+        if not 0 <= request.experts_from <= len(prompt):
+            return f"experts_from {request.experts_from} is not from 0 to {len(prompt)}"
         heat = sampling.temperature
         if heat and not MIN_TEMPERATURE <= heat <= MAX_TEMPERATURE:
             rule = f"from {MIN_TEMPERATURE} to {MAX_TEMPERATURE}"

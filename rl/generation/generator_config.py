@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from rl.errors import require
 from rl.host.platform import thread_variables
 from rl.model.shape import ModelShape
+from rl.types.routed_experts import dtype_of
 from rl.types.rules import MAX_NODES, NUMERICS, PERFORMANCE, above, at_least
 
 
@@ -67,6 +68,10 @@ class GeneratorConfig:
     """Whether to share the KV cache of equal prompt prefixes, such as those of the samples of one
     group."""
 
+    record_experts: Annotated[bool | None, PERFORMANCE] = None
+    """Whether to return the experts of every token of a mixture of experts, in every layer, with
+    the completions. None records them if ``trainer.router_replay`` needs them."""
+
     inflight_policy: Annotated[Literal["drain", "recompute", "continue"], NUMERICS] = "recompute"
     """Handling of the requests that are in flight when newer weights are pulled.
 
@@ -88,6 +93,11 @@ def kv_bytes_per_token(config: GeneratorConfig, shape: ModelShape) -> int:
     """
     heads = max(1, shape.n_kv_heads // config.tensor_parallel_degree)
     return 2 * shape.n_layers * heads * shape.head_dim * (2 if config.dtype == "bfloat16" else 4)
+
+
+def record_bytes_per_token(shape: ModelShape) -> int:
+    """Return the bytes of the experts of a token in all layers; 0 for a dense model."""
+    return shape.n_layers * shape.experts_per_token * dtype_of(shape.num_experts).itemsize
 
 
 def kv_bytes_per_block(config: GeneratorConfig, shape: ModelShape, *, cuda: bool) -> int:

@@ -10,7 +10,9 @@ import numpy as np
 
 from rl.compat import vllm_internals, vllm_masks
 from rl.errors import RunError
+from rl.generation.expert_records import ExpertRecords
 from rl.types import Completion, GenerationRequest, Sampling
+from rl.types.routed_experts import RoutedExperts
 from rl.types.sampling_mask import SamplingMask, encode
 
 BYTES_OF_A_CHARACTER = 4  # at most, in UTF-8
@@ -72,10 +74,17 @@ class Requests:
     does, takes as long as scheduling.
     """
 
-    def __init__(self, engine: Any, vocab_size: int, decode: Callable[[list[int]], str]):
+    def __init__(
+        self,
+        engine: Any,
+        vocab_size: int,
+        decode: Callable[[list[int]], str],
+        records: ExpertRecords | None,
+    ):
         self._engine = engine
         self._vocab_size = vocab_size
         self._decode = decode
+        self._records = records
         self._numbers = itertools.count()
         self._in_flight = dict[str, _InFlight]()
         self._cut = set[str]()  # those of the requests that need masks
@@ -94,6 +103,8 @@ class Requests:
         params = _sampling_params(sampling, request.seed, each)
         vllm_internals.submit(self._engine, name, request.prompt_tokens, params)
         self._in_flight[name] = each
+        if self._records is not None:
+            self._records.begin(name, request.experts_from)
         if sampling.is_cut:
             each.masks = []
             self._cut.add(name)
@@ -128,7 +139,10 @@ class Requests:
             if reason is not None:
                 del self._in_flight[output.request_id]
                 self._cut.discard(output.request_id)
-                finished.append((each.request_id, _completion(each, reason)))
+                experts = None
+                if self._records is not None:
+                    experts = self._records.end(output.request_id, len(each.tokens))
+                finished.append((each.request_id, _completion(each, reason, experts)))
         vllm_internals.abort(self._engine, said)  # those that vLLM has ended itself are ignored
         return finished
 
@@ -139,6 +153,8 @@ class Requests:
         for name in names:
             del self._in_flight[name]
             self._cut.discard(name)
+            if self._records is not None:
+                self._records.drop(name)
         vllm_internals.abort(self._engine, names)
 
     def _at_most(self, count: int) -> int:
@@ -176,7 +192,7 @@ def _sampling_params(sampling: Sampling, seed: int, each: _InFlight) -> Any:
     )
 
 
-def _completion(sampled: _InFlight, reason: Any) -> Completion:
+def _completion(sampled: _InFlight, reason: Any, experts: RoutedExperts | None) -> Completion:
     if not all(map(math.isfinite, [*sampled.logprobs, *sampled.prompt_logprobs[1:]])):
         wrong = f"log-probs of policy version {sampled.versions[-1]} are not finite"
         raise RunError(f"request {sampled.request_id!r}: {wrong}")
@@ -193,4 +209,5 @@ def _completion(sampled: _InFlight, reason: Any) -> Completion:
         top_logprobs=sampled.top if sampled.top_count else None,
         prompt_logprobs=None if sampled.prompt_count is None else sampled.prompt_logprobs,
         prompt_top=sampled.prompt_top if sampled.prompt_count else None,
+        experts=experts,
     )

@@ -75,6 +75,7 @@ def vllm_config(
             "shape": asdict(shape),
             "fuse_qkv": fuse_qkv,
             "expert_parallel": config.expert_parallel,
+            "record_experts": config.record_experts,
         },
         dtype=config.dtype,
         seed=seed % 2**32,  # numpy's limit; each request has its own seed

@@ -33,6 +33,7 @@ from vllm.model_executor.models.registry import ModelRegistry
 
 from rl.compat import titan
 from rl.compat.vllm_kernels import can_pack
+from rl.generation.expert_records import keep_choices
 from rl.generation.kernels import KernelRoPE, pack, unpack, use_kernels
 from rl.model.decoder import RotaryEmbedding, SinkAttention, decoder_config
 from rl.model.shape import ModelShape
@@ -149,6 +150,10 @@ def local_model(vllm_config: VllmConfig) -> Qwen3Model:
     if options["expert_parallel"]:
         for layer in model.layers.values():
             layer.moe.routed_experts.token_dispatcher = OwnExperts(shape, tp=tp, rank=rank)
+    if options["record_experts"]:
+        tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        with device:
+            model.chosen_experts = keep_choices(model, shape, tokens=tokens)
     pack(model)
     return titan.without_head(model)  # vLLM computes the logits of the last positions only
 
@@ -234,6 +239,13 @@ class TillerForCausalLM(nn.Module):
     def titan(self) -> Qwen3Model:
         """The torchtitan model, with the trainer's parameter names."""
         return self.hidden_states.model
+
+    @property
+    def chosen_experts(self) -> torch.Tensor | None:
+        """Experts of the newest forward pass, [tokens, layers, experts per token]; None if this
+        rank records none.
+        """
+        return getattr(self.titan, "chosen_experts", None)
 
     def weights_changed(self) -> None:
         """Update copies of the parameters. Call this after each change of the parameters."""

@@ -7,7 +7,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from rl.generation.generator_config import kv_blocks, kv_bytes_per_block
+from rl.generation.generator_config import (
+    kv_blocks,
+    kv_bytes_per_block,
+    kv_bytes_per_token,
+    record_bytes_per_token,
+)
 from rl.model.shards import Layout, local_shapes
 from rl.plan.peak_memory import (
     MemoryOfPasses,
@@ -229,7 +234,12 @@ def _generator_items(run: PlannedRun, staging: int) -> list[Item]:
         buffers = _buffers(run, (math.prod(shape) * run.transfer_bytes for shape in shapes))
         items.append(Item("offload buffers", buffers, on_host=True))
     items.append(Item("engine step", engine_step(run), estimate=True))
-    return [*items, Item("KV cache", kv_bytes(run), estimate=run.cuda)]
+    cache = kv_bytes(run)
+    if generator.record_experts:  # a row for each slot of the KV cache
+        tokens = cache // kv_bytes_per_token(generator, run.shape)
+        records = tokens * record_bytes_per_token(run.shape)
+        items.append(Item("records of experts", records, on_host=True, estimate=run.cuda))
+    return [*items, Item("KV cache", cache, estimate=run.cuda)]
 
 
 def generator_weights(run: PlannedRun) -> int:

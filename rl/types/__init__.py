@@ -116,8 +116,7 @@ class GenerationRequest:
     seed: int
     sampling: Sampling
     experts_from: int = 0
-    """Number of leading tokens of the prompt whose experts are not returned: the caller has them
-    from earlier requests."""
+    """Number of the prompt's first tokens whose experts are not returned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

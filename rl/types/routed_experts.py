@@ -37,6 +37,11 @@ class RoutedExperts:
 
     __hash__ = None  # type: ignore[assignment]
 
+    def __reduce__(self) -> tuple:
+        """Pickle leading tokens without a record as their number alone."""
+        missing = len(self) - int(np.maximum.accumulate(self.known).sum())
+        return _with_leading_none, (missing, self.ids[missing:])
+
     @property
     def known(self) -> np.ndarray:
         """Whether each token has a record, bool [T]."""
@@ -46,6 +51,11 @@ class RoutedExperts:
     def select(self, index: np.ndarray) -> "RoutedExperts":
         """Return the tokens ``index``, int [N], in this order."""
         return RoutedExperts(self.ids[index])
+
+
+def _with_leading_none(count: int, ids: np.ndarray) -> RoutedExperts:
+    known = RoutedExperts(ids)
+    return RoutedExperts.joined([RoutedExperts.none(count, known), known])
 
 
 def dtype_of(num_experts: int) -> np.dtype:

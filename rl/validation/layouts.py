@@ -43,6 +43,9 @@ def validate_generator_layout(config: RLConfig) -> None:
     fix = "how many tokens a rank's experts get is not known when a model is compiled"
     holds = generator.enforce_eager or not parallel
     check(config, "generator.enforce_eager", holds, rule, fix)
+    records = generator.record_experts
+    rule = "None or False with model.num_experts=0"
+    check(config, "generator.record_experts", not records or shape.num_experts > 0, rule)
     holds = config.hardware.kind == "cuda" or shape.head_dim in CPU_HEAD_DIMS
     rule = f"one of {list(CPU_HEAD_DIMS)}, which vLLM's CPU attention allows"
     require_value(holds, "model.head_dim", shape.head_dim, rule)

@@ -78,6 +78,8 @@ generation/test_engine.py
   test_a_push_in_bfloat16_leaves_the_rope_cache_in_float32: GeneratorConfig dtype
   test_more_prompt_tokens_than_fit_a_step_take_several_steps: GeneratorConfig max_batched_tokens
   test_an_eager_generator_compiles_nothing: GeneratorConfig enforce_eager
+generation/test_expert_records.py
+  test_cached_prefixes_have_the_experts_that_computed_them: GeneratorConfig record_experts
 generation/test_swap.py
   test_every_token_in_flight_has_its_version_and_that_versions_logprob:
     GeneratorConfig inflight_policy

@@ -92,6 +92,7 @@ REFUSED: list[tuple[Edits, str]] = [
     # experts
     ({EP: 2}, "1 where model.num_experts is 0"),
     ({"generator.expert_parallel": True}, "False if model.num_experts"),
+    ({"generator.record_experts": True}, "None or False with model.num_experts=0"),
     (
         MIXTURE | {"generator.expert_parallel": True, "generator.enforce_eager": False},
         "True with .*expert_parallel",
@@ -190,7 +191,7 @@ ACCEPTED: list[Edits] = [
     MIXTURE | {EP: 2, TP: 2},
     MIXTURE | {DP: 8, "model.moe_hidden_dim": 24},
     MIXTURE | {"generator.tensor_parallel_degree": 2},
-    MIXTURE | {"generator.expert_parallel": True},
+    MIXTURE | {"generator.expert_parallel": True, "generator.record_experts": True},
 ]
 """Edits with which a config can work."""
 

@@ -4,7 +4,7 @@ import pytest
 
 from rl.generation.generator_config import GeneratorConfig
 from rl.model.shape import ModelConfig
-from tests.generation.policies import NARROW, TIED_FUSED, TIED_SPLIT, Policy
+from tests.generation.policies import EXPERTS, NARROW, TIED_SPLIT, Policy
 from tests.generation.ranks import INTERPRETED, GeneratorRanks, push
 
 SMALL = {"kv_cache_gib": 0.05, "block_size": 32, "max_batched_tokens": 256}
@@ -26,9 +26,9 @@ def model(request) -> ModelConfig:
     asked = [*request.fixturenames]
     if "one_or_two_ranks" in asked and hasattr(request.node, "callspec"):
         asked.append(request.node.callspec.params.get("one_or_two_ranks"))
-    if "generators" in asked:
-        return NARROW
-    return TIED_FUSED if "interpreted" in asked else TIED_SPLIT
+    if "interpreted" in asked:
+        return EXPERTS
+    return NARROW if "generators" in asked else TIED_SPLIT
 
 
 @pytest.fixture
@@ -57,9 +57,11 @@ def one_rank():
 @pytest.fixture(scope="session")
 def two_ranks():
     """Two ranks with a model of untied embeddings, fused q, k and v that share a key head, whole
-    experts and an odd vocabulary.
+    experts and an odd vocabulary. They record the experts of each token.
     """
-    config = GeneratorConfig(tensor_parallel_degree=2, expert_parallel=True, **SMALL)
+    config = GeneratorConfig(
+        tensor_parallel_degree=2, expert_parallel=True, record_experts=True, **SMALL
+    )
     ranks = GeneratorRanks(config, NARROW)
     yield ranks
     ranks.close()
@@ -67,9 +69,11 @@ def two_ranks():
 
 @pytest.fixture(scope="session")
 def interpreted_rank():
-    """One rank whose vLLM runs the model runner of GPUs; Triton interprets its kernels."""
-    config = GeneratorConfig(**SMALL, max_running_requests=8)
-    ranks = GeneratorRanks(config, TIED_FUSED, **INTERPRETED)
+    """One rank whose vLLM runs the model runner of GPUs; Triton interprets its kernels. It records
+    the experts of each token.
+    """
+    config = GeneratorConfig(**SMALL, max_running_requests=8, record_experts=True)
+    ranks = GeneratorRanks(config, EXPERTS, **INTERPRETED)
     yield ranks
     ranks.close()
 
@@ -77,7 +81,7 @@ def interpreted_rank():
 @pytest.fixture
 def interpreted(interpreted_rank):
     """The rank with the model runner of GPUs, which holds ``policy`` as version 1."""
-    interpreted_rank.run(push, policies(TIED_FUSED)[0].weights, 1)
+    interpreted_rank.run(push, policies(EXPERTS)[0].weights, 1)
     return interpreted_rank
 
 

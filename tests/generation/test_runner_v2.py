@@ -20,6 +20,12 @@ from tests.generation.test_engine import (  # noqa: F401
     test_the_stop_token_is_part_of_the_completion,
     test_tokens_depend_on_the_seed_and_not_on_other_requests,
 )
+from tests.generation.test_expert_records import (  # noqa: F401
+    test_a_preempted_request_keeps_the_records_of_its_draws,
+    test_a_record_stays_if_newer_weights_compute_the_token_again,
+    test_cached_prefixes_have_the_experts_that_computed_them,
+    test_other_requests_have_no_experts_of_older_weights,
+)
 from tests.generation.test_sampling_masks import check_cut
 from tests.generation.test_stop_texts import (  # noqa: F401
     folder,
@@ -36,6 +42,11 @@ pytestmark = pytest.mark.long
 
 @pytest.fixture
 def generator(interpreted):
+    return interpreted
+
+
+@pytest.fixture
+def generators(interpreted):
     return interpreted
 
 

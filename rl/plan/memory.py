@@ -7,12 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from rl.generation.generator_config import (
-    kv_blocks,
-    kv_bytes_per_block,
-    kv_bytes_per_token,
-    record_bytes_per_token,
-)
+from rl.generation.generator_config import kv_blocks, kv_bytes_per_block, kv_bytes_per_token
 from rl.model.shards import Layout, local_shapes
 from rl.plan.peak_memory import (
     MemoryOfPasses,
@@ -235,9 +230,8 @@ def _generator_items(run: PlannedRun, staging: int) -> list[Item]:
         items.append(Item("offload buffers", buffers, on_host=True))
     items.append(Item("engine step", engine_step(run), estimate=True))
     cache = kv_bytes(run)
-    if generator.record_experts:  # a row for each slot of the KV cache
-        tokens = cache // kv_bytes_per_token(generator, run.shape)
-        records = tokens * record_bytes_per_token(run.shape)
+    if run.record_bytes:  # a row for each slot of the KV cache
+        records = cache // kv_bytes_per_token(generator, run.shape) * run.record_bytes
         items.append(Item("records of experts", records, on_host=True, estimate=run.cuda))
     return [*items, Item("KV cache", cache, estimate=run.cuda)]
 

@@ -24,6 +24,9 @@ REDUCED = 4
 BATCH = 512
 """Bytes of a token of a micro-batch: its columns, outputs and loss."""
 
+GIVEN = 10
+"""Bytes of a recorded expert: the record, and the id that the router gets."""
+
 
 @dataclass(frozen=True, slots=True)
 class PeakMemory:
@@ -77,6 +80,8 @@ class MemoryOfPasses(PassSizes):
         self.f = feed_forward_width(self.shape) // self.tp
         """Widths of queries, of keys, and of the feed-forward layers on a rank."""
         self.routed = self.shape.experts_per_token if self.shape.num_experts else 0
+        records = GIVEN * (self.trainer.router_replay != "none") * self.routed * self.shape.n_layers
+        self.batch = (BATCH + records) * self.cells
         groups = parameter_groups(self.layouts, self.role)
         self.embedding, self.head = groups.pop("embedding"), groups.pop("head")
         self.tied = not self.embedding
@@ -94,7 +99,7 @@ class MemoryOfPasses(PassSizes):
         chunk, words = self._chunk()
         if not self.learns:
             copies = 1 if self.tied else 2  # FSDP keeps what it gathered beside the parameters
-            hidden = self.tokens * self.p * self.shape.dim + BATCH * self.cells
+            hidden = self.tokens * self.p * self.shape.dim + self.batch
             logits = 0 if self.values else 8 * chunk * words
             return PeakMemory(hidden, logits, copies * self.p * self.head)
         logits = chunk * words * (8 + (self.p if self.p < 4 else 0))
@@ -109,7 +114,7 @@ class MemoryOfPasses(PassSizes):
         if not self.learns:
             copies = 3 if self.ep > 1 else 2  # their group is gathered ahead
             gathered = self.p * (copies * self.layer + self.head)
-            return PeakMemory(self.tokens * self._forward() + BATCH * self.cells, 0, gathered)
+            return PeakMemory(self.tokens * self._forward() + self.batch, 0, gathered)
         layers = self.saved() + self.tokens * self._temporary()
         if self.trainer.activation_checkpoint is not None:
             layers += self.tokens * self._layer()
@@ -160,7 +165,7 @@ class MemoryOfPasses(PassSizes):
             layer = round(entry + policy.memory_budget * (whole - entry))
         else:
             layer = self._kept()
-        return self.tokens * (self.shape.n_layers * layer + entry) + BATCH * self.cells
+        return self.tokens * (self.shape.n_layers * layer + entry) + self.batch
 
     def _layer(self) -> int:
         """Return the bytes per token that autograd saves in a layer."""

@@ -37,7 +37,7 @@ class Plan:
         """Return the plan as JSON-able data, with sizes in bytes and times in seconds.
 
         ``kv_cache`` and ``push`` are None if the run has no generators. ``episodes`` is None if the
-        task has no environment.
+        task has no environment. ``record_bytes`` is the size of a token's recorded experts.
         """
         run = self.run
         sizes = sizes_of(run.shape, fuse_qkv=run.config.model.fuse_qkv)
@@ -56,6 +56,7 @@ class Plan:
                 "devices_and_hosts": [memory.as_json() for memory in self.memories],
             },
             "kv_cache": self._kv_cache(),
+            "record_bytes": run.record_bytes,
             "episodes": self._episodes(),
             "push": asdict(self.push) if self.push else None,
             "step": asdict(self.step),

@@ -7,11 +7,12 @@ from torchtitan.config import CompileConfig
 
 from rl.config import RunConfig, SamplingRunConfig
 from rl.environments.protocol import EnvironmentTask
+from rl.generation.generator_config import record_bytes_per_token
 from rl.model.shape import ModelShape, shape_of
 from rl.model.shards import Layout
 from rl.model.tp_plan import generator_layout
 from rl.session.placement import Placement
-from rl.session.session_config import Role
+from rl.session.session_config import Role, records_experts
 from rl.training.layout import trainer_layout
 from rl.training.sharded_model import is_adapter
 from rl.types import Place
@@ -86,6 +87,13 @@ class PlannedRun:
         """Config of the task if its rollouts are episodes, else None."""
         task = self.rl.task if self.generators else None
         return task if isinstance(task, EnvironmentTask.Config) else None
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of the recorded experts of a token; 0 if generators record none."""
+        if not (self.generators and records_experts(self.rl.generator, self.config.trainer)):
+            return 0
+        return record_bytes_per_token(self.shape)
 
     @property
     def transfer_bytes(self) -> int:

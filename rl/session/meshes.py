@@ -1,5 +1,6 @@
 """Meshes: the handles of a session's processes. Nothing is started here."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from rl.actors.generator import GeneratorMesh
@@ -10,7 +11,7 @@ from rl.actors.worker import EngineArguments, WorkerGroup
 from rl.environments.task import Task
 from rl.observe.events import Events
 from rl.session.placement import Placement
-from rl.session.session_config import SessionConfig
+from rl.session.session_config import SessionConfig, records_experts
 
 
 class Meshes:
@@ -46,14 +47,16 @@ class Meshes:
 
     def generator(self, number: int) -> GeneratorMesh:
         """Return the mesh of generator ``number``."""
-        assert self._config.generator is not None, "a session without generators makes none"
+        generator = self._config.generator
+        assert generator is not None, "a session without generators makes none"
+        records = records_experts(generator, self._config.trainer)
         return GeneratorMesh(
             name=f"generator-{number}",
             number=number,
             place=self._placement.generator(number),
             hosts=self._hosts,
             deadlines=self._config.deadlines,
-            config=self._config.generator,
+            config=replace(generator, record_experts=records),
             model=self._config.model,
             seed=self._config.seed,
         )

@@ -49,6 +49,13 @@ class DeadlineConfig:
     """Time for the rewards of one group."""
 
 
+def records_experts(generator: GeneratorConfig, trainer: TrainerConfig | None) -> bool:
+    """Return whether ``generator`` returns the experts of tokens, beside ``trainer``."""
+    if generator.record_experts is not None:
+        return generator.record_experts
+    return trainer is not None and trainer.router_replay == "generator"
+
+
 @dataclass(frozen=True, slots=True)
 class Role:
     """A model with a mesh of its own."""

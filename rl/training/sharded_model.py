@@ -24,6 +24,7 @@ from torchtitan.tools.utils import set_default_dtype
 
 from rl.compat import titan
 from rl.compat.torch_internals import local_part, local_tensor, wait_for_local
+from rl.errors import require_value
 from rl.host.platform import device_type
 from rl.model.decoder import decoder_config
 from rl.model.experts import ClampedExperts
@@ -107,6 +108,9 @@ def sharded_model(
     shape = shape_of(model)
     if layers is not None:
         shape = dataclasses.replace(shape, n_layers=layers)
+    replay = config.router_replay
+    fits = shape.num_experts > 0 or replay == "none"
+    require_value(fits, "trainer.router_replay", replay, "'none' for a model without experts")
     if head == "values":
         shape = dataclasses.replace(shape, tie_embeddings=False)
     attention = attention_config(

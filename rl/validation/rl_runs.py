@@ -119,6 +119,8 @@ def _validate_router_replay(config: RLConfig) -> None:
     free = config.trainer.router_replay == "none"
     rule = "'none' where model.num_experts is 0"
     check(config, field, free or shape_of(config.model).num_experts > 0, rule)
+    rule = "'none' with generator.record_experts=False"
+    check(config, field, free or config.generator.record_experts is not False, rule)
 
 
 def _validate_roles(config: RLConfig) -> None:

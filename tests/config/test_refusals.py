@@ -106,6 +106,10 @@ REFUSED: list[tuple[Edits, str]] = [
     (MIXTURE | {DP: 8, EP: 8}, r"a divisor of model.num_experts=4 .*=8: one of \[1, 2, 4\]"),
     (MIXTURE | {EP: 2, TP: 2, SEQUENCES: False}, "True where experts and tensors"),
     ({"trainer.router_replay": "generator"}, "'none' where model.num_experts is 0"),
+    (
+        MIXTURE | {"generator.record_experts": False, "trainer.router_replay": "generator"},
+        "'none' with generator.record_experts=False",
+    ),
     # ways to train
     ({"trainer.lora": LORA(), "trainer.lora.rank": 0}, "at least 1"),
     ({"trainer.lora": LORA(), "trainer.lora.alpha": 0.0}, "above 0"),

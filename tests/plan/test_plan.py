@@ -55,6 +55,17 @@ def test_a_plan_has_the_seat_of_each_rank_and_the_bytes_of_a_push(capsys):
     assert plan["push"]["seconds"] == pytest.approx(most / 50e9)
 
 
+def test_a_plan_has_the_size_of_recorded_experts(capsys):
+    """48 layers of 8 experts in a byte each."""
+    options = ("--config", "qwen3_30b_a3b", "--trainer.router_replay", "generator")
+    _, plan = planned(capsys, *options)
+    assert plan["record_bytes"] == 48 * 8
+    names = [item["name"] for rank in plan["memory"]["ranks"] for item in rank["items"]]
+    assert names.count("records of experts") == 16
+    main([*options])
+    assert "  records of experts: 384 bytes a token, at most " in capsys.readouterr().out
+
+
 def test_colocated_models_need_the_memory_of_the_largest(capsys):
     options = "--trainer.parallelism.data_parallel_shard_degree 8 --generator.nodes 1"
     room = "--hardware.gpus_per_node 9"  # the reference has a GPU of its own unless it shares

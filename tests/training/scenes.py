@@ -107,12 +107,13 @@ def engine_of(
     """Return an engine with random weights three times torchtitan's, so that some tokens are more
     likely, and biases and sinks that are not 0. It computes with the experts that a batch has.
     """
+    replay = "generator" if model.num_experts else "none"
     config = TrainerConfig(
         parallelism=(layout or Layout()).parallelism,
         training=TrainingConfig(mixed_precision_param=dtype, max_norm=max_norm),
         optimizer=default_adamw(lr=lr, weight_decay=decay),
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=warmup, decay_ratio=0.0),
-        **{"micro_batch_size": 2, "router_replay": "generator", **trainer},
+        **{"micro_batch_size": 2, "router_replay": replay, **trainer},
     )
     engine = TrainingEngine(
         config, model, head=head, seed=0, steps=steps, folder=folder, loads=loads

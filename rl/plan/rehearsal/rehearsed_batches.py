@@ -21,9 +21,11 @@ from rl.config import PreferenceConfig, RLConfig, SFTConfig
 from rl.data.batches import batch_of, batch_of_pairs
 from rl.data.examples import Example
 from rl.data.preferences import Pair
+from rl.model.shape import shape_of
 from rl.plan.planned_run import PlannedRun
 from rl.training.trainer_config import TrainerConfig
 from rl.types import Batch, Completion, Prompt, Rollout, Sequence
+from rl.types.routed_experts import RoutedExperts, dtype_of
 
 MICRO_BATCHES = 2
 
@@ -99,16 +101,22 @@ def _rl_work(run: PlannedRun, config: RLConfig, name: str, lengths: Rows[int]) -
 def _rollouts(config: RLConfig, lengths: Rows[int]) -> list[Rollout]:
     """Return rollouts whose completions are as long as the config allows."""
     rollouts = []
+    shape = shape_of(config.model)
     for number, length in enumerate(lengths):
         group, sample = divmod(number, config.rollout.samples_per_prompt)
         sampled = min(length - 1, config.rollout.max_tokens)
         tokens = [number % config.model.vocab_size, *[0] * (length - sampled - 1)]
         prompt = Prompt(prompt_id=group, tokens=tokens, text="", answer="")  # shared with none
+        records = None
+        if config.trainer.router_replay != "none":
+            chosen = np.arange(shape.experts_per_token, dtype=dtype_of(shape.num_experts))
+            records = RoutedExperts(np.tile(chosen, (length, shape.n_layers, 1)))
         completion = Completion(
             tokens=[0] * sampled,
             logprobs=[-1.0] * sampled,
             versions=[0] * sampled,
             finish_reason="length",
+            experts=records,
         )
         rollouts.append(
             Rollout(

@@ -18,7 +18,8 @@ LAYOUTS = {
     "EP 8": EXPERTS,
     "experts without EP": f"{EXPERTS} {P}.expert_parallel_degree 1",
     "EP 8 x TP 2": f"{EXPERTS} {P}.tensor_parallel_degree 2 {P}.data_parallel_shard_degree 8",
-    "EP 8 x CP 2": f"{EXPERTS} {P}.context_parallel_degree 2 {P}.data_parallel_shard_degree 8",
+    "EP 8 x CP 2, router replay": f"{EXPERTS} {P}.context_parallel_degree 2 "
+    f"{P}.data_parallel_shard_degree 8 --trainer.router_replay generator",
     "float8": f"{UNTIED} trainer.float8:linear",
     "selective": f"{DENSE} trainer.activation-checkpoint:selective",
     "no checkpointing": f"{DENSE} trainer.activation-checkpoint:none",

@@ -38,6 +38,15 @@ GUARDED = "TILLER_GUARDED"
 ENDURE = "import signal; signal.signal(signal.SIGTERM, lambda number, frame: None)"
 """Program of a guarded rank. SIGTERM does not end the rank. It ends processes that the rank starts:
 unlike SIG_IGN, a handler is not inherited."""
+LEAVE_TERMINAL = """
+import contextlib, fcntl, os, termios
+with open(os.devnull) as nothing:
+    os.dup2(nothing.fileno(), 0)
+with contextlib.suppress(OSError), open("/dev/tty", "rb", 0) as terminal:
+    fcntl.ioctl(terminal, termios.TIOCNOTTY)
+"""
+"""Program of a process that leaves its terminal, if any. The kernel stops a process of the
+background that sets or reads the terminal, as vLLM's compilers do when they are imported."""
 PR_SET_NAME = 15
 CREDENTIALS = "iII"  # pid, user and group, as the kernel packs them
 LONGEST_READ = 1 << 16
@@ -98,6 +107,7 @@ def start(*, preload: bool = True) -> None:
     if server == 0:
         _end_with(owner)
         _rename("fork-server")
+        exec(LEAVE_TERMINAL)
         for number in LEAVING:
             signal.signal(number, signal.SIG_IGN)
         gc.freeze()  # a collection would write to the pages that ranks share

@@ -22,7 +22,7 @@ from monarch.actor import (
 from monarch.config import configure
 
 from rl.actors import fork_server
-from rl.actors.fork_server import ENDURE, GUARDED, LOG
+from rl.actors.fork_server import ENDURE, GUARDED, LEAVE_TERMINAL, LOG
 from rl.actors.processes import ensure_runtime
 from rl.compat.monarch_internals import BootstrapCommand, failed_rank
 from rl.errors import NodeLost
@@ -48,6 +48,7 @@ if devices := os.environ.get("TILLER_DEVICES"):  # indices into the visible devi
     numbers = [int(number) for number in devices.split(",")]
     own = [visible.split(",")[number] for number in numbers] if visible else [devices]
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(own)
+{LEAVE_TERMINAL}
 log = os.open(os.environ["TILLER_LOG"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 os.dup2(log, 1)
 os.dup2(log, 2)
@@ -93,7 +94,8 @@ class Hosts:
             self._mesh = this_host()
 
     def spawn(self, name: str, place: Place, *, env: dict[str, str]) -> ProcMesh:
-        """Start the processes of mesh ``name``, with ``env`` and torch.distributed's ranks set.
+        """Start the processes of mesh ``name``, with ``env`` and torch.distributed's ranks set, and
+        without a terminal.
 
         If ``env`` has ``GUARDED``, all processes that they start end with them. Each process logs
         to ``logs``/name-rank.log. On CUDA (not covered by the tests) the processes of a host see

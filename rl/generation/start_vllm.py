@@ -66,8 +66,9 @@ def vllm_config(
     takes_chunks = runs_v2 or not on_cpu
     hf = engine_config(shape) | {"architectures": [ARCHITECTURE]}
     Path(folder, "config.json").write_text(json.dumps(hf))
-    return EngineArgs(
+    chosen = EngineArgs(
         model=str(folder),
+        hf_config_path=str(folder),  # where vLLM looks besides, once the model has another name
         load_format=LOAD_FORMAT,
         skip_tokenizer_init=True,
         generation_config="vllm",
@@ -99,6 +100,9 @@ def vllm_config(
         async_scheduling=False,  # all tokens of a step come from the same weights
         disable_log_stats=True,
     ).create_engine_config()
+    # vLLM's cache of compiled models goes by this name; the folder is a new one at each start
+    chosen.model_config.model = ARCHITECTURE
+    return chosen
 
 
 def _choose_runner() -> bool:

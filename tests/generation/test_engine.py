@@ -270,6 +270,11 @@ def test_aborted_requests_are_dropped_and_their_ids_are_free(generator):
     assert len(again[0].tokens) == 3
 
 
+def test_the_cache_of_compiled_models_is_found_at_the_next_start(generator):
+    ((first, second, other),) = generator.run(compile_hashes)
+    assert first == second != other
+
+
 # Run on the ranks.
 
 
@@ -300,6 +305,18 @@ def configure_v2(engine) -> None:
             )
     finally:
         os.environ[RUNNER] = before
+
+
+def compile_hashes(engine):
+    """Return what vLLM names the cache by at two starts, and at that of another model."""
+    hashes = []
+    for words in (64, 64, 65):
+        with tempfile.TemporaryDirectory() as folder:
+            shape = replace(engine.shape, vocab_size=words)
+            options = {"fuse_qkv": True, "seed": 0, "timeout_s": 1}
+            config = vllm_config(GeneratorConfig(), shape, Path(folder), **options)
+        hashes.append(config.compute_hash())
+    return hashes
 
 
 def change_with_stuck_cache(engine):

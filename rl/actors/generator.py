@@ -102,6 +102,10 @@ class Generator(Actor):
         return await self._loop.generate(requests, fresh=fresh), self._loop.take_load()
 
     @concurrent_endpoint
+    async def idle_s(self) -> float:
+        return self._loop.idle_s
+
+    @concurrent_endpoint
     async def abort(self, *request_ids: str) -> None:
         await self._loop.abort(*request_ids)
         # All ranks have executed a command of one turn of the loop before the second turn after it.
@@ -182,8 +186,7 @@ class GeneratorMesh(Mesh):
         """
         patience = 2 * self._patience  # a rank may first have to end a fetch that failed on another
         await self.call("fetch_weights", version, patience=patience)
-        pulled: Pulled
-        (pulled,) = await self.call("pull_weights", version, rank=0, patience=patience)
+        pulled: Pulled = await self._lead("pull_weights", version, patience=patience)
         self._has_prefixes = self._has_prefixes and pulled.version == self.version
         self.version = pulled.version
         return pulled.pause_s
@@ -197,7 +200,7 @@ class GeneratorMesh(Mesh):
         """
         fresh = fresh and self._has_prefixes
         self._has_prefixes = True
-        ((completions, load),) = await self.call("generate", requests, fresh, rank=0)
+        completions, load = await self._lead("generate", requests, fresh)
         self._load = Metrics.merged([self._load, load])
         return completions
 
@@ -205,9 +208,19 @@ class GeneratorMesh(Mesh):
         """Return activations along the tokens of ``sequence``, which are computed as if they were
         sampled.
         """
-        await self.call("activations", sequence, rank=0)
+        await self._lead("activations", sequence)
         self._has_prefixes = True
         return joined(await self.call("take_activations"), shape_of(self.model))
+
+    async def _lead(self, endpoint: str, *args: Any, patience: float = 0.0) -> Any:
+        """Return the answer of rank 0, which leads. The call may last while tokens are sampled:
+        answers can be long, and requests and pulls wait for those of others.
+        """
+        deadline = self.deadlines.call + patience
+        (answer,) = await self._group.call(
+            endpoint, *args, rank=0, deadline=deadline, idle="idle_s"
+        )
+        return answer
 
     def take_load(self) -> Metrics:
         """Return ``generator/running``, ``queue`` (waiting requests) and ``cache`` (share of the KV

@@ -153,23 +153,31 @@ class ActorGroup:
         return dict.fromkeys(range(self._place.ranks), args)
 
     async def call(
-        self, endpoint: str, *args: Any, deadline: float, rank: int | None = None
+        self,
+        endpoint: str,
+        *args: Any,
+        deadline: float,
+        rank: int | None = None,
+        idle: str = "",
     ) -> list[Any]:
         """Call ``endpoint`` on every rank, or on one; return results in rank order.
 
-        The first rank to fail ends the call.
+        The first rank to fail ends the call. ``idle`` names an endpoint that returns the seconds
+        since a rank made progress. With ``idle`` the call goes on while that is below ``deadline``.
         """
         per_rank = self._everyone(*args) if rank is None else {rank: args}
-        return await self.call_each(endpoint, per_rank, deadline=deadline)
+        return await self.call_each(endpoint, per_rank, deadline=deadline, idle=idle)
 
-    async def call_each(self, endpoint: str, args: PerRank, *, deadline: float) -> list[Any]:
+    async def call_each(
+        self, endpoint: str, args: PerRank, *, deadline: float, idle: str = ""
+    ) -> list[Any]:
         """Call ``endpoint`` on the given ranks, each with arguments of its own."""
         if self._over.done():
             raise self._over.result().with_traceback(None)
         for rank in args:
             self._doing[rank].append(endpoint)
         try:
-            return await self._answers(self._actor, endpoint, args, deadline)
+            return await self._answers(self._actor, endpoint, args, deadline, idle)
         finally:
             for rank in args:
                 self._doing[rank].remove(endpoint)
@@ -252,9 +260,10 @@ class ActorGroup:
                 await self.check_alive(self._heartbeat)
 
     async def _answers(
-        self, actor: Any, endpoint: str, args: PerRank, deadline: float
+        self, actor: Any, endpoint: str, args: PerRank, deadline: float, idle: str = ""
     ) -> list[Any]:
-        """Call ``endpoint`` on the given ranks of ``actor`` and return their answers.
+        """Call ``endpoint`` on the given ranks of ``actor`` and return their answers; ``idle`` as
+        for ``call``.
 
         Raises the first failure of the group, or of one of these ranks.
         """
@@ -275,6 +284,9 @@ class ActorGroup:
                 pending -= done
                 if not done:
                     silent = [rank for rank, task in tasks.items() if task in pending]
+                    if idle and (left := deadline - await self._idle_s(idle, silent[0])) > 0:
+                        ends = loop.time() + left
+                        continue
                     what = f"no answer within {deadline:.0f} s"
                     self._fail(self._failure(silent, endpoint, "silent", what))
                 answers = [task.result() for task in tasks.values() if task in done]
@@ -290,6 +302,14 @@ class ActorGroup:
             for task in pending:
                 task.cancel()
         return [task.result() for task in tasks.values()]
+
+    async def _idle_s(self, endpoint: str, rank: int) -> float:
+        """Return what ``endpoint`` of the rank returns; infinity if it does not return soon."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CHECK_ALIVE_S):
+                answer = await self._ask(self._actor, endpoint, rank, ())
+                return answer if isinstance(answer, float) else math.inf
+        return math.inf
 
     def _one(self, actor: Any, rank: int) -> Any:
         """Return the mesh of one rank of ``actor``, which is expensive to make."""

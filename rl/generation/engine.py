@@ -220,6 +220,11 @@ class GenerationEngine:
         return self._requests.step()
 
     @property
+    def sampled_at(self) -> float:
+        """Time of ``time.monotonic`` at which a token was last sampled, or the engine started."""
+        return self._requests.sampled_at
+
+    @property
     def load(self) -> tuple[int, int, float]:
         """Numbers of running and of waiting requests, and the share of the KV cache in use."""
         return vllm_internals.load_of(self._engine)

@@ -152,6 +152,11 @@ class EngineLoop:
                 self._busy_since = now
         return work
 
+    @property
+    def idle_s(self) -> float:
+        """Seconds since the engine of rank 0 last sampled a token."""
+        return time.monotonic() - self._leader().sampled_at
+
     async def abort(self, *request_ids: str) -> None:
         """Abort the calls with these requests, or without ids all; their ``generate`` raises
         RunError.

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,6 +86,7 @@ class Requests:
         self._vocab_size = vocab_size
         self._decode = decode
         self._records = records
+        self.sampled_at = time.monotonic()
         self._numbers = itertools.count()
         self._in_flight = dict[str, _InFlight]()
         self._cut = set[str]()  # those of the requests that need masks
@@ -117,6 +119,8 @@ class Requests:
         Raises RunError if a log-prob is not finite.
         """
         outputs = vllm_internals.step(self._engine)
+        if outputs.outputs:
+            self.sampled_at = time.monotonic()
         finished = []
         said = []
         for output in outputs.outputs:

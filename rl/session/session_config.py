@@ -35,7 +35,8 @@ class DeadlineConfig:
     """Time for a mesh to start, including imports and construction of the model."""
 
     call: Annotated[float, SECONDS] = 600.0
-    """Time for a call to an actor, such as generating the completions of a step."""
+    """Time for a call to an actor, such as training on a batch; in a call to a generator, the time
+    without a sampled token."""
 
     heartbeat: Annotated[float, at_least(0, YEAR_S)] = 60.0
     """Time between signs of life of a rank; a rank that gives none is treated as dead. 0 disables

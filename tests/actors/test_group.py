@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn
@@ -42,6 +43,7 @@ class Unprintable(Exception):
 class Moody(Actor):
     def __init__(self, mood: str):
         self._mood = mood
+        self._progressed = time.monotonic()
         self._rank = current_rank().rank
         if mood == "dying" and self._rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -66,6 +68,17 @@ class Moody(Actor):
     @concurrent_endpoint
     async def hang_on_rank_0(self) -> None:
         await asyncio.sleep(3600 * (self._rank == 0))
+
+    @concurrent_endpoint
+    async def progress(self, seconds: float) -> None:
+        began = time.monotonic()
+        while self._progressed < began + seconds:
+            await asyncio.sleep(0.05)
+            self._progressed = time.monotonic()
+
+    @concurrent_endpoint
+    async def idle_s(self) -> float:
+        return time.monotonic() - self._progressed
 
     @concurrent_endpoint
     async def fail_when_rank_1_is_gone(self, pid: int) -> None:
@@ -216,6 +229,16 @@ def test_silent_rank_fails_the_group_at_the_deadline(in_group):
     failure, other = in_group(work)
     assert str(failure) == str(other) == "moody rank 0, hang_on_rank_0: no answer within 3 s"
     assert (failure.kind, type(failure)) == ("silent", RankLost)
+
+
+def test_a_call_may_last_while_its_rank_makes_progress(in_group):
+    async def work(group, _):
+        await group.call("progress", 2.2, rank=0, deadline=1.0, idle="idle_s")
+        return await failure_of(group.call("hang_on_rank_0", rank=0, deadline=1.0, idle="idle_s"))
+
+    failure = in_group(work)
+    assert str(failure) == "moody rank 0, hang_on_rank_0: no answer within 1 s"
+    assert failure.kind == "silent"
 
 
 def test_a_message_repeats_only_the_begin_of_a_long_line_of_a_log(tmp_path):

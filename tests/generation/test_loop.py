@@ -100,6 +100,12 @@ def test_the_load_of_an_engine_is_measured_at_each_step(generator):
     assert 0 < load["generator/cache_mean"] <= load["generator/cache_max"] < 1
 
 
+def test_the_idle_time_begins_with_the_last_token(generator):
+    ((waited, idle, took),) = generator.run(played, idled)
+    assert waited > 0.05
+    assert 0 <= idle < took
+
+
 # Run on the rank, with its loop.
 
 
@@ -123,6 +129,14 @@ async def measured(loop):
     before = loop.take_load()
     await loop.generate([request("a", max_tokens=30), request("b", max_tokens=10)])
     return dict(before), dict(loop.take_load()), dict(loop.take_load())
+
+
+async def idled(loop):
+    await asyncio.sleep(0.05)
+    waited = loop.idle_s
+    began = time.monotonic()
+    await loop.generate([request("a", max_tokens=2)])
+    return waited, loop.idle_s, time.monotonic() - began
 
 
 async def working(loop, requests):

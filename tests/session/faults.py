@@ -3,6 +3,7 @@
 They run in the processes of the engines.
 """
 
+import time
 from typing import Any
 
 import torch
@@ -42,6 +43,21 @@ def drop_norm(engine: Any) -> None:
 
 def restore_norm(engine: Any) -> None:
     del attention(engine).q_norm.forward
+
+
+def slow_down(engine: Any) -> None:
+    """Wait before each step."""
+    step = engine.step
+
+    def late() -> Any:
+        time.sleep(0.1)
+        return step()
+
+    engine.step = late
+
+
+def speed_up(engine: Any) -> None:
+    del engine.step
 
 
 def keep_prefixes(engine: Any) -> None:

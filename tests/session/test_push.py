@@ -1,6 +1,7 @@
 """The push between real meshes: its checks find wrong weights, and it overlaps with training."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from rl.model.digest import merge_digests
 from rl.session.session import Session
 from rl.types import GenerationRequest, Sampling
 from rl.weights.transport import WeightPushConfig
+from tests.session import faults
 from tests.session.sessions import DEADLINES, Sessions, batch, on_its_loop, trainer_config
 from tests.session.test_layouts import assert_equal_weights
 
@@ -65,6 +67,19 @@ async def ask(mesh, endpoint: str, *args, rank: int | None = None):
 
 async def whole_digests(mesh) -> dict[str, str]:
     return merge_digests(await mesh.weight_digests())
+
+
+@on_its_loop
+async def test_answers_may_take_longer_than_the_deadline_of_a_call(sessions, generator):
+    request = GenerationRequest(
+        request_id="long", prompt_tokens=[1], seed=0, sampling=Sampling(max_tokens=16)
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generator, "deadlines", replace(DEADLINES, call=1.0))
+        await ask(generator, "change", faults.slow_down)
+        (completion,) = await generator.generate([request])
+    await ask(generator, "change", faults.speed_up)
+    assert len(completion.tokens) == 16
 
 
 @on_its_loop

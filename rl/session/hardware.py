@@ -1,5 +1,6 @@
 """Hardware that a run is planned for: figures of its devices."""
 
+import math
 import os
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
@@ -158,10 +159,18 @@ class HardwareConfig:
     @property
     def peak_tflops(self) -> float:
         """Dense bfloat16 throughput of a device in TFLOP/s; 0 if it is unknown, as on CPU."""
-        known = self.kind == "cuda" and (
+        return self.tflops or (self.figures.tflops if self._is_known_gpu else 0.0)
+
+    @property
+    def memory_known(self) -> float:
+        """Memory of a GPU in GiB; infinity if it is unknown."""
+        return self.memory_gib or (self.figures.memory_gib if self._is_known_gpu else math.inf)
+
+    @property
+    def _is_known_gpu(self) -> bool:
+        return self.kind == "cuda" and (
             self.device != "auto" or any(name in device_name().lower() for name in DEVICES)
         )
-        return self.tflops or (self.figures.tflops if known else 0.0)
 
     @property
     def host_gib(self) -> float:

@@ -1,9 +1,15 @@
 """Checks of layouts: of each model by itself, and of all models on the machines of the run."""
 
+import math
+
+import torch
+
 from rl.config import RLConfig, RunConfig
 from rl.errors import require, require_value
+from rl.generation.generator_config import kv_bytes_at_least
 from rl.model.shape import shape_of
-from rl.model.tp_plan import check_divides, check_generator, divisors
+from rl.model.shards import local_shapes
+from rl.model.tp_plan import check_divides, check_generator, divisors, generator_layout
 from rl.session.placement import Placement
 from rl.session.session_config import Role
 from rl.training.titan_fields import MAX_RANKS
@@ -51,6 +57,31 @@ def validate_generator_layout(config: RLConfig) -> None:
     require_value(holds, "model.head_dim", shape.head_dim, rule)
     rule = "0 with colocate='all': the generators share the trainer's devices"
     check(config, "generator.nodes", generator.nodes == 0 or config.colocate != "all", rule)
+    if config.hardware.kind == "cuda":
+        _validate_share(config)
+
+
+def _validate_share(config: RLConfig) -> None:
+    """Check that the generator's share of a GPU holds its weights and the longest sequence."""
+    generator = config.generator
+    shape = shape_of(config.model)
+    tp = generator.tensor_parallel_degree
+    layout = generator_layout(
+        shape, fuse_qkv=config.model.fuse_qkv, tp=tp, expert_parallel=generator.expert_parallel
+    )[0]
+    size = getattr(torch, generator.dtype).itemsize
+    weights = size * sum(map(math.prod, local_shapes(layout).values()))
+    share = generator.gpu_memory_utilization
+    left = max(0.0, share * config.hardware.memory_known - weights / 2**30)
+    needed = kv_bytes_at_least(generator, shape, cuda=True) / 2**30
+    require(
+        needed <= left,
+        f"generator.gpu_memory_utilization is {share}, which leaves {left:.2f} GiB of each GPU for "
+        f"its KV cache; one sequence of model.max_seq_len={shape.max_seq_len} needs "
+        f"{needed:.2f} GiB",
+        field="generator.gpu_memory_utilization",
+        fix=f"set generator.tensor_parallel_degree to {2 * tp}, or raise the share",
+    )
 
 
 def _validate_attention(model: Role, *, cuda: bool) -> None:

@@ -11,8 +11,10 @@ from rl.algorithms.kl import AdaptiveKL
 from rl.algorithms.losses import CISPOLoss, ClippedLoss
 from rl.config import RLConfig
 from rl.errors import ConfigError
+from rl.session.hardware import HardwareConfig
 from rl.types.rules import Bounds, Fixed, rule_of
 from rl.validation import validate
+from rl.validation.layouts import validate_generator_layout
 from rl.validation.values import (
     fields_of,
     is_number_field,
@@ -207,6 +209,17 @@ def test_more_processes_than_a_hosts_memory_holds_are_refused(config, name, cont
         validate(changed)
     changed.hardware.host_memory_gib = 1000.0
     validate(changed)
+
+
+def test_a_generator_whose_gpu_does_not_hold_the_longest_answer_is_refused(config):
+    config.hardware = HardwareConfig(device="h100", gpus_per_node=64, memory_gib=1.0)
+    validate_generator_layout(config)
+    config.model.max_seq_len = 10**8
+    said = (
+        r"generator.gpu_memory_utilization is 0.5, which leaves 0.\d+ GiB of each GPU "
+    )
+    with pytest.raises(ConfigError, match=said):
+        validate_generator_layout(config)
 
 
 OUTSIDE = ("../../x", "/tmp/x", "a/b", ".", "config.json")

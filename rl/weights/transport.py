@@ -3,9 +3,10 @@
 import importlib
 import pickle
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Annotated, Any, Literal, Protocol
 
 import torch
@@ -197,20 +198,34 @@ def check_dtype(shards: Sequence[Shard], dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 def copy_all(pairs: Any, like: torch.Tensor) -> None:
-    """Copy each (destination, source), casting. On CUDA this runs on a side stream of the device of
-    ``like``, after the work of its default stream.
-    """
-    if not like.is_cuda:
+    """Copy each (destination, source), casting, ``beside`` the work of the device of ``like``."""
+    with beside(like.device):
         for destination, source in pairs:
-            destination.copy_(source)
+            destination.copy_(source, non_blocking=True)
+
+
+@contextmanager
+def beside(device: torch.device) -> Iterator[None]:
+    """Run the block on the side stream of a GPU: after the work that its default stream and this
+    thread's stream have now, and beside their later work. Returns when the block's work is done.
+    """
+    if device.type != "cuda":
+        yield
         return
-    with torch.cuda.device(like.device):
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.default_stream())
+    with torch.cuda.device(device):
+        stream = side_stream(device)
+        # vLLM computes on a stream of its own
+        for other in (torch.cuda.default_stream(), torch.cuda.current_stream()):
+            stream.wait_stream(other)
         with torch.cuda.stream(stream):
-            for destination, source in pairs:
-                destination.copy_(source, non_blocking=True)
+            yield
         stream.synchronize()
+
+
+@cache
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the one side stream of a GPU: torch keeps memory for the casts of each stream."""
+    return torch.cuda.Stream(device)
 
 
 def choose_transport(requested: str, domains: Collection[str], *, has_rdma: bool) -> TransportName:

@@ -1,13 +1,23 @@
-"""Memory of GPUs, with the calls of CUDA recorded: no GPU is needed."""
+"""Memory and streams of GPUs, with the calls of CUDA recorded: no GPU is needed."""
 
-from contextlib import contextmanager
+import asyncio
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from rl.weights import cuda_memory
+from rl.model.shards import Shard
+from rl.weights import cuda_memory, packed, shared_memory
 from rl.weights.cuda_memory import DeviceMemory
+from rl.weights.transport import open_publisher, open_subscriber, side_stream
+from tests.loops import in_a_loop
+from tests.weights.network import RANKS, initial, live_parts, same, trainer_parts, transfer
+
+GPU = torch.device("cuda", 3)
+PUSHES = 3
 
 
 @pytest.mark.parametrize("own", [True, False])
@@ -41,9 +51,103 @@ def test_memory_is_pinned_on_the_gpu_that_copies(monkeypatch):
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "check_error", lambda status: None)
     memory = torch.zeros(8, dtype=torch.uint8)
-    gpu = torch.device("cuda", 3)
-    cuda_memory.pin(memory, gpu)
-    cuda_memory.unpin(memory, gpu)
-    assert calls == [("on", gpu), "register", "off", ("on", gpu), "unregister", "off"]
+    cuda_memory.pin(memory, GPU)
+    cuda_memory.unpin(memory, GPU)
+    assert calls == [("on", GPU), "register", "off", ("on", GPU), "unregister", "off"]
     cuda_memory.pin(memory, torch.device("cpu"))
     assert len(calls) == 6
+
+
+class Streams:
+    """Streams of a GPU as ``torch.cuda`` has them, which note what is done on them."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.made = []
+        self.copies = []
+        self.waits = []
+        self.active = [self.named("thread's")]
+        default = self.named("default")
+        monkeypatch.setattr(torch.cuda, "Stream", self.make)
+        monkeypatch.setattr(torch.cuda, "default_stream", lambda *_: default)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: self.active[-1])
+        monkeypatch.setattr(torch.cuda, "stream", self.using)
+        monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: pytest.fail("it waited"))
+
+    def named(self, name: str) -> SimpleNamespace:
+        return SimpleNamespace(
+            name=name,
+            wait_stream=lambda other: self.waits.append((name, other.name)),
+            synchronize=lambda: self.waits.append(("host", name)),
+        )
+
+    def make(self, *_: Any) -> SimpleNamespace:
+        self.made.append(self.named(f"side {len(self.made)}"))
+        return self.made[-1]
+
+    @contextmanager
+    def using(self, stream: SimpleNamespace):
+        self.active.append(stream)
+        yield
+        self.active.pop()
+
+
+def on_gpu(streams: Streams):
+    """Return a class of tensors that say that they are on a GPU, and note the stream of copies."""
+
+    class OnGpu(torch.Tensor):
+        device = GPU
+        is_cuda = True
+
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            if func.__name__ == "copy_":
+                streams.copies.append((streams.active[-1].name, kwargs.get("non_blocking")))
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    return OnGpu
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "tcp"])
+@in_a_loop
+async def test_all_pushes_copy_on_one_stream_beside_the_work_of_the_others(monkeypatch, transport):
+    """torch keeps memory for the casts of each stream, and vLLM computes on a stream of its own."""
+    streams = Streams(monkeypatch)
+    of_gpu = on_gpu(streams)
+    side_stream.cache_clear()
+    monkeypatch.setattr(shared_memory, "pin", lambda *_: None)
+    monkeypatch.setattr(shared_memory, "unpin", lambda *_: None)
+    monkeypatch.setattr(packed, "_host_memory", lambda n, dtype, _: torch.zeros(n, dtype=dtype))
+    weights = initial()
+
+    def there(shards):
+        return [Shard(shard.region, shard.tensor.as_subclass(of_gpu)) for shard in shards]
+
+    moved = replace(transfer(generators=1), transport=transport)
+    publishers = [
+        open_publisher(moved, there(trainer_parts(weights, rank)), rank=rank)
+        for rank in range(RANKS)
+    ]
+    addresses = [publisher.address for publisher in publishers]
+    live = [live_parts(rank) for rank in range(RANKS)]
+    subscribers = [
+        open_subscriber(moved, addresses, there(shards), generator=0, rank=rank)
+        for rank, shards in enumerate(live)
+    ]
+    with ExitStack() as ends:
+        for end in (*publishers, *subscribers):
+            ends.callback(end.close)
+        for version in range(PUSHES):
+            for publisher in publishers:
+                await publisher.publish(version)
+            await asyncio.gather(*(each.fetch(version) for each in subscribers))
+            for subscriber in subscribers:
+                subscriber.pull(version)
+    side_stream.cache_clear()
+    assert all(same(shards, weights, rank) for rank, shards in enumerate(live))
+    assert len(streams.made) == 1
+    assert {*streams.copies} == {("side 0", True)}
+    turns = 2 * RANKS * PUSHES
+    assert streams.waits.count(("host", "side 0")) == turns
+    for other in ("default", "thread's"):
+        assert streams.waits.count(("side 0", other)) == turns

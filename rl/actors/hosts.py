@@ -99,7 +99,7 @@ class Hosts:
 
         If ``env`` has ``GUARDED``, all processes that they start end with them. Each process logs
         to ``logs``/name-rank.log. On CUDA (not covered by the tests) the processes of a host see
-        its devices from ``place.first_device`` on.
+        the GPUs ``place.visible``.
         """
         self.logs.mkdir(parents=True, exist_ok=True)
         # The caller's own deadlines are shorter.
@@ -114,8 +114,7 @@ class Hosts:
             **env,
         }
         if device_type() != "cpu":
-            devices = range(place.first_device, place.first_device + place.per_host)
-            common["TILLER_DEVICES"] = ",".join(map(str, devices))
+            common["TILLER_DEVICES"] = ",".join(map(str, place.visible))
         if not self._nodes:
             common["GLOO_SOCKET_IFNAME"] = "lo"
             if device_type() == "cpu" and common["OMP_NUM_THREADS"] == "1":

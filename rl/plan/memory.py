@@ -31,6 +31,8 @@ WORKER_PROCESS = GIB * 5 // 8
 # With communicators and workspaces, on the GPU and on the host.
 CUDA_CONTEXT = 2 * GIB
 CUDA_PROCESS = 3 * GIB
+# Of a process that only copies from the GPU.
+READER_CONTEXT = GIB // 2
 # Number of optimizer states per element of a parameter, by optimizer.
 STATES = {"Adam": 2, "AdamW": 2, "DistMuon": 1}
 
@@ -87,6 +89,8 @@ def all_ranks(run: PlannedRun) -> list[RankMemory]:
             if name == "trainer" and slots:
                 on_host = run.transport != "cuda_ipc"
                 items.append(Item("push slots", slots[rank], on_host=on_host))
+                count = 0 if on_host else _readers(run, seat_of(place, rank))
+                items.append(Item("contexts of readers", count * READER_CONTEXT, estimate=True))
             ranks.append(_rank(run, name, rank, place, items))
     for number, place in enumerate(run.generators):
         for rank in range(place.ranks):
@@ -118,6 +122,12 @@ def _rank(run: PlannedRun, mesh: str, rank: int, place: Place, items: list[Item]
         items = [replace(item, on_host=False) for item in items]
     held = tuple(item for item in items if item.bytes)
     return RankMemory(mesh, rank, host, gpu if run.cuda else None, held)
+
+
+def _readers(run: PlannedRun, seat: tuple[int, int]) -> int:
+    """Return the number of generator ranks on other GPUs that copy from the GPU at ``seat``."""
+    seats = (seat_of(place, rank) for place in run.generators for rank in range(place.ranks))
+    return sum(each != seat for each in seats)
 
 
 def _model_items(run: PlannedRun, name: str, layout: Layout) -> list[Item]:

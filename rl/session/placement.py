@@ -28,6 +28,8 @@ class Placement:
         """Number of GPUs that the fullest host needs for models alone."""
         if config.colocate == "all":
             self._taken = [0] * self._trainer_nodes
+        by_handle = config.weights.transport == "cuda_ipc" and "trainer" in self.models
+        self._opened = self.models["trainer"].devices if by_handle else ()
 
     @property
     def needed(self) -> int:
@@ -57,6 +59,7 @@ class Placement:
             first_host=number % (own or self._trainer_nodes) + (self._trainer_nodes if own else 0),
             ranks=ranks,
             first_device=self._first_device(self._before(number), ranks),
+            opened=self._opened,
         )
 
     def _before(self, number: int) -> int:

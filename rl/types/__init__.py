@@ -53,11 +53,25 @@ class Place:
     """Number of ranks on all these hosts; each host has the same number."""
     first_device: int = 0
     """First GPU of the mesh on each host; the others follow."""
+    opened: tuple[int, ...] = ()
+    """GPUs of other meshes on its hosts whose memory the ranks open by a handle."""
 
     @property
     def per_host(self) -> int:
         """Number of ranks on each host."""
         return self.ranks // self.hosts
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """GPUs of the mesh on each host, by local rank."""
+        return tuple(range(self.first_device, self.first_device + self.per_host))
+
+    @property
+    def visible(self) -> tuple[int, ...]:
+        """GPUs that the processes of a host see: their own first, so that a local rank is the
+        number of its GPU.
+        """
+        return (*self.devices, *(gpu for gpu in self.opened if gpu not in self.devices))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

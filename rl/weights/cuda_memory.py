@@ -54,13 +54,16 @@ class DeviceMemory:
             _driver("cuIpcGetMemHandle", handle, address)
         return cls(handle.raw, bytes, address.value)
 
-    def tensor(self, *, own: bool) -> torch.Tensor:
-        """Return the memory as uint8 [bytes]; ``own`` in the owner's process."""
+    def tensor(self, device: torch.device, *, own: bool) -> torch.Tensor:
+        """Return the memory as uint8 [bytes], for use by ``device``; ``own`` in the owner's
+        process.
+        """
         address = ctypes.c_uint64(self.address)
         if not own:
-            torch.cuda.current_stream().synchronize()
-            handle = _Handle.from_buffer_copy(self.handle)
-            _driver("cuIpcOpenMemHandle_v2", ctypes.byref(address), handle, _LAZY_PEER_ACCESS)
+            with torch.cuda.device(device):
+                torch.cuda.current_stream().synchronize()  # makes the device's context current
+                handle = _Handle.from_buffer_copy(self.handle)
+                _driver("cuIpcOpenMemHandle_v2", ctypes.byref(address), handle, _LAZY_PEER_ACCESS)
         data = (address.value, False)  # not read-only
         interface = {"shape": (self.bytes,), "typestr": "|u1", "data": data, "version": 3}
         memory = SimpleNamespace(__cuda_array_interface__=interface)

@@ -245,7 +245,7 @@ class _Slot:
         self._mapped = mmap.mmap(fd, 0)
         self.header = torch.frombuffer(self._mapped, dtype=torch.int64, count=HEADER_BYTES // 8)
         if segment.device:
-            self.memory = segment.device[index].tensor(own=segment.pid == os.getpid())
+            self.memory = segment.device[index].tensor(device, own=segment.pid == os.getpid())
         else:
             self.memory = torch.frombuffer(self._mapped, dtype=torch.uint8, offset=HEADER_BYTES)
             pin(self.memory, device)

@@ -11,6 +11,7 @@ import tempfile
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NoReturn
 
 import monarch.actor
@@ -427,6 +428,17 @@ def test_rank_that_ends_while_its_interpreter_starts_has_died(in_group, monkeypa
     ) as info:
         in_group(None)
     assert isinstance(info.value, RankLost)
+
+
+def test_processes_get_the_gpus_that_their_place_sees(monkeypatch, tmp_path):
+    given = []
+    monkeypatch.setattr(run_hosts, "device_type", lambda: "cuda")
+    monkeypatch.setattr(run_hosts, "BootstrapCommand", lambda *parts: parts)
+    hosts = Hosts(tmp_path)
+    hosts._mesh = SimpleNamespace(spawn_procs=lambda **options: given.append(options))
+    hosts.spawn("generator", Place(ranks=2, first_device=4, opened=(0, 4)), env={})
+    *_, variables = given[0]["bootstrap_command"](SimpleNamespace(rank=1))
+    assert variables["TILLER_DEVICES"] == "4,5,0"
 
 
 @pytest.mark.parametrize(

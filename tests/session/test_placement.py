@@ -5,6 +5,8 @@ import pytest
 from rl.cli.arguments import find_config
 from rl.config import RLConfig
 from rl.errors import ConfigError
+from rl.plan.memory import READER_CONTEXT, all_ranks
+from rl.plan.planned_run import PlannedRun
 from rl.session.placement import Placement
 from rl.types import Place
 from rl.validation import validate
@@ -112,3 +114,34 @@ def test_generators_have_gpus_of_their_own_up_to_the_first_host_that_is_full(
     assert len({*own}) == replicas
     ranks = fields.get("tp", 1)
     assert any(host == other and device < first + ranks for other, first in own)
+
+
+@pytest.mark.parametrize(
+    ("transport", "colocate", "foreign", "readers"),
+    [
+        ("cuda_ipc", "none", {0, 1, 2, 3}, [4, 4, 4, 4]),
+        ("cuda_ipc", "all", {0, 1, 2, 3}, [3, 3, 3, 3]),
+        ("shared_memory", "none", set(), [0, 0, 0, 0]),
+    ],
+)
+def test_a_generator_sees_its_own_gpus_first_and_then_those_whose_memory_it_opens(
+    transport, colocate, foreign, readers
+):
+    """Local ranks are numbers of GPUs, and the plan counts the context of each reader."""
+    config = config_of(dp=4, tp=2)
+    config.generator.replicas = 2
+    config.hardware.device = "h100"
+    config.hardware.gpus_per_node = 8
+    config.weights.transport = transport
+    config.colocate = colocate
+    if colocate == "all":
+        config.rollout.max_staleness = 0
+    validate(config)
+    placement = placed(config)
+    for place in map(placement.generator, range(2)):
+        assert place.visible[: place.ranks] == place.devices
+        assert sorted(place.visible) == sorted({*place.devices} | foreign)
+    assert placement.models["trainer"].visible == (0, 1, 2, 3)
+    ranks = [rank for rank in all_ranks(PlannedRun(config)) if rank.mesh == "trainer"]
+    found = [sum(item.bytes for item in rank.named("contexts of readers")) for rank in ranks]
+    assert found == [count * READER_CONTEXT for count in readers]

@@ -24,14 +24,24 @@ PUSHES = 3
 def test_memory_is_used_on_the_gpu_that_has_it(monkeypatch, own):
     """``as_tensor`` copies the memory if it gets a device, and the memory is of another one."""
     calls = []
+    contexts = []
+
+    @contextmanager
+    def on(device):
+        contexts.append(device)
+        yield
+        contexts.append(None)
+
     stream = SimpleNamespace(synchronize=lambda: None)
-    monkeypatch.setattr(cuda_memory, "_driver", lambda *args: None)
+    monkeypatch.setattr(cuda_memory, "_driver", lambda *args: contexts.append(args[0]))
+    monkeypatch.setattr(torch.cuda, "device", on)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     monkeypatch.setattr(torch, "as_tensor", lambda *args, **options: calls.append((args, options)))
-    DeviceMemory(handle=bytes(64), bytes=8, address=4096).tensor(own=own)
+    DeviceMemory(handle=bytes(64), bytes=8, address=4096).tensor(GPU, own=own)
     (((memory,), options),) = calls
     assert memory.__cuda_array_interface__["data"] == (4096, False)
     assert options == {}
+    assert contexts == ([] if own else [GPU, "cuIpcOpenMemHandle_v2", None])
 
 
 def test_memory_is_pinned_on_the_gpu_that_copies(monkeypatch):

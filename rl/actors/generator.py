@@ -120,6 +120,7 @@ class Generator(Actor):
     layout = _engine_endpoint(lambda engine: (memory_domain(), layout_of(engine.parameters())))
     offload = _engine_endpoint(lambda engine: engine.offload())
     onload = _engine_endpoint(lambda engine: engine.onload())
+    figures = _engine_endpoint(lambda engine: engine.figures())
     weight_digests = _engine_endpoint(
         lambda engine, dtype: digests(engine.parameters(), dtype=dtype)
     )
@@ -222,9 +223,17 @@ class GeneratorMesh(Mesh):
         )
         return answer
 
+    async def figures(self) -> dict[str, float]:
+        """Return what the engine does now, ``running``, ``queue`` and ``cache``, and what it did
+        since its start: :data:`rl.generation.requests.COUNTS`.
+        """
+        (found,) = await self.call("figures", rank=0)
+        return dict(found)
+
     def take_load(self) -> Metrics:
         """Return ``generator/running``, ``queue`` (waiting requests) and ``cache`` (share of the KV
-        cache in use), each as ``_mean`` and ``_max`` over the engine's steps since the last call.
+        cache in use), each as ``_mean`` and ``_max`` over the engine's steps since the last call,
+        and ``preemptions`` and ``prefix_hits`` (share of the tokens of prompts) in these steps.
         """
         load = self._load
         self._load = Metrics({})

@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,6 +41,12 @@ RELIES_ON = (
     "vllm.v1.core.sched.scheduler:Scheduler.running",
     "vllm.v1.core.sched.scheduler:Scheduler.get_request_counts()",
     "vllm.v1.core.sched.scheduler:Scheduler.get_kv_cache_usage()",
+    # vLLM's own counts need its statistics, which it prepares in each step
+    "vllm.v1.core.sched.scheduler:Scheduler._preempt_request(request, timestamp,"
+    " drop_stale_output)",
+    "vllm.v1.engine:EngineCoreOutput.prefill_stats",
+    "vllm.v1.metrics.stats:PrefillStats.num_prompt_tokens",
+    "vllm.v1.metrics.stats:PrefillStats.num_cached_tokens",
     "vllm.v1.core.sched.scheduler:Scheduler.kv_cache_manager",
     "vllm.v1.core.kv_cache_manager:KVCacheManager.evict_blocks(block_ids)",
     "vllm.v1.core.kv_cache_manager:KVCacheManager.block_pool",
@@ -111,6 +118,19 @@ def load_of(engine: Any) -> tuple[int, int, float]:
     """
     scheduler = engine.engine_core.engine_core.scheduler
     return *scheduler.get_request_counts(), scheduler.get_kv_cache_usage()
+
+
+def on_preemption(engine: Any, call: Callable[[], None]) -> None:
+    """Have ``call`` called for each request that is preempted for lack of room in the cache."""
+    scheduler = engine.engine_core.engine_core.scheduler
+    preempt = scheduler._preempt_request
+
+    def preempt_and_call(*args: Any, drop_stale_output: bool = False) -> None:
+        preempt(*args, drop_stale_output=drop_stale_output)
+        if not drop_stale_output:  # otherwise a reset of the prefix cache preempts it
+            call()
+
+    scheduler._preempt_request = preempt_and_call
 
 
 def forget_prefixes(engine: Any) -> bool:

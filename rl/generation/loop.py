@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from rl.errors import RunError
-from rl.generation.engine import GenerationEngine
+from rl.generation.engine import LOAD, GenerationEngine
+from rl.generation.requests import COUNTS
 from rl.metrics import Metrics, Rule, Value
 from rl.model.activations import Activations
 from rl.types import Completion, GenerationRequest, GivenSequence
 
-# sleep of a rank without work, far below the timeout of the collectives that its peers wait in
-HEARTBEAT_S = 1.0
-LOAD = ("running", "queue", "cache")
+HEARTBEAT_S = 1.0  # sleep of a rank without work, below the timeout of collectives
 MEAN_AND_MAX: tuple[Rule, ...] = ("mean", "max")
+SIZE = len(LOAD) + len(COUNTS)
 KEPT_WORK = 1_000  # stretches of work that wait for ``take_work``
 NO_VERSION = -1  # version of a rank that could not pull
 
@@ -86,7 +86,7 @@ class EngineLoop:
         self._visits: list[tuple[Callable[[GenerationEngine], Any], Future]] = []
         self._calls: dict[str, _Call] = {}
         self._pending: set[Future] = set()
-        self._loads: list[tuple[int, int, float]] = []
+        self._loads: list[tuple[float, ...]] = [(0,) * SIZE]  # from that of the last report on
         self._work: deque[tuple[str, float, float]] = deque(maxlen=KEPT_WORK)
         self._busy_since: float | None = None
         self._activations: Activations | None = None
@@ -126,18 +126,24 @@ class EngineLoop:
         return await asyncio.wrap_future(call.done)
 
     def take_load(self) -> Metrics:
-        """Return the load of this rank, which leads, after each step since the last call."""
+        """Return the load of this rank, which leads, over the steps since the last call: requests
+        that run and wait, use of the cache, preemptions, and hits in the prefix cache.
+        """
         with self._changed:
-            loads = self._loads
-            self._loads = []
-        columns = zip(LOAD, zip(*loads, strict=True), strict=False)
-        return Metrics(
-            {
-                f"generator/{name}_{rule}": Value.over([float(each) for each in column], rule)
-                for name, column in columns
-                for rule in MEAN_AND_MAX
-            }
-        )
+            before, *loads = self._loads
+            self._loads = self._loads[-1:]
+        if not loads:
+            return Metrics({})
+        entries = {
+            f"generator/{name}_{rule}": Value.over([float(each) for each in column], rule)
+            for name, column in zip(LOAD, zip(*loads, strict=True), strict=False)
+            for rule in MEAN_AND_MAX
+        }
+        preempted, read, cached, _ = (loads[-1][at] - before[at] for at in range(len(LOAD), SIZE))
+        entries["generator/preemptions"] = Value(preempted, "sum")
+        if read:
+            entries["generator/prefix_hits"] = Value(cached / read, "mean", read)
+        return Metrics(entries)
 
     def take_work(self) -> list[tuple[str, float, float]]:
         """Return what this rank worked at since the last call: ``generate``, for as long as it had

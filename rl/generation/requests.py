@@ -3,6 +3,7 @@
 import itertools
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,9 @@ from rl.types.routed_experts import RoutedExperts
 from rl.types.sampling_mask import SamplingMask, encode
 
 BYTES_OF_A_CHARACTER = 4  # at most, in UTF-8
+COUNTS = ("preemptions", "prompt_tokens", "cached_tokens", "sampled_tokens")
+"""Requests that lost their keys and values for lack of room in the cache; tokens of prompts; those
+of them that were in the prefix cache; tokens that were sampled."""
 
 
 class StopTexts:
@@ -91,6 +95,9 @@ class Requests:
         self._in_flight = dict[str, _InFlight]()
         self._cut = set[str]()  # those of the requests that need masks
         vllm_masks.record_masks(engine, encode, lambda: bool(self._cut))
+        self.counts = Counter[str](dict.fromkeys(COUNTS, 0))
+        """Numbers since the start, by the names of COUNTS."""
+        vllm_internals.on_preemption(engine, lambda: self.counts.update(preemptions=1))
 
     def __len__(self) -> int:
         return len(self._in_flight)
@@ -121,6 +128,7 @@ class Requests:
         outputs = vllm_internals.step(self._engine)
         if outputs.outputs:
             self.sampled_at = time.monotonic()
+        counts = self.counts
         finished = []
         said = []
         for output in outputs.outputs:
@@ -129,7 +137,11 @@ class Requests:
             if (scores := output.new_prompt_logprobs_tensors) is not None:
                 each.prompt_logprobs += scores.logprobs[:, 0].tolist()
                 each.prompt_top += _most_likely(scores, each.prompt_count or 0)
+            if (read := output.prefill_stats) is not None:
+                counts["prompt_tokens"] += read.num_prompt_tokens
+                counts["cached_tokens"] += read.num_cached_tokens
             if new := output.new_token_ids:
+                counts["sampled_tokens"] += len(new)
                 each.tokens += new
                 each.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
                 each.versions += [int(outputs.weight_version)] * len(new)

@@ -98,6 +98,15 @@ def test_the_load_of_an_engine_is_measured_at_each_step(generator):
     assert 1 < load["generator/running_mean"] < 2
     assert load["generator/queue_max"] == 0
     assert 0 < load["generator/cache_mean"] <= load["generator/cache_max"] < 1
+    assert load["generator/preemptions"] == load["generator/prefix_hits"] == 0
+
+
+def test_preemptions_and_hits_in_the_prefix_cache_are_counted(generator):
+    ((load, figures),) = generator.run(played, crowded)
+    assert load["generator/preemptions"] == 1
+    assert load["generator/prefix_hits"] == pytest.approx(64 / (30 + 31 + 70 + 70))
+    assert (figures["running"], figures["queue"]) == (0, 0)
+    assert figures["prompt_tokens"] >= 201 and figures["sampled_tokens"] >= 22
 
 
 def test_the_idle_time_begins_with_the_last_token(generator):
@@ -124,7 +133,29 @@ async def concurrent_calls(loop):
     return long, short, finished
 
 
+async def crowded(loop):
+    """Have two requests that need a second block each, of which one is left, and then a prompt
+    twice, of which two blocks are cached.
+    """
+    await loop.generate([request("a")])
+    loop.take_load()
+
+    def take(engine):
+        pool = engine._engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+        return pool, pool.get_new_blocks(pool.get_num_free_blocks() - 3)
+
+    pool, taken = await loop.run_between_steps(take)
+    await loop.generate(
+        [request("a", [1] * 30, max_tokens=10), request("b", [2] * 31, max_tokens=10)]
+    )
+    await loop.run_between_steps(lambda engine: pool.free_blocks(taken))
+    for name in ("r", "s"):
+        await loop.generate([request(name, [3] * 70, max_tokens=1)])
+    return dict(loop.take_load()), await loop.run_between_steps(lambda engine: engine.figures())
+
+
 async def measured(loop):
+    await loop.generate([request("a")])
     loop.take_load()
     before = loop.take_load()
     await loop.generate([request("a", max_tokens=30), request("b", max_tokens=10)])

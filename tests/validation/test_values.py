@@ -215,9 +215,7 @@ def test_a_generator_whose_gpu_does_not_hold_the_longest_answer_is_refused(confi
     config.hardware = HardwareConfig(device="h100", gpus_per_node=64, memory_gib=1.0)
     validate_generator_layout(config)
     config.model.max_seq_len = 10**8
-    said = (
-        r"generator.gpu_memory_utilization is 0.5, which leaves 0.\d+ GiB of each GPU "
-    )
+    said = r"generator.gpu_memory_utilization is 0.5, which leaves 0.\d+ GiB of each GPU "
     with pytest.raises(ConfigError, match=said):
         validate_generator_layout(config)
 

@@ -134,6 +134,7 @@ def _start(kind: Kind, config: GeneratorConfig, model: ModelConfig, folder: Path
             "shape": asdict(shape),
             "fuse_qkv": model.fuse_qkv,
             "expert_parallel": False,
+            "record_experts": False,
         },
     }
     engine = LLMEngine.from_engine_args(

@@ -1,0 +1,199 @@
+"""Log-probs of a mixture of experts in bfloat16: those of the trainer against those of the
+generator, with experts that the trainer's routers choose and with those that the generator
+recorded; and the cost of recording.
+
+Usage: python scripts/bench/router_replay.py [--rounds N] [--json]
+
+The generator samples completions of random prompts. The trainer, with the same weights, computes
+the log-probs of their tokens twice. "replayed_over_free" is the mean distance of a log-prob from
+that of the generator, with recorded experts over without. "differing" is the share of tokens that
+the trainer's routers would send to other experts in at least one layer.
+
+Two generators, of which one records experts, sample the same completions by turns. "recording" is
+the CPU time of that one over that of the other, the median over the rounds.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import statistics
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import psutil
+import torch
+from cpu_time import cpu_seconds
+from generator import Ours
+from ranks import become_rank
+from torchtitan.config import TrainingConfig
+
+import rl  # noqa: F401  # before anything imports torchtitan, which asks it for the device
+from rl.algorithms.batch import make_batch
+from rl.generation.generator_config import GeneratorConfig
+from rl.model.router import routers_of
+from rl.model.shape import ModelConfig
+from rl.training.checkpoint import Checkpointer
+from rl.training.engine import TrainingEngine
+from rl.training.trainer_config import TrainerConfig
+from rl.types import Completion, GenerationRequest, Prompt, Rollout, Sampling
+
+MODEL = ModelConfig(
+    vocab_size=512,
+    dim=256,
+    n_layers=8,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=64,
+    num_experts=64,
+    experts_per_token=8,
+    moe_hidden_dim=96,
+    max_seq_len=256,
+)
+PROMPTS = 8
+SAMPLES = 8
+PROMPT_TOKENS = 48
+NEW_TOKENS = 48
+
+
+def requests_of(seed: int) -> list[GenerationRequest]:
+    """Return groups of SAMPLES requests for random prompts, end to end."""
+    draw = random.Random(seed)
+    prompts = [draw.choices(range(MODEL.vocab_size), k=PROMPT_TOKENS) for _ in range(PROMPTS)]
+    return [
+        GenerationRequest(
+            request_id=f"{seed}/{number}/{sample}",
+            prompt_tokens=prompt,
+            seed=draw.getrandbits(63),
+            sampling=Sampling(max_tokens=NEW_TOKENS),
+        )
+        for number, prompt in enumerate(prompts)
+        for sample in range(SAMPLES)
+    ]
+
+
+def engine_of(folder: Path, model: ModelConfig = MODEL) -> TrainingEngine:
+    """Return a trainer in this process, which computes in bfloat16 with recorded experts."""
+    become_rank(0, 1)
+    config = TrainerConfig(
+        training=TrainingConfig(mixed_precision_param="bfloat16"),
+        micro_batch_size=PROMPTS * SAMPLES,
+        packing=False,
+        router_replay="generator",
+    )
+    return TrainingEngine(config, model, seed=0, steps=1, folder=str(folder))
+
+
+def write_weights(folder: Path) -> None:
+    """Write a model whose random weights are scaled up, so that some tokens are likely."""
+    engine = engine_of(folder)
+    with torch.no_grad():
+        for parameter in engine.model.parameters():
+            parameter.mul_(3.0 if parameter.ndim > 1 else 1.0)
+    checkpointer = Checkpointer(engine, MODEL, folder=str(folder))
+    checkpointer.export_hf(str(folder / "model"))
+    checkpointer.close()
+
+
+def gaps(
+    folder: Path, requests: list[GenerationRequest], completions: list[Completion]
+) -> dict[str, float]:
+    """Return mean distances of the trainer's log-probs from those of the generator, and the share
+    of tokens with other experts.
+    """
+    model = replace(MODEL, hf_path=str(folder / "model"))
+    engine = engine_of(folder, model)
+    checkpointer = Checkpointer(engine, model, folder=str(folder))
+    checkpointer.load()
+    batch = make_batch(
+        [
+            Rollout.single_turn(
+                Prompt(prompt_id=0, tokens=request.prompt_tokens, text="", answer=""),
+                completion,
+                sample=number,
+                text="",
+                reward=0.0,
+            )
+            for number, (request, completion) in enumerate(zip(requests, completions, strict=True))
+        ]
+    )
+    preferred = list[torch.Tensor]()  # of each layer, [sequences, cells of a row, experts]
+    for router in routers_of(engine.model):
+        router.on_choice = lambda ids, scores: preferred.append(ids)
+    behaviour = batch.columns["behaviour_logprobs"]
+    found = {}
+    for name, each in (("replayed", batch), ("free", replace(batch, experts=None))):
+        preferred.clear()
+        error = (engine.forward(each)["logprobs"] - behaviour).abs()
+        found[f"{name}_gap"] = float(error[batch.loss_mask].mean())
+    length = int(batch.lengths[0])
+    assert batch.experts is not None, "the generator records experts"
+    recorded = torch.from_numpy(batch.experts.ids).long().unflatten(0, (-1, length))[:, :-1]
+    chosen = torch.stack(preferred, dim=2)[:, : length - 1]
+    others = (chosen.sort(-1).values != recorded.sort(-1).values).any(-1)
+    return {
+        "replayed_over_free": found["replayed_gap"] / found["free_gap"],
+        "differing": float(others.any(-1).float().mean()),
+        "differing_in_a_layer": float(others.float().mean()),
+        **found,
+    }
+
+
+def in_a_process(function: Callable[..., Any], *args: Any) -> Any:
+    """Return the result of a function in a new process."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(function, args)
+
+
+def run(rounds: int, folder: Path) -> dict[str, float]:
+    """Sample with both generators by turns, then compute with the trainer."""
+    in_a_process(write_weights, folder)
+    sides = {}
+    for name, records in (("plain", False), ("recording", True)):
+        config = GeneratorConfig(dtype="bfloat16", kv_cache_gib=0.25, record_experts=records)
+        shutil.copytree(folder / "model", folder / name)
+        sides[name] = Ours(config, MODEL, folder / name)
+    ratios = []
+    requests = requests_of(0)
+    completions = {name: side.generate(requests, SAMPLES) for name, side in sides.items()}
+    here = psutil.Process()
+    for number in range(1, rounds + 1):
+        seconds = {}
+        for name in [*sides][:: 1 if number % 2 else -1]:
+            begun = cpu_seconds(here)
+            sides[name].generate(requests_of(number), SAMPLES)
+            seconds[name] = cpu_seconds(here) - begun
+        ratios.append(seconds["recording"] / seconds["plain"])
+    for side in sides.values():
+        side.close()
+    found = in_a_process(gaps, folder, requests, completions["recording"].completions)
+    return found | {"recording": statistics.median(ratios)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=9, help="turns that each generator takes")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object as the last line"
+    )
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        result = run(arguments.rounds, Path(folder))
+    for name in ("free", "replayed"):
+        print(f"{name:9} {result[f'{name}_gap']:.5f} nats from the generator's log-probs")
+    print(", ".join(f"{name} {value:.3f}" for name, value in result.items() if "gap" not in name))
+    if arguments.json:
+        print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

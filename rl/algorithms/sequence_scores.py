@@ -135,12 +135,13 @@ def coefficients(
 
 def with_coefficients(batch: Batch, values: torch.Tensor) -> Batch:
     """Return the first m sequences of ``batch`` with one column, ``coefficients``: each token has
-    its sequence's number in ``values`` [m].
+    its sequence's number in ``values`` [m]. Each sequence counts 1 in the denominator.
 
     ``batch`` is the result of :func:`score_batch`. Sequences after the first m are dropped.
     """
     learned = batch if len(values) == len(batch) else batch.select(range(len(values)))
-    return replace(learned, columns={COEFFICIENTS: _spread(values.float(), learned)})
+    columns = {COEFFICIENTS: _spread(values.float(), learned)}
+    return replace(learned, columns=columns, denominators=torch.ones(len(learned)).double())
 
 
 def with_mismatched(batch: Batch, *, max_tokens: int) -> Batch:

@@ -28,6 +28,11 @@ class Router(TokenChoiceTopKRouter):
         self.on_choice: Callable[[torch.Tensor, torch.Tensor], None] | None = None
         """Function of the experts that the router itself prefers, int64 [B, L, K], and of its
         scores, float32 [B, L, E], called in each forward pass."""
+        self.keeps = False
+        """Whether forward passes keep their choice. A recomputation must not."""
+        self.kept: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        """Experts that the router prefers and those that compute, int64 [B, L, K], and the scores,
+        float32 [B, L, E], of the last forward pass that kept them."""
 
     def forward(
         self, x_BLD: torch.Tensor, expert_bias_E: torch.Tensor | None = None
@@ -35,17 +40,20 @@ class Router(TokenChoiceTopKRouter):
         """Return weights and ids of the experts of each token, [B, L, K], and all scores
         [B, L, E].
         """
-        weights, chosen, scores = super().forward(x_BLD, expert_bias_E)
+        weights, preferred, scores = super().forward(x_BLD, expert_bias_E)
         if self.on_choice is not None:
-            self.on_choice(chosen, scores)
-        if self.given is None:
-            return weights, chosen, scores
-        given = _placed_like(self.given, chosen)
-        chosen = torch.where(given < 0, chosen, given)
-        weights = scores.gather(-1, chosen)
-        if self.route_norm:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        return weights * self.route_scale, chosen, scores
+            self.on_choice(preferred, scores)
+        chosen = preferred
+        if self.given is not None:
+            given = _placed_like(self.given, chosen)
+            chosen = torch.where(given < 0, chosen, given)
+            weights = scores.gather(-1, chosen)
+            if self.route_norm:
+                weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+            weights = weights * self.route_scale
+        if self.keeps:
+            self.kept = (preferred, chosen, scores)
+        return weights, chosen, scores
 
 
 def routers_of(model: nn.Module) -> list[Router]:

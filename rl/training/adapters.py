@@ -16,12 +16,13 @@ from rl.model.host_memory import HostMemory
 from rl.training.gradient import optimizer_state
 from rl.training.lora import MergedWeights, adapted_layers
 from rl.training.sharded_model import draw, named_adapters, own_part, reshard
+from rl.training.token_metrics import StepSums
 from rl.training.trainer_config import BASE, AdapterConfig, Source
 
 ADAPTER = "adapter"
 """Name of the config of an adapter in a folder."""
 
-FRESH = {"version": 0, "skipped_steps": 0, "skipped_in_a_row": 0, "_weight": 0.0}
+FRESH = {"version": 0, "skipped_steps": 0, "skipped_in_a_row": 0}
 """Attributes of an engine that belong to the adapter in it, and their first values."""
 
 
@@ -34,7 +35,7 @@ class _Adapter:
     config: AdapterConfig | None
     weights: list[torch.Tensor]
     """This rank's parts, in host memory."""
-    counts: dict[str, Any] = field(default_factory=lambda: FRESH | {"_metrics": []})
+    counts: dict[str, Any] = field(default_factory=lambda: FRESH | {"_sums": StepSums()})
     schedule: dict[str, Any] = field(default_factory=lambda: {"last_epoch": 0})
     gradients: dict[nn.Parameter, torch.Tensor] = field(default_factory=dict)
     moments: list[dict[Any, Any]] = field(default_factory=list)
@@ -147,7 +148,7 @@ class Adapters:
         engine = self._engine
         engine.optimizers.zero_grad()
         engine.reset_optimizer()
-        vars(engine).update(FRESH | {"_metrics": []})
+        vars(engine).update(FRESH | {"_sums": StepSums()})
         engine.schedule.load_state_dict({"last_epoch": 0})
 
     @contextmanager

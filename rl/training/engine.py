@@ -26,6 +26,7 @@ from rl.training.gradient import divide_and_clip, have_changed, optimizer_state,
 from rl.training.kept_logits import kept_logits
 from rl.training.matmul import kernel_in_use
 from rl.training.micro_batches import MicroBatch, MicroBatchLimits, lay_out, outputs_of, plan
+from rl.training.routing import Routing
 from rl.training.sharded_model import (
     build_model,
     gradient_shards,
@@ -34,7 +35,7 @@ from rl.training.sharded_model import (
     reshard,
     trained_shards,
 )
-from rl.training.token_metrics import MetricTotals, WorkCount
+from rl.training.token_metrics import MetricTotals, StepSums, WorkCount, over_ranks
 from rl.training.trainer_config import AdapterConfig, TrainerConfig
 from rl.types import Batch, Head
 
@@ -105,8 +106,7 @@ class TrainingEngine:
 
         batch_mesh = self.dims.get_optional_mesh("batch")
         self._batch_group = batch_mesh.get_group() if batch_mesh else None
-        self._weight = 0.0
-        self._metrics: list[Metrics] = []
+        self._sums = StepSums()
         own = config.lora and AdapterConfig(config.lora.rank, config.lora.alpha)
         self.adapters = Adapters(self, own)
         self.work = WorkCount.of(self.model)
@@ -122,6 +122,7 @@ class TrainingEngine:
         self._sequence = (
             SequenceShard(self.dims.get_mesh("cp"), balancer) if self.dims.cp_enabled else None
         )
+        self._routing = Routing(self.model, config.balance, self._sequence, self._batch_group)
 
     def from_leader(self, batch: Batch | None) -> Batch:
         """Return the leader's batch on every rank of the same data-parallel rank. The other ranks
@@ -174,18 +175,20 @@ class TrainingEngine:
         for micro, is_last in self._micro_batches(batch):
             reduce_over_replicas(self.model, is_last)
             with self._context():
+                self._routing.watch()
                 outputs = self._run(micro, temperature)
                 own = {name: values[micro.loss_index] for name, values in outputs.items()}
                 result = loss(Tokens(micro.columns | own, sequence=micro.sequence))
                 per_token, metrics = check_loss_result(loss, result, len(micro.loss_index))
-                (weight * (per_token * micro.loss_weights).sum()).backward()
+                balance = self._routing.count(micro, self._sums)
+                (weight * ((per_token * micro.loss_weights).sum() + balance)).backward()
             totals.add(per_token, metrics, micro.loss_weights)
             parts.append((micro.index, {name: v.detach() for name, v in outputs.items()}))
         self.work.add(batch.lengths)
         divisor = batch.loss_weights if batch.denominators is None else batch.denominators
-        self._weight += float(divisor.sum(dtype=torch.float64))
-        self._metrics.append(totals.reduce())
-        return outputs_of(batch, parts), self._metrics[-1]
+        self._sums.weight += float(divisor.sum(dtype=torch.float64))
+        self._sums.metrics.append(totals.reduce())
+        return outputs_of(batch, parts), self._sums.metrics[-1]
 
     @torch.no_grad()
     def optim_step(
@@ -239,7 +242,7 @@ class TrainingEngine:
         else:
             self.skipped_steps += 1
             self.skipped_in_a_row += 1
-        metrics = Metrics.merged(self._metrics)
+        metrics = Metrics.merged(self._sums.metrics) | self._routing.metrics(self._sums)
         self._forget_gradients()
         allowed = self.config.max_skipped_steps
         if self.skipped_in_a_row > allowed:
@@ -262,7 +265,7 @@ class TrainingEngine:
         """Return ``denominator``, or the weight that all ranks accumulated if it is None."""
         weight = denominator
         if weight is None:
-            weight = self._over_batch(self._weight, dist.ReduceOp.SUM)
+            weight = over_ranks(self._batch_group, self._sums.weight, dist.ReduceOp.SUM)
         if weight == 0:
             advice = "call forward_backward with a batch of weight > 0 first"
             raise RuntimeError(f"optim_step: no weight was accumulated; {advice}")
@@ -325,8 +328,8 @@ class TrainingEngine:
 
     def _forget_gradients(self) -> None:
         self.optimizers.zero_grad()
-        self._weight = 0.0
-        self._metrics = []
+        self._sums = StepSums()
+        self._routing.forget()
 
     def offload(self) -> None:
         """Move parameters, gradients and optimizer state to host memory and free their device
@@ -367,7 +370,7 @@ class TrainingEngine:
         one_row = shares_rows(self.model.config.first_attention.inner_attention)
         limits = MicroBatchLimits.of(self.config, one_row=one_row)
         planned = plan(batch, limits)
-        count = int(self._over_batch(len(planned), dist.ReduceOp.MAX))
+        count = int(over_ranks(self._batch_group, len(planned), dist.ReduceOp.MAX))
         if count == 0:
             raise ValueError("the batch is empty; give at least one sequence")
         for number in range(count):
@@ -390,10 +393,3 @@ class TrainingEngine:
         if self._sequence is not None:
             outputs = {name: self._sequence.gather(values) for name, values in outputs.items()}
         return {name: micro.per_token(values) for name, values in outputs.items()}
-
-    def _over_batch(self, value: float, reduction: Any) -> float:
-        if self._batch_group is None:
-            return value
-        total = torch.tensor(value, dtype=torch.float64, device=self.device)
-        dist.all_reduce(total, reduction, self._batch_group)
-        return float(total)

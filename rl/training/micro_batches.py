@@ -67,6 +67,8 @@ class MicroBatch:
     - ``cells``: int64 [T], cell of the flattened rectangle that predicts each token. Tokens of
       prompts may share cells.
     - ``first``: bool [T], whether a token starts its sequence, so that no cell predicts it.
+    - ``lengths``: int64 [N], number of tokens of each sequence.
+    - ``divisors``: float64 [N], part of each sequence in the denominator of a step.
     - ``loss_index``: int64 [C], the tokens of weight above 0, as indices in [0, T).
     - ``sequence``: int64 [C], sequence of the micro-batch of each of these tokens.
     - ``sampling_mask``: Ids that the target of each of the B * L cells was sampled from; None for
@@ -83,6 +85,8 @@ class MicroBatch:
     positions: torch.Tensor
     cells: torch.Tensor
     first: torch.Tensor
+    lengths: torch.Tensor
+    divisors: torch.Tensor
     loss_index: torch.Tensor
     sequence: torch.Tensor
     loss_weights: torch.Tensor
@@ -188,6 +192,8 @@ def lay_out(batch: Batch, rows: Rows, limits: MicroBatchLimits) -> MicroBatch:
         positions=torch.where(filled, rectangle(place[inputs]), padding),
         cells=cells.masked_fill(first, 0),
         first=first,
+        lengths=part.lengths,
+        divisors=part.divisors,
         loss_index=loss_index,
         sequence=owner[loss_index],
         loss_weights=part.loss_weights[loss_index],

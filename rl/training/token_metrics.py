@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Self
+from dataclasses import dataclass, field
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torchtitan.protocols import BaseModel
+from torchtitan.tools.utils import get_local_device
 
 from rl.algorithms.loss_results import Metric, mean_of, totals_of, value_of_totals
 from rl.metrics import Metrics, Reduction
@@ -41,6 +42,27 @@ class WorkCount:
         count = self.count
         self.count = 0
         return count
+
+
+@dataclass
+class StepSums:
+    """Sums over the calls of ``forward_backward`` since the last optimizer step."""
+
+    weight: float = 0.0
+    """Weight of this rank's part of the batches."""
+    metrics: list[Metrics] = field(default_factory=list)
+    """Metrics of each call."""
+    routed: torch.Tensor | None = None
+    """Sums of the routers' choices, float64 [layers, E + 6]: see :class:`Routing`."""
+
+
+def over_ranks(group: dist.ProcessGroup | None, value: float, reduction: Any) -> float:
+    """Return the sum, maximum or minimum of the ``value`` of each rank of ``group``."""
+    if group is None:
+        return value
+    total = torch.tensor(value, dtype=torch.float64, device=get_local_device())
+    dist.all_reduce(total, reduction, group)
+    return float(total)
 
 
 class MetricTotals:

@@ -183,6 +183,16 @@ class AdapterConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class BalanceConfig:
+    """Options that divide tokens evenly among the experts of a layer, for models with experts. No
+    token is ever dropped."""
+
+    loss_coefficient: Annotated[float, at_least(0, 1e3), NUMERICS] = 0.0
+    """Coefficient of the balance loss of each sequence and layer (arXiv:2412.19437, eqs. 17 to 20),
+    which is added to the loss. DeepSeek-V3 has 1e-4."""
+
+
+@dataclass(kw_only=True, slots=True)
 class TrainerConfig:
     """PolicyTrainer mesh. Its number of ranks is the product of the parallelism degrees."""
 
@@ -230,6 +240,9 @@ class TrainerConfig:
     """Experts that the policy computes with. ``none``: Its routers choose them. ``generator``: They
     are those that the generator computed each token with, with weights from the policy's own
     routers; tokens without a record go to experts that these choose."""
+
+    balance: BalanceConfig = field(default_factory=BalanceConfig)
+    """Balance of the experts."""
 
     compile: titan.CompileConfig = field(default_factory=titan.CompileConfig)
     """Use of torch.compile."""

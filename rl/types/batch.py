@@ -72,6 +72,14 @@ class Batch:
         """Mask of tokens with a weight above 0, bool [T]."""
         return self.loss_weights > 0
 
+    @property
+    def divisors(self) -> torch.Tensor:
+        """Part of each sequence in the denominator of ``optim_step``, float64 [N]."""
+        if self.denominators is not None:
+            return self.denominators
+        owner = torch.repeat_interleave(torch.arange(len(self)), self.lengths)
+        return torch.zeros(len(self)).double().index_add(0, owner, self.loss_weights.double())
+
     def scatter(self, values: torch.Tensor) -> torch.Tensor:
         """Return a column with ``values`` for tokens of weight above 0, and 0 for the others."""
         column = torch.zeros(len(self.tokens))

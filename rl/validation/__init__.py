@@ -122,6 +122,13 @@ def _validate_lora(config: RunConfig) -> None:
         require_value(not clashes, "trainer.lora", type(lora), f"None with {other}")
 
 
+def _validate_balance(config: RunConfig) -> None:
+    has_experts = shape_of(config.model).num_experts > 0
+    coefficient = config.trainer.balance.loss_coefficient
+    rule = "0 for a model without experts"
+    check(config, "trainer.balance.loss_coefficient", has_experts or coefficient == 0, rule)
+
+
 def _validate_schedules(config: RunConfig) -> None:
     """Check that no schedule ends before the run: torchtitan's would go on below 0."""
     steps = config.optimizer_steps
@@ -223,8 +230,8 @@ CHECKS: dict[type, list[Callable[[Any], None]]] = {
     RunConfig: [
         *(validate_types, validate_numbers, find_models, validate_unused, validate_folders),
         *(validate_layouts, _validate_cuda, _validate_checkpoint, _validate_training_modes),
-        *(validate_optimizers, _validate_schedules, _validate_lora, _validate_watchdog),
-        *(_validate_slurm, _validate_sinks),
+        *(validate_optimizers, _validate_schedules, _validate_lora, _validate_balance),
+        *(_validate_watchdog, _validate_slurm, _validate_sinks),
     ],
     DatasetRunConfig: [validate_nodes, validate_devices, _validate_examples],
     SFTConfig: [_validate_supervision],

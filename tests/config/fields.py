@@ -290,6 +290,7 @@ training/test_float8.py
   test_linear_layers_are_converted_except_for_head_router_and_those_excluded:
     Float8LinearConverter.Config filter_fqns
 training/test_gradient.py
+  test_gradient_is_the_whole_batchs_however_it_is_cut: BalanceConfig loss_coefficient
   test_any_partition_has_the_gradient_of_the_whole:
     TrainerConfig micro_batch_size micro_batch_tokens packing prompt_sharing
   test_gradient_does_not_depend_on_compute_options: TrainerConfig logits_mib

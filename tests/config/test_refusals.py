@@ -58,6 +58,7 @@ REFUSED: list[tuple[Edits, str]] = [
     ({"rollout.stream_chunks": 2}, "1 unless rollout.pipeline is 'asynchronous'"),
     ({"algorithm.adaptive_kl.target": 0.1}, "0 unless algorithm.loss.kl_coef or"),
     ({"algorithm.overlong_buffer": 1000}, "at most rollout.max_tokens="),
+    ({"trainer.balance.loss_coefficient": 0.1}, "0 for a model without experts"),
     ({"model.n_kv_heads": 3}, "a divisor of model.n_heads=2"),
     ({"model.head_dim": 48}, r"one of \[32, 64"),
     (VARLEN, "'auto' or 'dense' on CPU"),

@@ -8,6 +8,9 @@ import torch
 
 from rl.algorithms.tokens import Tokens
 
+BALANCE = 0.2
+"""Coefficient of the balance loss of models with experts."""
+
 
 class Qwen3:
     """A Qwen3 on weights by torchtitan's names; arXiv:2505.09388 and transformers' modeling_qwen3
@@ -45,6 +48,7 @@ class Qwen3:
         """Logits [len(tokens), vocabulary]. ``experts`` of each token in each layer are given,
         [len(tokens), layers, top_k]; -1 is none.
         """
+        self.routed: list[torch.Tensor] = []  # probabilities of the experts in each layer
         embedding = self.weights["tok_embeddings.weight"]
         x = embedding[tokens]
         for layer in range(self.n_layers):
@@ -102,6 +106,7 @@ class Qwen3:
         probability of these.
         """
         probs = linear(w, "moe.router.gate", h).softmax(-1)
+        self.routed.append(probs)
         chosen = probs >= probs.sort(descending=True).values[:, self.top_k - 1 : self.top_k]
         if given is not None:
             told = torch.zeros_like(chosen).scatter(-1, given.clamp(min=0), True)
@@ -116,6 +121,18 @@ class Qwen3:
         compute = clamped if clamps else feed_forward
         outputs = torch.stack([compute(h, *weights) for weights in experts], -1)
         return (outputs @ share.unsqueeze(-1)).squeeze(-1)
+
+    def balance_loss(self, count: int) -> torch.Tensor:
+        """Balance loss of the first ``count`` tokens that were computed last: arXiv:2412.19437,
+        eqs. 17 to 20.
+        """
+        total = torch.tensor(0.0, dtype=torch.float64)
+        for probs in (each[:count] for each in self.routed):
+            experts = probs.shape[1]
+            best = probs.sort(descending=True).values[:, self.top_k - 1 : self.top_k]
+            shares = experts / (self.top_k * count) * (probs >= best).sum(0)
+            total = total + BALANCE * (shares * probs.mean(0)).sum()
+        return total
 
     def _rotate(self, x: torch.Tensor) -> torch.Tensor:
         half = self.head_dim // 2
@@ -193,7 +210,7 @@ def given_experts(batch) -> list[torch.Tensor | None]:
 
 def loss_sum(model: Qwen3, batch, loss, *, temperature: float):
     """Sum over the batch's tokens of weight times loss, which is called with one sequence at a
-    time, in float64.
+    time, plus the balance loss of its sequence, in float64.
     """
     total = torch.tensor(0.0, dtype=torch.float64)
     call = loss.build()
@@ -211,7 +228,8 @@ def loss_sum(model: Qwen3, batch, loss, *, temperature: float):
         said = {"logprobs": logprobs[counted], "entropy": entropy[counted]}
         sequence = torch.zeros(int(counted.sum()), dtype=torch.int64)
         cost, _ = call(Tokens(own | said, sequence=sequence))
-        total = total + (weights[1:][counted] * cost).sum()
+        balance = model.balance_loss(len(tokens) - 1)
+        total = total + (weights[1:][counted] * (cost + balance)).sum()
     return total
 
 

@@ -22,7 +22,7 @@ from rl.training.checkpoint import Checkpointer
 from rl.training.engine import TrainingEngine
 from rl.training.micro_batches import balanced
 from rl.training.sharded_model import shard_of
-from rl.training.trainer_config import TrainerConfig
+from rl.training.trainer_config import BalanceConfig, TrainerConfig
 from rl.types import Batch, Head
 from tests.training.batches import (
     VOCAB_SIZE,
@@ -35,6 +35,7 @@ from tests.training.batches import (
     without_advantages,
 )
 from tests.training.layouts import LAYOUTS, Layout
+from tests.training.reference import BALANCE
 
 # 46 over tensor parallel 2 is 23, which FSDP over 2 then cuts unevenly; 15 is no multiple of any
 # padding.
@@ -105,15 +106,17 @@ def engine_of(
     **trainer: Any,
 ) -> TrainingEngine:
     """Return an engine with random weights three times torchtitan's, so that some tokens are more
-    likely, and biases and sinks that are not 0. It computes with the experts that a batch has.
+    likely, and biases and sinks that are not 0. It computes with the experts that a batch has,
+    and balances experts.
     """
     replay = "generator" if model.num_experts else "none"
+    balance = BalanceConfig(loss_coefficient=BALANCE if model.num_experts else 0.0)
     config = TrainerConfig(
         parallelism=(layout or Layout()).parallelism,
         training=TrainingConfig(mixed_precision_param=dtype, max_norm=max_norm),
         optimizer=default_adamw(lr=lr, weight_decay=decay),
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=warmup, decay_ratio=0.0),
-        **{"micro_batch_size": 2, "router_replay": replay, **trainer},
+        **{"micro_batch_size": 2, "router_replay": replay, "balance": balance, **trainer},
     )
     engine = TrainingEngine(
         config, model, head=head, seed=0, steps=steps, folder=folder, loads=loads

@@ -1,17 +1,24 @@
-"""A mixture of experts is the same trainer in every layout, and only its gradient changes it."""
+"""A mixture of experts is the same trainer in every layout, only its gradient changes it, and its
+routing is measured.
+"""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
+from torchtitan.distributed.activation_checkpoint import FullAC
 
 from rl.model.digest import merge_digests
 from rl.model.shape import ModelShape, shape_of
 from rl.model.shards import Box, Region
 from rl.model.tp_plan import generator_layout
+from rl.types.routed_experts import RoutedExperts
 from rl.weights.routes import plan_routes
-from tests.training.batches import ragged_batch, with_experts
+from tests.training.batches import ragged_batch, with_experts, with_prompts
 from tests.training.layouts import Layout
 from tests.training.ranks import on_ranks
-from tests.training.reference import worst_error
+from tests.training.reference import of_scene, worst_error
 from tests.training.scenes import (
     CLAMPED,
     EXPERTS,
@@ -20,6 +27,7 @@ from tests.training.scenes import (
     LOSS,
     engine_of,
     held,
+    weights_of,
 )
 
 LONG = [pytest.mark.long]
@@ -129,3 +137,62 @@ def test_only_the_gradient_changes_the_policy(folder):
     names = [*engine.model.state_dict(), *dict(engine.model.named_buffers())]
     assert [name for name in names if "bias" in name] == []
     assert all(layer.moe.expert_bias_E is None for layer in engine.model.layers.values())
+
+
+PROMPTS = with_prompts(ragged_batch((9, 15, 1, 7, 11)), [0, 0, 1, 0, 0])
+MEASURED = {
+    "by two": (ragged_batch(), {}),
+    "recomputed": (ragged_batch(), {"activation_checkpoint": FullAC.Config()}),
+    "padded": (ragged_batch(), {"packing": False, "micro_batch_size": 5}),
+    "shared prompts": (PROMPTS, {"prompt_sharing": 5, "micro_batch_size": 5}),
+    "replayed": (ragged_batch(), {"router_replay": "generator"}),
+}
+
+
+@pytest.mark.parametrize("how", MEASURED)
+def test_the_routing_of_a_step_is_measured_as_of_one_sequence_at_a_time(folder, how):
+    """Numbers of a second call are added. Passes without a gradient are not measured."""
+    batch, fields = MEASURED[how]
+    draw = np.random.default_rng(0)
+    ids = np.stack([draw.permutation(4)[:2] for _ in range(2 * len(batch.tokens))])
+    ids = ids.astype(np.uint8).reshape(-1, 2, 2)
+    ids[::3] = 255  # no record
+    has_records = how != "shared prompts"
+    recorded = replace(batch, experts=RoutedExperts(ids) if has_records else None)
+    engine = engine_of(EXPERTS, folder=folder, **fields)
+    weights = weights_of(engine_of(EXPERTS, folder=folder))
+    engine.forward(recorded)
+    for rows in ([0, 3], [1, 2, 4]):
+        engine.forward_backward(recorded.select(rows), LOSS.build())
+    found = engine.optim_step()
+    names = ["load_max", "entropy", *(["differing"] if has_records else [])]
+    replays = how == "replayed"  # the second layer then has another input than the reference's
+    for layer in range(1 if replays else 2):
+        wanted = numbers_of(of_scene(weights), batch, ids, layer, replays=replays)
+        for name in names:
+            assert found[f"experts/{name}/{layer}"] == pytest.approx(wanted[name], rel=1e-5), name
+    for name in names:
+        values = [found[f"experts/{name}/{layer}"] for layer in (0, 1)]
+        whole = max(values) if name == "load_max" else sum(values) / 2
+        assert found[f"experts/{name}"] == pytest.approx(whole, rel=1e-12)
+    assert ("experts/differing" in found) == has_records
+
+
+def numbers_of(model, batch, ids, layer: int, *, replays: bool) -> dict[str, float]:
+    load = np.zeros(4)
+    entropy = []
+    differing = []
+    sizes = batch.lengths.tolist()
+    kept = torch.tensor(ids[:, layer]).split(sizes)
+    for tokens, records in zip(batch.tokens.split(sizes), kept, strict=True):
+        model(tokens.tolist())
+        inputs = model.routed[layer].detach()[:-1]
+        for probs, record in zip(inputs, records.tolist(), strict=False):
+            best = probs.topk(2).indices.tolist()
+            if 255 not in record:
+                differing.append({*best} != {*record})
+                best = record if replays else best
+            load[best] += 1
+            entropy.append(-float((probs * probs.log()).sum()))
+    shares = {"entropy": np.mean(entropy), "differing": np.mean(differing)}
+    return {"load_max": load.max() / load.mean(), **shares}

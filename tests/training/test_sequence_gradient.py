@@ -84,12 +84,18 @@ def example(loss: SequenceLoss) -> tuple[Batch, Labels, torch.Tensor]:
 
 
 def direct(weights: dict[str, torch.Tensor], loss: SequenceLoss) -> tuple[Any, float]:
-    """(gradient, value) of the mean over examples, by autograd through the whole model."""
+    """(gradient, value) of the mean over examples, by autograd through the whole model. The
+    gradient is that of the balance loss too, of all sequences that are trained on.
+    """
     model = of_scene(weights)
     batch, labels, reference = example(loss)
-    scores = torch.stack([score(model, *row, loss) for row in sequences(batch)])
-    costs, _ = loss(scores, reference, labels)
-    costs.mean().backward()
+    scores = []
+    balance = []
+    for tokens, trained in sequences(batch):
+        scores.append(score(model, tokens, trained, loss))
+        balance.append(model.balance_loss(len(tokens) - (loss.head == "logprobs")))
+    costs, _ = loss(torch.stack(scores), reference, labels)
+    (costs.mean() + sum(balance[: len(ROWS)]) / len(costs)).backward()
     return {name: weight.grad for name, weight in model.weights.items()}, costs.mean().item()
 
 
@@ -206,7 +212,7 @@ def wanted_of(sizes: str, folder: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("sizes", "layout", "cuts"),
     [
-        ("tied_fused", "fsdp2_tp2", ["each pair in two calls"]),
+        ("experts", "fsdp2_tp2", ["each pair in two calls"]),
         *(pytest.param(*pair, [*CUTS], marks=pytest.mark.long) for pair in PAIRS),
     ],
 )

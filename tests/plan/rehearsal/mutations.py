@@ -61,7 +61,10 @@ MUTATIONS = {
         METRICS, "torch.zeros_like(weight)", "torch.zeros((), dtype=torch.float64)", "device"
     ),
     "a host tensor in a collective": Mutation(
-        f"{ENGINE}._over_batch", "device=self.device", 'device="cpu"', "NCCL refuses tensors of"
+        "rl.training.token_metrics:over_ranks",
+        "device=get_local_device()",
+        'device="cpu"',
+        "NCCL refuses tensors of",
     ),
     "a product of two dtypes": Mutation(
         f"{HEAD}_scaled_logits", "hidden @", "hidden.float() @", ONE_DTYPE

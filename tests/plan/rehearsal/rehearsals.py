@@ -17,10 +17,11 @@ DEADLINE_S = 900
 PHASES = {"forward 2": False, "forward_backward 2": True}
 """Phases of the last step with collectives of large tensors, and whether they train."""
 KNOWN = {
-    "rl/training/engine.py _over_batch",  # number of micro-batches; weight of the whole batch
+    "rl/training/token_metrics.py over_ranks",  # micro-batches; weight of the whole batch
     "rl/training/micro_batches.py outputs_of",
     "rl/training/gradient.py _norm",
     "rl/training/token_metrics.py reduce",
+    "rl/training/routing.py metrics",
     # torchtitan's, in each micro-batch
     "torchtitan/models/common/attention.py create_varlen_metadata_for_document",
     "torchtitan/models/common/token_dispatcher.py _sync_token_count_exchange",

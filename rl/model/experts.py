@@ -10,6 +10,8 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.protocols.module import Module
 
+from rl.model.expert_adapters import add_adapters, grouped_products, groups_of, low_rank
+
 
 class Experts(GroupedExperts):
     """torchtitan's grouped experts in bfloat16 on CUDA; elsewhere one plain product per expert, in
@@ -20,7 +22,16 @@ class Experts(GroupedExperts):
 
     @dataclasses.dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):
-        pass
+        lora: tuple[int, float] | None = None
+        """Rank and alpha of adapters of the weights; None for no adapters."""
+
+    in_dim = 2
+    """Dimension of a weight that its input has."""
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        if config.lora is not None:
+            add_adapters(self, config)
 
     def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
         """Return the experts' outputs [R, D] for tokens [R, D], which are sorted by expert.
@@ -28,6 +39,8 @@ class Experts(GroupedExperts):
         ``num_tokens_per_expert_E``, int64 [E], has the number of tokens of each expert of this
         rank.
         """
+        if hasattr(self, "lora_a"):
+            return self._adapted(x_RD, num_tokens_per_expert_E)
         if x_RD.is_cuda and x_RD.dtype == torch.bfloat16:
             return super().forward(x_RD, num_tokens_per_expert_E)
         weights = _local(self.w1_EFD, self.w3_EFD, self.w2_EDF)
@@ -35,6 +48,17 @@ class Experts(GroupedExperts):
         tokens = x_RD.split(num_tokens_per_expert_E.tolist())
         experts = zip(tokens, *(w.unbind() for w in weights), strict=True)
         return torch.cat([(F.silu(x @ w1.T) * (x @ w3.T)) @ w2.T for x, w1, w3, w2 in experts])
+
+    def _adapted(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        groups = groups_of(x, counts)
+
+        def project(name: str, rows: torch.Tensor) -> torch.Tensor:
+            weights = next(_local(getattr(self, name)))
+            products = grouped_products(rows, weights.mT, groups)
+            return products + low_rank(self, name, rows, groups)
+
+        hidden = F.silu(project("w1_EFD", x)) * project("w3_EFD", x)
+        return project("w2_EDF", hidden)
 
 
 class ClampedExperts(GroupedExperts):
@@ -50,6 +74,11 @@ class ClampedExperts(GroupedExperts):
         """Factor of the gate within its sigmoid."""
         bound: float
         """Largest gate, and largest absolute value."""
+        lora: tuple[int, float] | None = None
+        """Rank and alpha of adapters of the weights; None for no adapters."""
+
+    in_dim = 1
+    """Dimension of a weight that its input has."""
 
     def __init__(self, config: Config):
         Module.__init__(self)
@@ -61,24 +90,31 @@ class ClampedExperts(GroupedExperts):
         self.gate_up_bias = nn.Parameter(torch.empty(experts, 2 * hidden))
         self.down_EFD = nn.Parameter(torch.empty(experts, hidden, dim))
         self.down_bias = nn.Parameter(torch.empty(experts, dim))
+        if config.lora is not None:
+            add_adapters(self, config)
 
     def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
         """Return the experts' outputs as ``Experts`` does."""
-        weight, bias, down = _local(self.gate_up_EDG, self.gate_up_bias, self.down_EFD)
-        hidden = self._project(x_RD, num_tokens_per_expert_E, weight, bias)
+        bias = next(_local(self.gate_up_bias))
+        hidden = self._project(x_RD, num_tokens_per_expert_E, "gate_up_EDG", bias)
         gate = hidden[..., ::2].clamp(max=self.bound)
         up = hidden[..., 1::2].clamp(-self.bound, self.bound)
         values = (up + 1) * gate * torch.sigmoid(gate * self.slope)
-        return self._project(values, num_tokens_per_expert_E, down, self._bias_of_sum())
+        return self._project(values, num_tokens_per_expert_E, "down_EFD", self._bias_of_sum())
 
     def _project(
-        self, x: torch.Tensor, counts: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
+        self, x: torch.Tensor, counts: torch.Tensor, name: str, bias: torch.Tensor
     ) -> torch.Tensor:
+        weight = next(_local(getattr(self, name)))
         if x.is_cuda and x.dtype == torch.bfloat16:
             products = self._grouped_mm(A=x, B_t=weight, offs=counts.cumsum(0, dtype=torch.int32))
-            return products + bias.repeat_interleave(counts, 0, output_size=len(x))
-        experts = zip(x.split(counts.tolist()), weight, bias, strict=True)
-        return torch.cat([rows @ w + b for rows, w, b in experts])
+            outputs = products + bias.repeat_interleave(counts, 0, output_size=len(x))
+        else:
+            experts = zip(x.split(counts.tolist()), weight, bias, strict=True)
+            outputs = torch.cat([rows @ w + b for rows, w, b in experts])
+        if not hasattr(self, "lora_a"):
+            return outputs
+        return outputs + low_rank(self, name, x, groups_of(x, counts))
 
     def _bias_of_sum(self) -> torch.Tensor:
         """Return this rank's part of ``down_bias``: if ranks hold parts of each expert, whose

@@ -16,7 +16,7 @@ from rl.plan.peak_memory import (
     rope_tables,
 )
 from rl.plan.planned_run import DTYPE_BYTES, LEARNING, PlannedRun, seat_of
-from rl.training.sharded_model import is_adapter
+from rl.training.sharded_model import adapted_weight, is_adapter
 from rl.training.trainer_config import TrainerConfig
 from rl.types import Place
 from rl.weights.routes import plan_blobs
@@ -139,7 +139,7 @@ def _model_items(run: PlannedRun, name: str, layout: Layout) -> list[Item]:
     weights = {region.name: region.box.numel for region in layout if region.name not in adapters}
     trained = (adapters or weights) if name in LEARNING else {}
     states = [size for weight, count in trained.items() for size in _states(trainer, weight, count)]
-    adapted = {re.sub(r"\.lora_[ab]\.weight$", ".weight", adapter) for adapter in adapters}
+    adapted = set(map(adapted_weight, adapters))
     merged = [weights[weight] for weight in adapted] if name == "trainer" else []
     parameters = sum(weights.values()) * size
     items = [

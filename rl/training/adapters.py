@@ -14,8 +14,8 @@ from rl.compat.torch_internals import local_tensor
 from rl.errors import RunError
 from rl.model.host_memory import HostMemory
 from rl.training.gradient import optimizer_state
-from rl.training.lora import MergedWeights, adapted_layers
-from rl.training.sharded_model import draw, named_adapters, own_part, reshard
+from rl.training.lora import MergedWeights, adapted_weights
+from rl.training.sharded_model import adapted_weight, draw, named_adapters, own_part, reshard
 from rl.training.token_metrics import StepSums
 from rl.training.trainer_config import BASE, AdapterConfig, Source
 
@@ -64,7 +64,7 @@ class Adapters:
         its model was built with, None for a model without.
         """
         self._engine = engine
-        self._layers = adapted_layers(engine.model)
+        self._adapted = adapted_weights(engine.model)
         self._parameters = named_adapters(engine.model)
         self._adapters: dict[Source, _Adapter] = {None: _Adapter(own, [])}
         self.merged = MergedWeights(engine.model)
@@ -92,10 +92,10 @@ class Adapters:
         weights = []
         for parameter_name, parameter in self._parameters.items():
             full = torch.zeros(parameter.shape)
-            layer, _, kind = parameter_name.removesuffix(".weight").rpartition(".")
-            if kind == "lora_a" and config.adapts(parameter_name):
-                init = initializers(self._layers[f"{layer}.weight"].lora_a)["weight"]
-                draw(full[: config.rank], init, f"{config.seed}:{parameter_name}")
+            if ".lora_a." in parameter_name and config.adapts(parameter_name):
+                layer, own = self._adapted[adapted_weight(parameter_name)]
+                used = full[: config.rank] if full.ndim == 2 else full[..., : config.rank]
+                draw(used, initializers(layer.lora_a)[own], f"{config.seed}:{parameter_name}")
             weights.append(own_part(parameter, full).to(parameter.dtype, copy=True))
         moments: list[dict[Any, Any]] = [{} for _ in self._engine.optimizers]
         self._adapters[name] = _Adapter(config, weights, moments=moments)
@@ -217,5 +217,5 @@ class Adapters:
         self._scale(1.0 if config is None else config.scale)
 
     def _scale(self, scale: float) -> None:
-        for layer in self._layers.values():
+        for layer, _ in self._adapted.values():
             set_lora_scale(layer, scale)

@@ -24,7 +24,7 @@ from rl.training.all_ranks import on_every_rank, on_first_rank
 from rl.training.engine import TrainingEngine
 from rl.training.hugging_face_files import check_tensors, files_of, stored_tensors
 from rl.training.hugging_face_names import SCORE, HuggingFaceNames, Shapes, TensorPiece
-from rl.training.lora import peft_tensors, write_peft
+from rl.training.lora import peft_adapter, write_peft
 from rl.training.sharded_model import named_weights, shards_of
 from rl.training.value_head import ValueHead
 
@@ -73,14 +73,14 @@ class HuggingFaceFolders:
         dtype = TORCH_DTYPE_MAP.get(self._shape.dtype, torch.float32)
         shards = self._engine.shards()
         config = self._engine.adapters.worn
-        adapters = peft_tensors(self._model, self._names, config)
+        adapter = peft_adapter(self._model, self._names, config)
         layouts = on_first_rank("export", lambda: self._create(whole, partial, dtype))
         written = on_every_rank("export", lambda: self._write(partial, shards, layouts, dtype))
 
         def finish() -> None:
             self._finish(partial, layouts, sum(written))
             if config is not None:
-                write_peft(partial / "adapter", adapters, config, base=self._base)
+                write_peft(partial / "adapter", adapter, config, base=self._base)
             replace_folder(whole, partial)
 
         on_first_rank("export", finish)

@@ -1,10 +1,10 @@
-"""Low-rank adapters (LoRA, arXiv:2106.09685) of linear layers: the weights merged with them, and
-their export to PEFT.
+"""Low-rank adapters (LoRA, arXiv:2106.09685) of linear layers and of experts: the weights merged
+with them, and their export to PEFT.
 """
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -13,36 +13,81 @@ from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer.utils import canonical_fqn
 
 from rl.compat.titan import lora_scale
+from rl.compat.torch_internals import local_tensor
 from rl.model.hub import Snapshot
-from rl.model.shards import Box, Shards
-from rl.training.hugging_face_names import HuggingFaceNames
-from rl.training.sharded_model import shards_of
+from rl.model.shards import Box, Shard, Shards
+from rl.training.hugging_face_names import Block, HuggingFaceNames
+from rl.training.sharded_model import local_box, shards_of
 from rl.training.trainer_config import AdapterConfig, Source
 
 
-def adapted_layers(model: nn.Module) -> dict[str, Any]:
-    """Return the layers that have an adapter, by the names of their weights."""
+class AdaptedWeight(NamedTuple):
+    """A weight that has an adapter."""
+
+    layer: Any
+    """Module of the weight, whose modules ``lora_a`` and ``lora_b`` have the factors."""
+    name: str
+    """Name of the weight in its module, and of the factors in theirs."""
+
+    @property
+    def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Live parameters: A [rank, in] and B [out, rank] of a linear layer, A [experts, in, rank]
+        and B [experts, out, rank] of experts.
+        """
+        return getattr(self.layer.lora_a, self.name), getattr(self.layer.lora_b, self.name)
+
+    def whole_factors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return A [..., in, rank] and B [..., out, rank], float32. Every rank gathers both."""
+        a, b = map(_whole, self.factors)
+        return (a.mT if a.ndim == 2 else a), b
+
+    def added(self, shard: Shard) -> torch.Tensor:
+        """Return what the adapter adds to ``shard``, the shard of the weight on this rank.
+
+        All ranks must call the method together. Ranks that have whole experts gather nothing.
+        """
+        scale = lora_scale(self.layer)
+        if len(shard.shape) == 2:
+            a, b = self.whole_factors()
+            rows, columns = shard.box.slices_in(Box.whole(shard.shape))
+            return scale * (b[rows] @ a[columns].mT)
+        in_dim = self.layer.in_dim
+        dims = (in_dim, 3 - in_dim)
+        a, b = (_rows(each, shard.box, dim) for each, dim in zip(self.factors, dims, strict=True))
+        return scale * (b @ a.mT if in_dim == 2 else a @ b.mT)
+
+
+def _whole(factor: torch.Tensor) -> torch.Tensor:
+    whole = factor.full_tensor() if isinstance(factor, DTensor) else factor
+    return whole.detach().float()
+
+
+def _rows(factor: torch.Tensor, box: Box, dim: int) -> torch.Tensor:
+    """Return the part of a factor of experts that ``box`` of their weight needs. Rows of the factor
+    are dimension ``dim`` of the weight.
+    """
+    experts, rows = (slice(box.offset[d], box.offset[d] + box.shape[d]) for d in (0, dim))
+    own = local_box(factor)
+    if own.slices_in(Box.whole(factor.shape))[:2] == (experts, rows):
+        return local_tensor(factor).detach().float()
+    return _whole(factor)[experts, rows]
+
+
+def adapted_weights(model: nn.Module) -> dict[str, AdaptedWeight]:
+    """Return the weights that have an adapter, by their names."""
     return {
-        canonical_fqn(f"{name}.weight"): module
-        for name, module in model.named_modules()
+        canonical_fqn(f"{prefix}.{name}"): AdaptedWeight(module, name)
+        for prefix, module in model.named_modules()
         if hasattr(module, "lora_a")
+        for name, _ in module.lora_a.named_parameters()
     }
 
 
-def whole_adapter(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return A [rank, in] and B [out, rank] of an adapted layer, float32. Every rank gathers both,
-    which are small.
-    """
-    weights = (layer.lora_a.weight, layer.lora_b.weight)
-    a, b = (w.full_tensor() if isinstance(w, DTensor) else w for w in weights)
-    return a.detach().float(), b.detach().float()
-
-
 class MergedWeights:
-    """Shards of the policy's weights on this rank: W + alpha / rank * B @ A for a layer with an
-    adapter.
+    """Shards of the policy's weights on this rank: W + alpha / rank * B @ A for a weight with
+    an adapter.
 
-    The shard of a layer without an adapter is the live parameter. The first call of ``shards``
+    The shard of a weight without an adapter is the live parameter. The first call of ``shards``
     allocates memory for the merged weights; ``refresh`` updates them. All ranks must call both
     methods together. A rank merges only its own shard, in float32. Tiller's tests do not cover
     CUDA, which runs the same code.
@@ -50,7 +95,7 @@ class MergedWeights:
 
     def __init__(self, model: nn.Module):
         self._model = model
-        self._adapted = adapted_layers(model)
+        self._adapted = adapted_weights(model)
         self.buffers: dict[str, torch.Tensor] = {}
         """Merged weights, by parameter."""
         self.source: Source = None
@@ -73,55 +118,95 @@ class MergedWeights:
         shards = shards_of(self._model)
         for name, merged in self.buffers.items():
             shard = shards[name]
-            layer = self._adapted[name]
-            a, b = whole_adapter(layer)
-            rows, columns = shard.box.slices_in(Box.whole(shard.shape))
-            merged.copy_(shard.tensor + lora_scale(layer) * (b[rows] @ a[:, columns]))
+            merged.copy_(shard.tensor + self._adapted[name].added(shard))
 
 
-def peft_tensors(
+class PeftAdapter(NamedTuple):
+    """An adapter as PEFT stores it."""
+
+    tensors: dict[str, torch.Tensor]
+    """Whole tensors, float32."""
+    modules: set[str]
+    """Names of the linear layers that it adapts."""
+    parameters: set[str]
+    """Names of the parameters that it adapts: each is the weights of all experts of a layer."""
+
+
+def peft_adapter(
     model: nn.Module, names: HuggingFaceNames, config: AdapterConfig | None
-) -> dict[str, torch.Tensor]:
-    """Return PEFT's tensors of the adapter with ``config``, whole and float32, on every rank; empty
-    for a model without adapters. All ranks must call the function together.
-
-    The Hugging Face tensors of a fused weight have the same A; each has its own rows of B.
+) -> PeftAdapter:
+    """Return the adapter with ``config``, on every rank; an empty one for a model without adapters.
+    All ranks must call the function together.
     """
-    tensors: dict[str, torch.Tensor] = {}
-    for name, layer in adapted_layers(model).items():
-        a, b = (tensor.cpu() for tensor in whole_adapter(layer))
-        if config is None or not config.adapts(name.replace(".weight", ".lora_a.weight")):
+    adapter = PeftAdapter({}, set(), set())
+    for name, adapted in adapted_weights(model).items():
+        a, b = (tensor.cpu() for tensor in adapted.whole_factors())
+        layer, _, weight = name.rpartition(".")
+        if config is None or not config.adapts(f"{layer}.lora_a.{weight}"):
             continue
-        a, b = a[: config.rank], b[:, : config.rank]
-        for block in names.blocks(name, tuple(b.shape)):
-            module = f"base_model.model.{block.tensor.removesuffix('.weight')}"
-            # safetensors refuses to write shared memory
-            tensors[f"{module}.lora_A.weight"] = a.clone()
-            rows = tensors.setdefault(f"{module}.lora_B.weight", torch.empty(block.shape))
-            target = Box(block.offset, block.box.shape).slices_in(Box.whole(block.shape))
-            rows[target] = b[block.box.slices_in(Box.whole(tuple(b.shape)))]
-    return tensors
+        a, b = a[..., : config.rank], b[..., : config.rank]
+        blocks = [*names.blocks(name, tuple(b.shape))]
+        if blocks[0].tensor.endswith(".weight"):
+            _add_linear(adapter, blocks, a, b)
+        else:
+            others = [other for other, _ in adapted.layer.lora_a.named_parameters()]
+            _add_parameter(adapter, blocks[0].tensor, a, b, others[others.index(weight) + 1 :])
+    return adapter
+
+
+def _add_linear(
+    adapter: PeftAdapter, blocks: list[Block], a: torch.Tensor, b: torch.Tensor
+) -> None:
+    """Add the linear layers that ``blocks`` of B belong to. Those of a fused weight have the same
+    A; each has its own rows of B. Each expert is a layer.
+    """
+    for block in blocks:
+        layer = block.tensor.removesuffix(".weight")
+        adapter.modules.add(layer.rpartition(".")[-1])
+        expert = block.box.offset[: b.ndim - len(block.shape)]
+        # safetensors refuses to write shared memory
+        whole = a[expert].mT.clone(memory_format=torch.contiguous_format)
+        adapter.tensors[f"base_model.model.{layer}.lora_A.weight"] = whole
+        key = f"base_model.model.{layer}.lora_B.weight"
+        rows = adapter.tensors.setdefault(key, torch.empty(block.shape))
+        target = Box(block.offset, block.box.shape[len(expert) :]).slices_in(Box.whole(block.shape))
+        rows[target] = b[block.box.slices_in(Box.whole(tuple(b.shape)))]
+
+
+def _add_parameter(
+    adapter: PeftAdapter, name: str, a: torch.Tensor, b: torch.Tensor, later: list[str]
+) -> None:
+    """Add a parameter with the weights of all experts. PEFT wraps its module once for it, and
+    around that once for each of the ``later`` parameters of the module.
+    """
+    module, _, _ = name.rpartition(".")
+    adapter.parameters.add(".".join(name.split(".")[-3:]))
+    wrapper = f"base_model.model.{module}" + ".base_layer" * len(later)
+    adapter.tensors[f"{wrapper}.lora_A.weight"] = a.mT.flatten(0, 1).contiguous()
+    adapter.tensors[f"{wrapper}.lora_B.weight"] = b.permute(1, 2, 0).flatten(1).contiguous()
 
 
 def write_peft(
-    folder: Path, tensors: dict[str, torch.Tensor], adapter: AdapterConfig, *, base: str | None
+    folder: Path, adapter: PeftAdapter, config: AdapterConfig, *, base: str | None
 ) -> None:
     """Create ``folder``, an adapter that PEFT loads onto the model ``base``. None means that the
     base is in no folder.
     """
-    config: dict[str, Any] = {
+    described: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": str(Path(base)) if base is not None else None,
-        "r": adapter.rank,
-        "lora_alpha": adapter.alpha,
-        "target_modules": sorted({name.split(".")[-3] for name in tensors}),
+        "r": config.rank,
+        "lora_alpha": config.alpha,
+        "target_modules": sorted(adapter.modules),
         "lora_dropout": 0.0,
         "bias": "none",
         "inference_mode": True,
     }
+    if adapter.parameters:
+        described["target_parameters"] = sorted(adapter.parameters)
     if isinstance(base, Snapshot):
-        config |= {"base_model_name_or_path": base.name, "revision": base.commit}
+        described |= {"base_model_name_or_path": base.name, "revision": base.commit}
     folder.mkdir()
-    save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
-    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))
+    save_file(adapter.tensors, folder / "adapter_model.safetensors", {"format": "pt"})
+    (folder / "adapter_config.json").write_text(json.dumps(described, indent=2))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -34,7 +35,7 @@ from rl.training.attention import attention_config
 from rl.training.kept_logits import KeptLogits
 from rl.training.logprobs import LogProbHead
 from rl.training.matmul import faster_kernel, use_kernel
-from rl.training.trainer_config import TrainerConfig, lora_layers
+from rl.training.trainer_config import EXPERTS, TrainerConfig, lora_layers
 from rl.training.value_head import ValueHead
 from rl.types import Head
 
@@ -141,7 +142,12 @@ def sharded_model(
         model_config.lm_head = _log_prob_head(model_config.lm_head, config.logits_mib)
     if config.lora is not None:
         titan.keep_forward_with_lora(LogProbHead)
-        lora = dataclasses.replace(config.lora, target_modules=lora_layers(config.lora, model))
+        chosen = lora_layers(config.lora, model)
+        for layer in model_config.layers if EXPERTS in chosen else ():
+            adapters = (config.lora.rank, config.lora.alpha)
+            layer.moe.routed_experts.inner_experts.lora = adapters
+        linear = [name for name in chosen if name != EXPERTS]
+        lora = dataclasses.replace(config.lora, target_modules=linear)
         model_config = lora.build().convert(model_config)
     with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]):
         built = HeadedModel(model_config)
@@ -318,7 +324,14 @@ def _named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 def is_adapter(name: str) -> bool:
     """Return whether the parameter of this name is part of an adapter."""
-    return name.endswith((".lora_a.weight", ".lora_b.weight"))
+    return adapted_weight(name) != name
+
+
+def adapted_weight(name: str) -> str:
+    """Return the name of the weight that the adapter with the parameter ``name`` is added to, and
+    the name itself if no adapter has it.
+    """
+    return re.sub(r"\.lora_[ab](\.\w+)$", r"\1", name)
 
 
 def shards_of(model: nn.Module) -> Shards:

@@ -94,12 +94,16 @@ def ranks_of(parallelism: titan.ParallelismConfig) -> int:
 HEAD = "lm_head"
 """torchtitan's name of the output head."""
 
+EXPERTS = "experts"
+"""Name of all weights of a layer's experts."""
+
 
 def adaptable_layers(model: ModelConfig) -> list[str]:
-    """Return torchtitan's names of the linear layers that have adapters by default: those of
-    attention and feed-forward.
+    """Return the names of the layers that have adapters by default: torchtitan's names of the
+    linear layers of attention and feed-forward, or ``EXPERTS`` in place of the latter.
     """
-    return [*(["wqkv"] if model.fuse_qkv else ["wq", "wkv"]), "wo", "w1", "w2", "w3"]
+    feed_forward = [EXPERTS] if shape_of(model).num_experts else ["w1", "w2", "w3"]
+    return [*(["wqkv"] if model.fuse_qkv else ["wq", "wkv"]), "wo", *feed_forward]
 
 
 def lora_layers(lora: LoRAConverter.Config, model: ModelConfig) -> list[str]:
@@ -116,11 +120,11 @@ def lora_layers(lora: LoRAConverter.Config, model: ModelConfig) -> list[str]:
 
 PARTS = {
     **dict.fromkeys(("wqkv", "wq", "wkv", "wk", "wv", "wo"), "attention"),
-    **dict.fromkeys(("w1", "w2", "w3"), "mlp"),
+    **dict.fromkeys(("w1", "w2", "w3", EXPERTS, "inner_experts"), "mlp"),
     HEAD: "unembedding",
 }
 """Field of an AdapterConfig that switches the adapter of a layer, by the name of the layer. wkv is
-torchtitan's name of the configs of wk and wv."""
+torchtitan's name of the configs of wk and wv, and inner_experts that of ``EXPERTS``."""
 
 TINKER_NAMES = {"attention": "train_attn", "mlp": "train_mlp", "unembedding": "train_unembed"}
 """Names of these fields in Tinker's API."""
@@ -150,7 +154,7 @@ class AdapterConfig:
     """Whether the layers of attention are adapted."""
 
     mlp: bool = True
-    """Whether the feed-forward layers are adapted."""
+    """Whether the feed-forward layers, or the experts, are adapted."""
 
     unembedding: bool = True
     """Whether the output head is adapted. ``trainer.lora.target_modules`` must name lm_head."""
@@ -161,7 +165,7 @@ class AdapterConfig:
         return self.alpha / self.rank
 
     def adapts(self, parameter: str) -> bool:
-        """Return whether the layer is adapted that the parameter LAYER.lora_a.weight is part of."""
+        """Return whether the layer is adapted that the parameter LAYER.lora_a.NAME is part of."""
         on: bool = getattr(self, PARTS[parameter.split(".")[-3]])
         return on
 
@@ -232,9 +236,9 @@ class TrainerConfig:
 
     lora: Annotated[LoRAConfig, NUMERICS] = None
     """Low-rank adapters; all other weights are frozen. ``trainer.lora:on`` on the command line.
-    ``target_modules`` may name wqkv (or wq and wkv if ``model.fuse_qkv`` is off), wo, w1, w2 and
-    w3; by default all of them. It may also name lm_head, the output head, unless that is tied to
-    the embedding."""
+    ``target_modules`` may name wqkv (or wq and wkv if ``model.fuse_qkv`` is off), wo, and w1, w2
+    and w3, or experts in place of these three if the model has experts; by default all of them. It
+    may also name lm_head, the output head, unless that is tied to the embedding."""
 
     router_replay: Annotated[Literal["none", "generator"], NUMERICS] = "none"
     """Experts that the policy computes with. ``none``: Its routers choose them. ``generator``: They

@@ -110,13 +110,11 @@ def _validate_lora(config: RunConfig) -> None:
         chosen is None or (bool(chosen) and set(chosen) <= set(allowed)),
         f"None, for all, or some of {allowed} with model.fuse_qkv={config.model.fuse_qkv}",
     )
-    experts = shape_of(config.model).num_experts
     for other, clashes in (
         (
             "a reward model, whose value head would be frozen",
             config.models()["trainer"].head == "values",
         ),
-        (f"the model's {experts} experts", experts > 0),
         ("trainer.float8", config.trainer.float8 is not None),
     ):
         require_value(not clashes, "trainer.lora", type(lora), f"None with {other}")

@@ -304,7 +304,6 @@ training/test_layouts.py
     ParallelismConfig tensor_parallel_degree context_parallel_degree
   test_gradients_do_not_depend_on_the_layout: ParallelismConfig enable_sequence_parallel
 training/test_lora.py
-  test_peft_puts_the_adapter_on_the_base_and_gets_the_same_logits: LoRAConverter.Config rank alpha
   test_named_layers_are_adapted: LoRAConverter.Config target_modules
 training/test_model_folders.py
   test_the_written_config_is_the_one_that_transformers_reads: ModelConfig hf_path
@@ -313,6 +312,8 @@ training/test_model_folders.py
 training/test_optim_step.py
   test_more_skipped_steps_in_a_row_than_allowed_end_the_run: TrainerConfig max_skipped_steps
   test_gradients_longer_than_max_norm_are_shortened_to_it: TrainingConfig max_norm
+training/test_peft.py
+  test_peft_puts_the_adapter_on_the_base_and_gets_the_same_logits: LoRAConverter.Config rank alpha
 validation/test_values.py
   test_more_processes_than_a_hosts_memory_holds_are_refused: HardwareConfig host_memory_gib
 weights/test_packed.py

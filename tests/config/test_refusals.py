@@ -119,6 +119,10 @@ REFUSED: list[tuple[Edits, str]] = [
         r".*some of \['wqkv', 'wo', 'w1', 'w2', 'w3'\] with model.fuse_qkv=True",
     ),
     (
+        MIXTURE | {"trainer.lora": LORA(), "trainer.lora.target_modules": ["w1"]},
+        r".*some of \['wqkv', 'wo', 'experts'\] with model.fuse_qkv=True",
+    ),
+    (
         {
             "model.fuse_qkv": False,
             "trainer.lora": LORA(),
@@ -172,7 +176,6 @@ OTHERWISE: list[tuple[Edits, str]] = [
         EMULATED | {"trainer.lora": LORA()},
         "trainer.lora is LoRAConverter.Config; it must be None with .*float8",
     ),
-    (MIXTURE | {"trainer.lora": LORA()}, "trainer.lora is LoRAConverter.Config; .* model's 4 expe"),
 ]
 """Edits of a config, and a message about another field or of another form."""
 
@@ -197,6 +200,7 @@ ACCEPTED: list[Edits] = [
     MIXTURE | {DP: 8, "model.moe_hidden_dim": 24},
     MIXTURE | {"generator.tensor_parallel_degree": 2},
     MIXTURE | {"generator.expert_parallel": True, "generator.record_experts": True},
+    MIXTURE | {"trainer.lora": LORA(), "trainer.lora.target_modules": ["experts"]},
 ]
 """Edits with which a config can work."""
 

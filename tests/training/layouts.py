@@ -46,6 +46,8 @@ LAYOUTS = {
     "hsdp4": Layout(replicate=2, shard=2),
     "ddp2": Layout(replicate=2),
     "ep2": Layout(shard=2, ep=2),
+    "fsdp4": Layout(shard=4),
+    "fsdp4_ep2": Layout(shard=4, ep=2),
     "fsdp2_tp2_ep2": Layout(shard=2, tp=2, ep=2),
 }
 PAIRS = [

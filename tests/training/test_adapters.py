@@ -1,26 +1,25 @@
 """Adapters of one base take turns in a trainer: each trains as if it were alone, bit for bit."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torchtitan.components.lora import LoRAConverter
-from transformers import Qwen3ForCausalLM
 
 from rl.compat.torch_internals import local_tensor
 from rl.errors import ConfigError, RunError
 from rl.model.digest import digests, merge_digests
-from rl.model.shape import ModelConfig
 from rl.training.checkpoint import Checkpointer
 from rl.training.engine import TrainingEngine
 from rl.training.sharded_model import is_adapter
 from rl.training.trainer_config import BASE, AdapterConfig
-from rl.types import Batch
-from tests.training.batches import VOCAB_SIZE, ragged_batch
+from tests.training.batches import ragged_batch
 from tests.training.layouts import LAYOUTS
-from tests.training.model_folders import Folder, transformers_logits
 from tests.training.scenes import (
+    CLAMPED,
+    EXPERTS,
     LOSS,
     TEMPERATURE,
     TIED_FUSED,
@@ -32,19 +31,32 @@ from tests.training.scenes import (
     weights_of,
 )
 
-HEADED = ["wq", "wkv", "wo", "w1", "w2", "w3", "lm_head"]
+MODELS = {
+    "dense": UNTIED_SPLIT,
+    "experts": replace(EXPERTS, tie_embeddings=False, fuse_qkv=False),
+    "clamped": replace(CLAMPED, tie_embeddings=False, fuse_qkv=False),
+}
 WHOLE = AdapterConfig(4, alpha=6.0, seed=1)
 SMALL = AdapterConfig(2, alpha=3.0, seed=2, attention=False)
 ADAPTERS = {"a": WHOLE, "b": SMALL}
-LONG = [pytest.param(name, marks=pytest.mark.long) for name in ("tp2", "hsdp4")]
-LAYOUT_NAMES = ["alone", "fsdp2", *LONG]
+TOGETHER = ["dense alone", "dense fsdp2", "experts alone"]
+LONG = ["dense tp2", "dense hsdp4", "experts tp2", "clamped fsdp2_tp2_ep2"]
+PLACES = [*TOGETHER, *(pytest.param(place, marks=pytest.mark.long) for place in LONG)]
+"""Models and layouts."""
 
 
-def adapted(layout: str, folder: str, *, rank: int = 4, **trainer: Any) -> TrainingEngine:
+def layers_of(model: str) -> list[str]:
+    feed_forward = ["experts"] if model in ("experts", "clamped") else ["w1", "w2", "w3"]
+    return ["wq", "wkv", "wo", *feed_forward, "lm_head"]
+
+
+def adapted(
+    layout: str, folder: str, *, rank: int = 4, model: str = "dense", **trainer: Any
+) -> TrainingEngine:
     """Return an engine of an untied model that has adapters of every layer."""
-    lora = LoRAConverter.Config(rank=rank, target_modules=HEADED)
+    lora = LoRAConverter.Config(rank=rank, target_modules=layers_of(model))
     options = {"layout": LAYOUTS[layout], "lora": lora, "lr": 1e-2, **trainer}
-    return engine_of(UNTIED_SPLIT, folder=folder, warmup=2, **options)
+    return engine_of(MODELS[model], folder=folder, warmup=2, **options)
 
 
 def checkpointer_of(engine: TrainingEngine, folder: str) -> Checkpointer:
@@ -82,9 +94,9 @@ CALLS = [
 """Adapter, call and argument. Gradients of both are pending at once."""
 
 
-def play_turns(layout: str, folder: str, names: tuple[str, ...]) -> dict[str, Any]:
+def play_turns(model: str, layout: str, folder: str, names: tuple[str, ...]) -> dict[str, Any]:
     """Return what the calls of ``names`` answer in a new engine, and what is trained."""
-    engine = adapted(layout, folder)
+    engine = adapted(layout, folder, model=model)
     before = trained(engine, None)
     for name in names:
         engine.adapters.create(name, ADAPTERS[name])
@@ -102,14 +114,19 @@ def play_turns(layout: str, folder: str, names: tuple[str, ...]) -> dict[str, An
     return result
 
 
-def play_all(_: str, layout: str, folder: str) -> list[Any]:
-    return [play_turns(layout, folder, names) for names in (("a", "b"), ("a",), ("b",))]
+def play_all(model: str, layout: str, folder: str) -> list[Any]:
+    return [play_turns(model, layout, folder, names) for names in (("a", "b"), ("a",), ("b",))]
 
 
-@pytest.fixture(params=LAYOUT_NAMES)
+@pytest.fixture(params=PLACES)
 def turns(request, once):
-    answers, _ = once(play_all, "untied_split", request.param)
+    answers, _ = once(play_all, *request.param.split())
     return answers
+
+
+def by_rank(weight: torch.Tensor, key: str) -> torch.Tensor:
+    """Return a factor with the rank as its first dimension."""
+    return weight if key.endswith("lora_a.weight") else weight.movedim(-1, 0)
 
 
 def equal(one: Any, other: Any) -> bool:
@@ -133,8 +150,9 @@ def test_two_adapters_interleaved_equal_two_apart_bit_for_bit(turns):
             )
 
 
-def test_every_layout_trains_the_same_adapters(turns, once):
-    ((alone, *_),), _ = once(play_all, "untied_split", "alone")
+def test_every_layout_trains_the_same_adapters(request, turns, once):
+    model, _ = request.node.callspec.params["turns"].split()
+    ((alone, *_),), _ = once(play_all, model, "alone")
     for together, *_ in turns:
         for name in ADAPTERS:
             for key, weight in alone["weights"][name].items():
@@ -145,7 +163,7 @@ def test_every_layout_trains_the_same_adapters(turns, once):
 def test_a_smaller_rank_and_parts_that_are_off_stay_zero(turns):
     for together, *_ in turns:
         for key, weight in together["weights"]["b"].items():
-            rows = weight if "lora_a" in key else weight.T
+            rows = by_rank(weight, key)
             on = ".attention." not in key
             assert (rows[:2] != 0).any() == on, key
             assert not rows[2:].any(), key
@@ -154,9 +172,10 @@ def test_a_smaller_rank_and_parts_that_are_off_stay_zero(turns):
 # One rank.
 
 
-def test_an_adapter_equals_that_of_a_trainer_of_its_rank(folder):
+@pytest.mark.parametrize("model", ["dense", "experts"])
+def test_an_adapter_equals_that_of_a_trainer_of_its_rank(folder, model):
     """A is drawn as the trainer draws its own, which ``engine_of`` then multiplies by 3."""
-    wide, narrow = (adapted("alone", folder, rank=rank) for rank in (4, 2))
+    wide, narrow = (adapted("alone", folder, rank=rank, model=model) for rank in (4, 2))
     for engine in (wide, narrow):
         engine.adapters.create("own", AdapterConfig(2, alpha=16.0))
     for key, weight in trained(narrow, "own").items():
@@ -166,17 +185,18 @@ def test_an_adapter_equals_that_of_a_trainer_of_its_rank(folder):
         assert answers[0][1] == pytest.approx(answers[1][1], rel=1e-5)
     ours, theirs = (trained(each, "own") for each in (wide, narrow))
     for key, weight in theirs.items():
-        mine = ours[key][:2] if "lora_a" in key else ours[key][:, :2]
+        mine, weight = by_rank(ours[key], key)[:2], by_rank(weight, key)
         assert (mine - weight).abs().max() <= 1e-5 * weight.abs().max()
 
 
-def test_an_adapted_model_computes_what_its_merged_weights_do(folder):
+@pytest.mark.parametrize("model", MODELS)
+def test_an_adapted_model_computes_what_its_merged_weights_do(folder, model):
     """The output head included; the merged weights are those that are pushed."""
-    engine = adapted("alone", folder)
+    engine = adapted("alone", folder, model=model)
     engine.adapters.create("a", WHOLE)
     for seed in range(2):
         train(engine, "a", seed), step(engine, "a")
-    plain = engine_of(UNTIED_SPLIT, folder=folder)
+    plain = engine_of(MODELS[model], folder=folder)
     assert torch.equal(logprobs_of(engine, BASE), logprobs_of(plain))
     wanted = logprobs_of(engine, "a")
     engine.adapters.merge("a")
@@ -235,9 +255,9 @@ def test_an_adapter_of_a_tied_head_is_refused(folder):
 # States and snapshots.
 
 
-def play_states(_: str, layout: str, folder: str) -> dict[str, Any]:
+def play_states(model: str, layout: str, folder: str) -> dict[str, Any]:
     """Save an adapter after two steps, with a gradient pending; return what it does next."""
-    engine = adapted(layout, folder)
+    engine = adapted(layout, folder, model=model)
     checkpointer = checkpointer_of(engine, folder)
     engine.adapters.create("a", WHOLE)
     place = Path(folder)
@@ -266,7 +286,7 @@ def play_states(_: str, layout: str, folder: str) -> dict[str, Any]:
 
 @pytest.fixture(params=["alone", "fsdp2"])
 def states(request, once):
-    answers, folder = once(play_states, "untied_split", request.param)
+    answers, folder = once(play_states, "dense", request.param)
     return answers, Path(folder)
 
 
@@ -352,36 +372,3 @@ def test_a_snapshot_scores_as_the_adapter_did_and_keeps_its_gradient(states, fol
     step(engine, None)
     assert torch.equal(held, engine.shards()["lm_head.weight"].tensor)
     checkpointer.close()
-
-
-def test_an_adapter_is_exported_for_peft_with_its_own_rank(tmp_path):
-    """Head included. PEFT and the merged export compute the log-probs of the adapter."""
-    source = Folder({"tie_word_embeddings": False}).write(tmp_path / "base")
-    model = ModelConfig(hf_path=str(source), fuse_qkv=False)
-    lora = LoRAConverter.Config(rank=4, target_modules=HEADED)
-    engine = engine_of(model, folder=str(tmp_path), lora=lora, lr=1e-1)
-    checkpointer = Checkpointer(engine, model, folder=str(tmp_path))
-    checkpointer.load()
-    engine.adapters.create("b", SMALL)
-    train(engine, "b", 1), step(engine, "b")
-    engine.adapters.merge("b")
-    checkpointer.export_hf(f"{tmp_path}/out")
-    checkpointer.close()
-    tokens = torch.randint(VOCAB_SIZE, (1, 15), generator=torch.Generator().manual_seed(1))
-    batch = Batch(tokens=tokens[0], lengths=torch.tensor([15]), loss_weights=torch.ones(15))
-    ours = engine.forward(batch)["logprobs"][1:]
-    from peft import PeftModel  # here, since ranks import this module
-
-    base = Qwen3ForCausalLM.from_pretrained(source)
-    with torch.no_grad():
-        plain = base(tokens).logits
-        peft = PeftModel.from_pretrained(base, tmp_path / "out" / "adapter").eval()
-        logits = [plain, peft(tokens).logits, transformers_logits(tmp_path / "out", tokens)]
-    theirs = [
-        each[0, :-1].log_softmax(-1).gather(-1, tokens[0, 1:, None]).squeeze(-1) for each in logits
-    ]
-    assert (ours - theirs[0]).abs().max() > 0.01
-    assert max(float((ours - each).abs().max()) for each in theirs[1:]) <= 1e-5
-    config = peft.peft_config["default"]
-    assert (config.r, config.lora_alpha) == (2, 3.0)
-    assert {*config.target_modules} == {"gate_proj", "up_proj", "down_proj", "lm_head"}

@@ -1,0 +1,97 @@
+"""PEFT loads exported adapters, and computes what the policy and the merged export compute."""
+
+import pytest
+import torch
+from peft import PeftModel
+from torchtitan.components.lora import LoRAConverter
+
+from rl.model.shape import ModelConfig
+from rl.training.checkpoint import Checkpointer
+from rl.types import Batch
+from tests.training.batches import VOCAB_SIZE, ragged_batch
+from tests.training.model_cases import TIED, gpt_oss
+from tests.training.model_folders import (
+    Folder,
+    tensors_of,
+    transformers_logits,
+    transformers_model,
+)
+from tests.training.scenes import SIZES, engine_of, exported, learn, loaded, logits_of
+from tests.training.test_adapters import SMALL, layers_of, step, train
+from tests.training.test_lora import LORA, wake
+
+ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+FEED_FORWARD = {"gate_proj", "up_proj", "down_proj"}
+FUSED = {"mlp.experts.gate_up_proj", "mlp.experts.down_proj"}
+FORMS: dict[str, tuple[Folder, set[str], set[str], int]] = {
+    "fused": (Folder(TIED), ATTENTION | FEED_FORWARD, set(), 7),
+    "split": (Folder(), ATTENTION | FEED_FORWARD, set(), 7),
+    "experts": (Folder(experts=True), ATTENTION, {"gate_up_proj", "down_proj"}, 4 + 3 * 4),
+    "clamped": (gpt_oss(), ATTENTION, FUSED, 4 + 2),
+}
+"""Folders, the modules and parameters that PEFT adapts, and stored A's of a layer."""
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_peft_puts_the_adapter_on_the_base_and_gets_the_same_logits(tmp_path, form):
+    folder, modules, parameters, count = FORMS[form]
+    source = folder.write(tmp_path / "base")
+    model = ModelConfig(hf_path=str(source), fuse_qkv=form != "split")
+    engine = engine_of(model, folder=str(tmp_path), lora=LORA, lr=1e-2)
+    assert loaded(engine, str(tmp_path), model) == {}
+    wake(engine)
+    learn(engine, ragged_batch())
+    out = exported(engine, model, tmp_path)
+
+    tokens = torch.randint(SIZES["vocab_size"], (2, 32), generator=torch.Generator().manual_seed(1))
+    ours = logits_of(engine, tokens)
+
+    base = transformers_model(source)
+    with torch.no_grad():
+        untouched = base(tokens).logits
+        of_export = transformers_logits(out, tokens)
+        peft = PeftModel.from_pretrained(base, out / "adapter").eval()
+        of_peft = peft(tokens).logits
+    assert (ours - untouched).abs().max() > 0.1
+    assert (of_export - ours).abs().max() <= 1e-5
+    assert (of_peft - ours).abs().max() <= 1e-5
+    config = peft.peft_config["default"]
+    found = (config.base_model_name_or_path, config.r, config.lora_alpha)
+    assert found == (str(source), LORA.rank, LORA.alpha)
+    assert set(config.target_modules) == modules
+    assert set(config.target_parameters or []) == parameters
+    assert len(tensors_of(out / "adapter")) == 2 * 2 * count
+
+
+@pytest.mark.parametrize("form", ["split", "experts", "clamped"])
+def test_an_adapter_is_exported_for_peft_with_its_own_rank(tmp_path, form):
+    """Head included. PEFT and the merged export compute the log-probs of the adapter."""
+    folder, modules, parameters, _ = FORMS[form]
+    source = folder.write(tmp_path / "base")
+    model = ModelConfig(hf_path=str(source), fuse_qkv=False)
+    lora = LoRAConverter.Config(rank=4, target_modules=layers_of(form))
+    engine = engine_of(model, folder=str(tmp_path), lora=lora, lr=1e-1)
+    checkpointer = Checkpointer(engine, model, folder=str(tmp_path))
+    checkpointer.load()
+    engine.adapters.create("b", SMALL)
+    train(engine, "b", 1), step(engine, "b")
+    engine.adapters.merge("b")
+    checkpointer.export_hf(f"{tmp_path}/out")
+    checkpointer.close()
+    tokens = torch.randint(VOCAB_SIZE, (1, 15), generator=torch.Generator().manual_seed(1))
+    batch = Batch(tokens=tokens[0], lengths=torch.tensor([15]), loss_weights=torch.ones(15))
+    ours = engine.forward(batch)["logprobs"][1:]
+    base = transformers_model(source)
+    with torch.no_grad():
+        plain = base(tokens).logits
+        peft = PeftModel.from_pretrained(base, tmp_path / "out" / "adapter").eval()
+        logits = [plain, peft(tokens).logits, transformers_logits(tmp_path / "out", tokens)]
+    theirs = [
+        each[0, :-1].log_softmax(-1).gather(-1, tokens[0, 1:, None]).squeeze(-1) for each in logits
+    ]
+    assert (ours - theirs[0]).abs().max() > 0.01
+    assert max(float((ours - each).abs().max()) for each in theirs[1:]) <= 1e-5
+    config = peft.peft_config["default"]
+    assert (config.r, config.lora_alpha) == (2, 3.0)
+    assert {*config.target_modules} == {"lm_head", *modules - ATTENTION}
+    assert {*(config.target_parameters or [])} == parameters

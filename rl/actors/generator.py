@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +11,7 @@ from monarch.actor import Actor, concurrent_endpoint, current_rank
 from rl.actors.group import Timed
 from rl.actors.mesh import Mesh, log, log_memory
 from rl.generation.generator_config import GeneratorConfig, environment, shared_memory
-from rl.host.platform import memory_domain
+from rl.host.platform import bind_to_device, has_rdma, memory_domain
 from rl.metrics import Metrics
 from rl.model.activations import Activations, joined
 from rl.model.digest import digests
@@ -65,9 +64,12 @@ class Generator(Actor):
         from rl.generation.engine import GenerationEngine
         from rl.generation.loop import EngineLoop
 
-        make_engine = partial(
-            GenerationEngine, self.config, self.model, seed=self.seed, timeout_s=self.timeout_s
-        )
+        def make_engine() -> GenerationEngine:
+            bind_to_device()
+            return GenerationEngine(
+                self.config, self.model, seed=self.seed, timeout_s=self.timeout_s
+            )
+
         self._loop = EngineLoop(make_engine, self._pull)
         await self._loop.start()
         shards = await self._loop.run_between_steps(lambda engine: engine.parameters())
@@ -117,7 +119,9 @@ class Generator(Actor):
     activations = _loop_endpoint("activations")
     take_activations = _loop_endpoint("take_activations")
     close = _loop_endpoint("close")
-    layout = _engine_endpoint(lambda engine: (memory_domain(), layout_of(engine.parameters())))
+    layout = _engine_endpoint(
+        lambda engine: (memory_domain(), has_rdma(), layout_of(engine.parameters()))
+    )
     offload = _engine_endpoint(lambda engine: engine.offload())
     onload = _engine_endpoint(lambda engine: engine.onload())
     figures = _engine_endpoint(lambda engine: engine.figures())

@@ -194,8 +194,8 @@ async def gather_hosts(logs: Path, count: int, deadline: float) -> Hosts:
 def workers_of(logs: Path) -> Path:
     """Return the folder of the workers' files.
 
-    ``NAME.json`` has a worker's address and pid once the worker listens, and ``NAME.ended`` the
-    reason once the worker has ended.
+    ``NAME.json`` has a worker's address and pid, and the memory of its host, once the worker
+    listens. ``NAME.ended`` has the reason once the worker has ended.
     """
     return logs / "workers"
 
@@ -227,8 +227,8 @@ async def find_nodes(workers: Path, count: int, deadline: float) -> list[Node]:
         raise NodeLost(
             f"no worker came up within {deadline:.0f} s on {shown}; see the log of the node"
         )
-    texts = {name: (workers / f"{name}.json").read_text() for name in found[:count]}
-    return [Node(name, **json.loads(text)) for name, text in texts.items()]
+    told = {name: json.loads((workers / f"{name}.json").read_text()) for name in found[:count]}
+    return [Node(name, each["address"], each["pid"]) for name, each in told.items()]
 
 
 async def lost_node(workers: Path, nodes: Sequence[Node]) -> None:

@@ -109,8 +109,10 @@ class Mesh:
         """Return if every rank answers a heartbeat soon; raise the mesh's failure otherwise."""
         await self._group.check_alive()
 
-    async def layouts(self) -> list[tuple[str, Layout]]:
-        """Return each rank's memory domain, and the layout of its parameters."""
+    async def layouts(self) -> list[tuple[str, bool, Layout]]:
+        """Return each rank's memory domain, whether its host has an RDMA device, and the layout of
+        its parameters.
+        """
         return await self.call("layout")
 
     async def weight_digests(

@@ -13,7 +13,7 @@ from rl.actors.group import Timed
 from rl.actors.hosts import Hosts
 from rl.actors.processes import stop_procs
 from rl.actors.worker import ModelWorker, WorkerGroup
-from rl.host.platform import memory_domain
+from rl.host.platform import has_rdma, memory_domain
 from rl.model.shards import Layout, layout_of
 from rl.training.trainer_config import Source
 from rl.types import Place
@@ -32,8 +32,9 @@ class PolicyTrainer(ModelWorker):
     publisher: Publisher | None = None
 
     @concurrent_endpoint
-    async def layout(self) -> tuple[str, Layout]:
-        return memory_domain(), layout_of((await self._in_engine(self.engine.shards)).values())
+    async def layout(self) -> tuple[str, bool, Layout]:
+        shards = await self._in_engine(self.engine.shards)
+        return memory_domain(), has_rdma(), layout_of(shards.values())
 
     @concurrent_endpoint
     async def open_publisher(self, transfer: Transfer) -> Any:

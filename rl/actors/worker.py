@@ -19,7 +19,7 @@ from torchtitan.config import Configurable
 
 from rl.actors.group import Timed
 from rl.actors.mesh import Mesh, log_memory
-from rl.host.platform import peak_memory, thread_variables
+from rl.host.platform import allocator_variables, bind_to_device, peak_memory, thread_variables
 from rl.metrics import Metrics, Value
 from rl.model.activations import Activations, Recorder, joined
 from rl.model.digest import ShardDigests, digests, merge_digests
@@ -140,6 +140,7 @@ class ModelWorker(Actor):
         from rl.training.engine import TrainingEngine
 
         given = self.arguments
+        bind_to_device()
         self.engine = TrainingEngine(**vars(given), loads=True)
         self.checkpointer = Checkpointer(self.engine, given.model, folder=given.folder)
         shards = self.engine.shards().values()
@@ -270,7 +271,7 @@ class WorkerGroup(Mesh):
         return (replace(self.engine, config=config),)
 
     def _environment(self) -> dict[str, str]:
-        return thread_variables(self.engine.config.threads)
+        return thread_variables(self.engine.config.threads) | allocator_variables()
 
     async def start(self) -> None:
         """Spawn the ranks and build their engines; can be called again after ``stop``."""

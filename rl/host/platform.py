@@ -4,16 +4,21 @@ Importing this module sets torchtitan's device, also in modules that are already
 ``rl.model``, ``rl.training`` and ``rl.generation`` import it first, and call ``import_attention``.
 """
 
+import json
 import logging
 import os
 import resource
 import socket
 from pathlib import Path
+from typing import Any
 
 import torch
 import torchtitan.tools.utils as titan
 
 from rl.compat.titan import import_attention_without_compilers, tell_device
+
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Variables that torch's allocator of GPU memory reads, the later name first."""
 
 
 def select_device() -> None:
@@ -42,6 +47,37 @@ def thread_variables(threads: int) -> dict[str, str]:
         variables["OMP_WAIT_POLICY"] = "PASSIVE"  # idle threads would take the cores of others
         variables["GOMP_SPINCOUNT"] = "300000"  # a thread that sleeps between two products is late
     return variables
+
+
+def allocator_variables() -> dict[str, str]:
+    """Return the variables to launch a process with whose memory on a GPU grows in place, so that
+    fragments of one size serve tensors of another. Empty if the environment has such variables.
+    """
+    if any(name in os.environ for name in ALLOCATOR):
+        return {}
+    return {ALLOCATOR[0]: "expandable_segments:True"}
+
+
+def bind_to_device() -> None:
+    """Keep this thread of a rank, and those that it starts, on the cores beside the rank's GPU.
+    Does nothing without CUDA. No test runs CUDA.
+    """
+    if device_type() == "cuda":
+        gpu = torch.cuda.get_device_properties(int(os.environ["LOCAL_RANK"]))
+        bind_to(f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0")
+
+
+def bind_to(device: str, devices: Path = Path("/sys/bus/pci/devices")) -> None:
+    """Keep this thread, and those that it starts, on the cores beside the PCI device at address
+    ``device``. Does nothing if the host does not say which cores these are, or allows none of them.
+    """
+    cores = devices / device / "local_cpulist"
+    near = set[int]()
+    for span in filter(None, cores.read_text().strip().split(",") if cores.exists() else []):
+        first, _, last = span.partition("-")
+        near.update(range(int(first), int(last or first) + 1))
+    if allowed := near & os.sched_getaffinity(0):
+        os.sched_setaffinity(0, allowed)
 
 
 def device_count() -> int:
@@ -75,6 +111,23 @@ def has_rdma() -> bool:
     """Whether this host has an RDMA device."""
     devices = Path("/sys/class/infiniband")
     return devices.is_dir() and any(devices.iterdir())
+
+
+def host_memory() -> int:
+    """Return the memory of this host in bytes, or of its container if that has less."""
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    most = limit.read_text().strip() if limit.exists() else "max"
+    return whole if most == "max" else min(whole, int(most))
+
+
+def hosts_of_job() -> list[dict[str, Any]]:
+    """Return what the workers of this job that have started say of their hosts, such as
+    ``memory_gib``: see rl/launch/node.py. Empty outside a job.
+    """
+    logs = os.environ.get("TILLER_LOGS")
+    files = Path(logs, "workers").glob("[!.]*.json") if logs else []
+    return [json.loads(file.read_text()) for file in files]
 
 
 def memory_domain() -> str:

@@ -44,7 +44,8 @@ def main(folder: Path) -> int:
     ended = 0
     while ended == 0:
         if not entry.exists() and listens(name, port):
-            write(entry, json.dumps({"address": f"tcp://{name}:{port}", "pid": worker}))
+            told = {"address": f"tcp://{name}:{port}", "pid": worker, "memory_gib": memory_gib()}
+            write(entry, json.dumps(told))
         if (folder / "over").exists():
             os.kill(worker, signal.SIGKILL)
         time.sleep(POLL_S)
@@ -71,6 +72,18 @@ def serve(address: str) -> None:
 
     run_worker_loop_forever(address=address, ca="trust_all_connections")
     os._exit(0)
+
+
+def memory_gib() -> float:
+    """Return the memory that the job has on this host: the host's, its container's or Slurm's."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    container = Path("/sys/fs/cgroup/memory.max")
+    if container.exists() and (text := container.read_text().strip()) != "max":
+        limits.append(int(text))
+    mib = os.environ.get("SLURM_MEM_PER_NODE", "")
+    if mib.isdecimal() and mib != "0":  # which stands for all
+        limits.append(int(mib) << 20)
+    return min(limits) / 2**30
 
 
 def listens(name: str, port: int) -> bool:

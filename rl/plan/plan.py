@@ -48,6 +48,7 @@ class Plan:
             "hardware": {
                 "hosts": run.hosts,
                 "gpus_per_host": run.hardware.gpus,
+                "host_memory_gib": run.hardware.host_gib,
                 **asdict(run.device),
             },
             "meshes": list(self._meshes()),

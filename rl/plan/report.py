@@ -178,6 +178,9 @@ def _memory(plan: Plan) -> Iterator[str]:
             yield _row(label, map(size_text, totals))
     tightest = max(plan.memories, key=lambda memory: memory.used / memory.limit)
     yield f"  tightest: {tightest.name}, {size_text(tightest.used)} of {size_text(tightest.limit)}"
+    if run.hardware.assumes_host:
+        memory = f"{run.hardware.host_gib:,.0f} GiB of memory"
+        yield f"  assumed: a host has {memory}; hardware.host_memory_gib says what it has"
     if not run.generators:
         return
     longest = run.rl.longest

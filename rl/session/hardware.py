@@ -1,7 +1,6 @@
 """Hardware that a run is planned for: figures of its devices."""
 
 import math
-import os
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
@@ -9,7 +8,13 @@ from torchtitan.tools.utils import has_cuda_capability, has_rocm_capability
 
 from rl.errors import require
 from rl.host.listening import NO_LOOPBACK, has_loopback
-from rl.host.platform import device_count, device_name, device_type
+from rl.host.platform import (
+    device_count,
+    device_name,
+    device_type,
+    host_memory,
+    hosts_of_job,
+)
 from rl.types.rules import above, at_least
 
 DeviceName = Literal["cpu", "a100", "h100", "h200", "b200"]
@@ -113,8 +118,8 @@ class HardwareConfig:
     """Bandwidth from a device to other nodes, in GB/s in one direction. 0 uses the data sheet's."""
 
     host_memory_gib: Annotated[float, _FIGURE] = 0.0
-    """Memory of a node in GiB, for all its ranks. 0 for 2048 with GPUs, and for that of the current
-    host on CPU."""
+    """Memory of a node in GiB, for all its ranks. 0 for the least that a node of this job has;
+    outside a job for that of the current host, or for 2048 if the host lacks the device."""
 
     training_efficiency: Annotated[float, above(0, 1)] = 0.4
     """Share of ``tflops`` that training achieves while it does not wait for collectives. An
@@ -175,8 +180,15 @@ class HardwareConfig:
     @property
     def host_gib(self) -> float:
         """Memory of a node in GiB."""
-        here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-        return self.host_memory_gib or (2048.0 if self.kind == "cuda" else here)
+        if self.host_memory_gib or self.assumes_host:
+            return self.host_memory_gib or 2048.0
+        told = [host["memory_gib"] for host in hosts_of_job()]
+        return min(told or [host_memory() / 2**30])
+
+    @property
+    def assumes_host(self) -> bool:
+        """Whether the memory of a node is neither given nor known."""
+        return not self.host_memory_gib and not hosts_of_job() and self.kind != device_type()
 
     @property
     def gpus(self) -> int:

@@ -11,7 +11,6 @@ from typing import Any
 from rl.actors.generator import GeneratorMesh
 from rl.actors.policy_trainer import TrainerMesh
 from rl.errors import ActorFailure, NodeLost, RunError
-from rl.host.platform import has_rdma
 from rl.observe.events import Events
 from rl.observe.spans import Stopwatch
 from rl.session.concurrency import Signal, background
@@ -232,12 +231,13 @@ class WeightPush:
             sources = await self.trainer.layouts()
         async with self.residency.of("generator", "model"):
             layouts = await asyncio.gather(*(generator.layouts() for generator in generators))
-        domains = [domain for domain, _ in chain(sources, *layouts)]
+        domains = [domain for domain, *_ in chain(sources, *layouts)]
+        have_rdma = all(has_rdma for _, has_rdma, _ in chain(sources, *layouts))
         transfer = Transfer(
-            transport=choose_transport(weights.transport, domains, has_rdma=has_rdma()),
+            transport=choose_transport(weights.transport, domains, has_rdma=have_rdma),
             dtype=generators[0].dtype,
-            sources=tuple(layout for _, layout in sources),
-            wanted=tuple(layout for _, layout in layouts[0]),
+            sources=tuple(layout for *_, layout in sources),
+            wanted=tuple(layout for *_, layout in layouts[0]),
             generators=len(generators),
             delta=weights.delta,
             fan_out=weights.fan_out,

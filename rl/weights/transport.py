@@ -43,7 +43,7 @@ class WeightPushConfig:
         NeedsCuda(("cuda_ipc",), one_of(["auto", "shared_memory", *NETWORKS])),
     ] = "auto"
     """Transport of the weights. ``auto`` uses shared memory if trainer and generators are on one
-    host; otherwise RDMA if the controller's host has an RDMA device, else TCP. ``cuda_ipc`` copies
+    host; otherwise RDMA if each of their hosts has an RDMA device, else TCP. ``cuda_ipc`` copies
     from GPU to GPU of one host; ``torchstore`` goes through a store."""
 
     fan_out: Annotated[int, PERFORMANCE, at_least(1, 1024)] = 1
@@ -231,7 +231,7 @@ def side_stream(device: torch.device) -> torch.cuda.Stream:
 def choose_transport(requested: str, domains: Collection[str], *, has_rdma: bool) -> TransportName:
     """Return the requested transport; for ``auto`` the fastest one between these memory domains.
 
-    ``has_rdma``: whether the hosts have RDMA devices.
+    ``has_rdma``: whether all of their hosts have RDMA devices.
     """
     if requested != "auto":
         return requested  # type: ignore[return-value]

@@ -65,7 +65,7 @@ class Trainer(Mesh):
         self.version = 0
 
     async def layouts(self) -> list[Any]:
-        return [("here", LAYOUT)] * RANKS
+        return [("here", False, LAYOUT)] * RANKS
 
     async def open_publishers(self, transfer: Any) -> list[Any]:
         return ["address"] * RANKS
@@ -122,7 +122,7 @@ class Generator(Mesh):
         self.version = 0
 
     async def layouts(self) -> list[Any]:
-        return [("here", LAYOUT)]
+        return [("here", False, LAYOUT)]
 
     async def connect(self, transfer: Any, addresses: list[Any]) -> None:
         self.version = 0

@@ -7,6 +7,8 @@ import pytest
 
 from rl.actors.hosts import Node, find_nodes, lost_node
 from rl.errors import NodeLost
+from rl.host.platform import host_memory
+from rl.launch.node import memory_gib
 
 
 @pytest.fixture(autouse=True)
@@ -15,8 +17,15 @@ def three_nodes(monkeypatch):
 
 
 def comes_up(folder, name: str) -> Node:
-    (folder / f"{name}.json").write_text(json.dumps({"address": f"tcp://{name}:1", "pid": 7}))
+    told = {"address": f"tcp://{name}:1", "pid": 7, "memory_gib": 8.0}
+    (folder / f"{name}.json").write_text(json.dumps(told))
     return Node(name, f"tcp://{name}:1", 7)
+
+
+@pytest.mark.parametrize(("given", "gib"), [("1024", 1.0), ("0", None), ("", None)])
+def test_a_worker_says_how_much_memory_the_job_has_on_its_host(given, gib, monkeypatch):
+    monkeypatch.setenv("SLURM_MEM_PER_NODE", given)
+    assert memory_gib() == (gib or host_memory() / 2**30)
 
 
 def test_gather_returns_the_first_nodes_in_order(tmp_path):

@@ -101,7 +101,7 @@ def test_runs_of_every_trainer_are_launched(name, tiny_model, launch, tmp_path):
         (["local", *TINY, "--generator.nodes", "1"], 2, "come to 2 nodes; it must be 1 on this"),
         (["local", *TINY, *H100], 2, "this host computes on cpu"),
         (["slurm", *TINY, "--generator.tensor_parallel_degree", "3"], 2, "l_degree is 3"),
-        (["slurm", "--config", "qwen3_14b", "--hardware.memory_gib", "20"], 2, "GiB of the 20.0"),
+        (["slurm", "--config", "qwen3_14b", "--hardware.memory_gib", "36"], 2, "GiB of the 36.0"),
         (["slurm", *TINY], 1, "sbatch is not on PATH: launch from a node of a Slurm cluster, or -"),
         (["kubernetes", *TINY, "--wait"], 2, "--wait: not for kubernetes"),
         (["kubernetes", *TINY], 2, "kubernetes.image is empty"),

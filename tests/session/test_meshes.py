@@ -9,6 +9,7 @@ from rl.actors.hosts import Hosts
 from rl.algorithms.advantages import GAE
 from rl.cli.arguments import find_config
 from rl.config import RLConfig, RoleConfig
+from rl.host.platform import ALLOCATOR
 from rl.session.session import Session
 
 
@@ -35,6 +36,14 @@ def test_run_has_the_models_that_it_needs_and_places_them_as_it_says(roles):
         session = session_of(config)
         assert [*session._groups] == roles
         assert session._residency._shared == names
+
+
+def test_trainers_alone_have_memory_of_a_gpu_that_grows_in_place(monkeypatch):
+    for name in ALLOCATOR:
+        monkeypatch.delenv(name, raising=False)
+    session = session_of(find_config("quickstart")())
+    assert session.trainer._environment()["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert "PYTORCH_ALLOC_CONF" not in session.pool.meshes[0]._environment()
 
 
 def test_learning_rate_schedule_covers_all_optimizer_steps():

@@ -46,7 +46,7 @@ class Scene:
             pushes="newest" if pipeline == "asynchronous" else "in_order",
             generator=GeneratorConfig(replicas=replicas),
             weights=WeightPushConfig(
-                transport="rdma", canary_tolerance=0.0, digests=False, **weights
+                **{"transport": "rdma", "canary_tolerance": 0.0, "digests": False} | weights
             ),
             max_restarts=2,
         )
@@ -90,13 +90,35 @@ def fail_pulls(generator: Generator, cause: Exception, times: int = 1) -> None:
     generator.pulling = fail
 
 
+@pytest.mark.parametrize(
+    ("generators_have_rdma", "chosen"), [([True, True], "rdma"), ([True, False], "tcp")]
+)
+def test_auto_takes_rdma_if_every_host_has_it(generators_have_rdma, chosen):
+    async def transport() -> str:
+        scene = Scene(replicas=2, transport="auto")
+        hosts = {"trainer": True, "one": generators_have_rdma[0], "other": generators_have_rdma[1]}
+        for mesh, (host, rdma) in zip(
+            (scene.trainer, *scene.generators), hosts.items(), strict=True
+        ):
+
+            async def layouts(host=host, rdma=rdma):
+                return [(host, rdma, GIB_15)]
+
+            mesh.layouts = layouts
+            mesh.dtype = torch.bfloat16
+        await scene.connect()
+        return scene.push._transfer.transport
+
+    assert asyncio.run(transport()) == chosen
+
+
 def test_patience_of_a_push_grows_with_its_bytes():
     async def patience(**weights) -> float:
         scene = Scene(replicas=8, **weights)
         given = []
 
         async def layouts():
-            return [("here", GIB_15)]
+            return [("here", False, GIB_15)]
 
         async def open_publishers(transfer):
             given.append(transfer.patience)

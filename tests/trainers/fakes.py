@@ -122,7 +122,7 @@ class Trainer(Mesh):
         self._pushing = 0
 
     async def layouts(self) -> list[Any]:
-        return [("here", LAYOUT)]
+        return [("here", False, LAYOUT)]
 
     async def open_publishers(self, transfer: Any) -> list[Any]:
         return ["address"]
@@ -328,7 +328,7 @@ class Generator(Mesh):
         """Ids of the requests of each call, and whether the call resets the prefix cache."""
 
     async def layouts(self) -> list[Any]:
-        return [("here", LAYOUT)]
+        return [("here", False, LAYOUT)]
 
     async def connect(self, transfer: Any, addresses: list[Any]) -> None:
         self.alive()

@@ -1,0 +1,57 @@
+"""What a host has, and what its processes get of it."""
+
+import json
+import os
+import threading
+
+import pytest
+
+from rl.host import platform
+from rl.host.platform import allocator_variables, bind_to
+from rl.session.hardware import HardwareConfig
+
+
+@pytest.mark.parametrize("cores", ["", "0-9999", "9999", "0,8-11"])
+def test_a_thread_stays_on_the_cores_beside_its_device_that_it_may_use(tmp_path, cores):
+    own = sorted(os.sched_getaffinity(0))
+    (tmp_path / "0000:1b:00.0").mkdir()
+    text = cores.replace("0,", f"{own[0]},")
+    (tmp_path / "0000:1b:00.0" / "local_cpulist").write_text(f"{text}\n")
+    found = []
+
+    def bind():
+        bind_to("0000:1b:00.0", tmp_path)
+        found.append(sorted(os.sched_getaffinity(0)))
+        bind_to("0000:ff:00.0", tmp_path)
+        found.append(sorted(os.sched_getaffinity(0)))
+
+    thread = threading.Thread(target=bind)
+    thread.start()
+    thread.join()
+    near = {own[0], *range(8, 12)} if "," in cores else own
+    assert found == [[core for core in own if core in near]] * 2
+
+
+@pytest.mark.parametrize("name", ["", *platform.ALLOCATOR])
+def test_memory_of_a_gpu_grows_in_place_unless_the_environment_says_how(name, monkeypatch):
+    for each in platform.ALLOCATOR:
+        monkeypatch.delenv(each, raising=False)
+    if name:
+        monkeypatch.setenv(name, "max_split_size_mb:64")
+    expected = {} if name else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert allocator_variables() == expected
+
+
+def test_the_memory_of_a_host_is_what_the_hosts_of_the_job_have(tmp_path, monkeypatch):
+    here = HardwareConfig()
+    elsewhere = HardwareConfig(device="h100")
+    assert (here.host_gib, here.assumes_host) == (platform.host_memory() / 2**30, False)
+    assert (elsewhere.host_gib, elsewhere.assumes_host) == (2048.0, True)
+    (tmp_path / "workers").mkdir()
+    for name, memory in {"n1": 512.0, "n2": 384.0, ".n3": 1.0}.items():
+        (tmp_path / "workers" / f"{name}.json").write_text(json.dumps({"memory_gib": memory}))
+    monkeypatch.setenv("TILLER_LOGS", str(tmp_path))
+    for hardware in (here, elsewhere):
+        assert (hardware.host_gib, hardware.assumes_host) == (384.0, False)
+    elsewhere.host_memory_gib = 100.0
+    assert (elsewhere.host_gib, elsewhere.assumes_host) == (100.0, False)

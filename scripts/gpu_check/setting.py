@@ -10,7 +10,7 @@ from torchtitan.config import TrainingConfig
 from configs.qwen3 import qwen3_0_6b
 from rl.generation.generator_config import GeneratorConfig
 from rl.model.shape import ModelConfig
-from rl.session.session_config import DeadlineConfig, SessionConfig
+from rl.session.session_config import SessionConfig
 from rl.training.trainer_config import TrainerConfig
 from rl.weights.transport import WeightPushConfig
 
@@ -25,7 +25,6 @@ TINY = ModelConfig(
     hidden_dim=96,
     max_seq_len=256,
 )
-DEADLINES = DeadlineConfig(start=300.0, call=300.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +76,7 @@ class Setting:
     def session(self, **fields: object) -> SessionConfig:
         """Return the config of a session that checks every push."""
         given = {"model": self.model(), "weights": WeightPushConfig(digests=True)}
-        return SessionConfig(**{**given, "deadlines": DEADLINES, **fields})
+        return SessionConfig(**{**given, **fields})
 
 
 def gpu_index() -> str:

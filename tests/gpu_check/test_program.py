@@ -9,6 +9,7 @@ import pytest
 from rl.cli.arguments import parse_config
 from rl.model.shape import shape_of
 from rl.plan.speed import sizes_of
+from rl.session.session_config import DeadlineConfig
 from rl.validation import validate
 from scripts.gpu_check import __main__ as program
 from scripts.gpu_check.checks import CHECKS, Check
@@ -104,6 +105,13 @@ def test_a_check_that_fails_does_not_end_the_others(run):
     assert lines[-1] == f"{len(CHECKS) - 1} ok, 1 FAIL, 0 skipped"
     assert [each["name"] for each in written["checks"]] == [each.name for each in CHECKS]
     assert written["checks"][0]["numbers"] == {"a": 1.0}
+
+
+def test_the_deadlines_of_a_run_end_before_the_limit_of_its_check():
+    deadlines = DeadlineConfig()
+    assert Setting(device="cuda", folder=Path()).session().deadlines == deadlines
+    limits = [check.seconds for check in CHECKS if check.name != "host"]
+    assert min(limits) > deadlines.start + deadlines.call
 
 
 def test_a_run_that_is_interrupted_keeps_its_lines(run):

@@ -29,7 +29,12 @@ def run_check(check: Check, command: Sequence[str], folder: Path, *, device: str
         environment["CUDA_VISIBLE_DEVICES"] = ""
     with (folder / "log").open("w") as log, _tidied(folder), _ended(mark):
         process = subprocess.Popen(
-            command, env=environment, stdout=log, stderr=log, start_new_session=True
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,  # a terminal is for the program alone
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         )
         try:
             process.wait(timeout=check.seconds)

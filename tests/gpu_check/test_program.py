@@ -1,6 +1,7 @@
 """The program of the checks: a check that hangs or dies, the file, Ctrl-C, a host without GPU."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from rl.plan.speed import sizes_of
 from rl.session.session_config import DeadlineConfig
 from rl.validation import validate
 from scripts.gpu_check import __main__ as program
+from scripts.gpu_check import report
 from scripts.gpu_check.checks import CHECKS, Check
 from scripts.gpu_check.processes import marked, run_check
 from scripts.gpu_check.runs import devices, failure_of
@@ -27,7 +29,7 @@ time.sleep(600)
 """
 DIES = """
 import os, sys
-print("loading kernels", flush=True)
+print("loading kernels from", os.readlink("/proc/self/fd/0"), flush=True)
 os.kill(os.getpid(), 11)
 """
 
@@ -54,7 +56,7 @@ def test_a_check_that_dies_says_how(tmp_path):
     verdict = verdict_of(DIES, tmp_path, seconds=60.0)
     assert verdict.wrong == (
         "its process was ended by signal 11 without a result; the last line of "
-        f"{tmp_path}/logs/log is: loading kernels"
+        f"{tmp_path}/logs/log is: loading kernels from /dev/null"
     )
 
 
@@ -63,10 +65,10 @@ def test_a_check_prints_its_line_and_writes_the_file(tmp_path):
     files = ["--json", tmp_path / "out", "--logs", tmp_path / "logs"]
     done = warm.run(*command, *files, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
-    _, line, counts = done.stdout.splitlines()
+    _, line, end = done.stdout.splitlines()
     assert line.startswith("skipped push-cuda_ipc ")
     assert line.endswith(" s  needs a GPU")
-    assert counts == "0 ok, 0 FAIL, 1 skipped"
+    assert end == f"0 FAIL, 0 ok, 1 skipped; mail {tmp_path}/out and {tmp_path}/out.md"
     written = json.loads((tmp_path / "out").read_text())
     (row,) = written["checks"]
     assert (row["name"], row["state"], row["skipped"]) == (
@@ -84,6 +86,7 @@ def run(tmp_path, monkeypatch, capsys):
     def run(verdicts: dict, *options: str) -> tuple[int, list[str], dict]:
         def stand_in(check, command, folder, *, device):
             verdict = verdicts.get(check.name, Verdict(said="fine", numbers={"a": 1.0}))
+            verdict = verdict(folder) if callable(verdict) else verdict
             if isinstance(verdict, Verdict):
                 return verdict
             raise verdict
@@ -102,9 +105,42 @@ def test_a_check_that_fails_does_not_end_the_others(run):
     code, lines, written = run({"push-rdma": Verdict(wrong="a digest differs")})
     assert code == 1
     assert f"FAIL    {'push-rdma':<24}     0 s  a digest differs" in lines
-    assert lines[-1] == f"{len(CHECKS) - 1} ok, 1 FAIL, 0 skipped"
+    assert lines[-1].startswith(f"1 FAIL, {len(CHECKS) - 1} ok, 0 skipped; mail ")
     assert [each["name"] for each in written["checks"]] == [each.name for each in CHECKS]
     assert written["checks"][0]["numbers"] == {"a": 1.0}
+
+
+def test_the_report_has_what_a_reader_elsewhere_needs(run, tmp_path, monkeypatch):
+    """The log of a rank that fails, versions and variables without secrets; failures come first."""
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("VLLM_API_KEY", "hidden")
+
+    def fail(folder: Path) -> Verdict:
+        (folder / "logs").mkdir(parents=True)
+        (folder / "logs" / "rank.log").write_text("first\n" * 99 + "CUDA error: illegal access\n")
+        return Verdict(wrong="the process died | twice")
+
+    _, _, written = run({"graphs": fail})
+    (failed,) = (line for line in written["checks"] if line["state"] == "FAIL")
+    end = failed["logs"]["logs/rank.log"]
+    assert end.endswith("first\nCUDA error: illegal access")
+    assert end.count("\n") == report.KEPT_LINES - 1
+    assert written["variables"]["NCCL_DEBUG"] == "INFO"
+    page = (tmp_path / "out.md").read_text()
+    assert "hidden" not in page + json.dumps(written)
+    rows = [line.split(" | ")[:2] for line in page.splitlines() if line.startswith("| ")]
+    assert rows[1:3] == [["| FAIL", "graphs"], ["| ok", "host"]]
+    for text in ("the process died \\| twice", end, "NCCL_DEBUG=INFO", "--only graphs", "torch 2."):
+        assert text in page
+
+
+def test_checks_go_on_without_the_terminal(tmp_path, capfd):
+    assert program.main(["--detach", "--list", "--json", str(tmp_path / "out.json")]) == 0
+    pid = int(capfd.readouterr().out.split()[1])
+    assert os.getsid(pid) == pid
+    assert os.waitpid(pid, 0) == (pid, 0)
+    lines = (tmp_path / "out.log").read_text().splitlines()
+    assert [line.split()[0] for line in lines] == [check.name for check in CHECKS]
 
 
 def test_the_deadlines_of_a_run_end_before_the_limit_of_its_check():
@@ -116,6 +152,7 @@ def test_the_deadlines_of_a_run_end_before_the_limit_of_its_check():
 
 def test_a_run_that_is_interrupted_keeps_its_lines(run):
     code, _, written = run({"push-rdma": KeyboardInterrupt()}, "--only", "push")
+    assert written["ended"] == ""
     assert code == 130
     assert [each["name"] for each in written["checks"]] == ["push-shared_memory", "push-cuda_ipc"]
 
@@ -136,7 +173,7 @@ def test_a_host_without_a_gpu_is_told_so(monkeypatch, capsys):
 
 def test_checks_that_need_more_gpus_are_skipped(run, monkeypatch):
     monkeypatch.setattr(program, "_gpus", lambda: 1)
-    monkeypatch.setattr(program, "_names", lambda: (["H100"], "580.65.06"))
+    monkeypatch.setattr(report, "names_of_gpus", lambda: (["H100"], "580.65.06"))
     _, lines, written = run({}, "--device", "cuda", "--only", "grpo")
     assert [line.split()[:2] for line in lines[1:3]] == [["ok", "grpo"], ["skipped", "grpo-2-gpus"]]
     assert written["checks"][1]["skipped"] == "needs 2 GPUs, and this host has 1"

@@ -159,6 +159,7 @@ class GeneratorMesh(Mesh):
         super().__post_init__()
         self.dtype: torch.dtype = getattr(torch, self.config.dtype)
         self._has_prefixes = False
+        self._is_empty = False  # its weights were dropped
         self._load = Metrics({})
         self._patience = 0.0
 
@@ -171,6 +172,7 @@ class GeneratorMesh(Mesh):
     async def start(self) -> None:
         """Spawn the ranks and start their engines, without weights."""
         self.version = None
+        self._is_empty = False
         await super().start()
         self._group.watch("serve")
 
@@ -182,6 +184,7 @@ class GeneratorMesh(Mesh):
         await self.call("connect", transfer, addresses, self.number)
         self._patience = transfer.patience
         self.version = None
+        self._is_empty = False
 
     async def pull_weights(self, version: int) -> float:
         """Load ``version``, which the trainer has pushed, or a newer version if one arrives first.
@@ -191,9 +194,14 @@ class GeneratorMesh(Mesh):
         """
         patience = 2 * self._patience  # a rank may first have to end a fetch that failed on another
         await self.call("fetch_weights", version, patience=patience)
+        return await self._load_fetched(version)
+
+    async def _load_fetched(self, version: int) -> float:
+        patience = 2 * self._patience
         pulled: Pulled = await self._lead("pull_weights", version, patience=patience)
         self._has_prefixes = self._has_prefixes and pulled.version == self.version
         self.version = pulled.version
+        self._is_empty = False
         return pulled.pause_s
 
     async def generate(
@@ -248,13 +256,18 @@ class GeneratorMesh(Mesh):
         await self.call("abort", *request_ids, rank=0)
 
     async def offload(self) -> None:
-        """Abort requests in flight, move weights to host memory and drop all keys and values."""
+        """Abort requests in flight, and drop the weights and all keys and values."""
         await self.abort()
         await self.call("offload")
+        self._is_empty = self.version is not None
 
-    async def onload(self) -> None:
-        """Bring the weights back, bit for bit."""
+    async def onload(self, *, model: bool = True) -> None:
+        """Take the memory back. With ``model``, load the weights of ``version`` again, which the
+        push still has, unless others were pulled meanwhile.
+        """
         await self.call("onload")
+        if model and self._is_empty and self.version is not None:
+            await self._load_fetched(self.version)
 
     async def stop(self) -> None:
         """End the processes, whatever they are doing. Raises nothing."""

@@ -17,7 +17,6 @@ from rl.generation.requests import COUNTS, Requests
 from rl.generation.start_vllm import start_vllm
 from rl.host.platform import release_cached_memory
 from rl.model.activations import Activations, Recorder
-from rl.model.host_memory import HostMemory
 from rl.model.shape import ModelConfig, shape_of
 from rl.model.shards import Shard, local_shards
 from rl.model.tokenizer import load_tokenizer
@@ -79,16 +78,23 @@ class GenerationEngine:
             records = ExpertRecords(self._engine, chosen)
         self._requests = Requests(self._engine, self.shape.vocab_size, self._decode, records)
         self._group = _tp_group()
-        self._host = HostMemory()
-        self._caches = dict[torch.UntypedStorage, int]()
+        self._dropped = dict[torch.UntypedStorage, int]()
         self._layout = generator_layout(
             self.shape,
             fuse_qkv=model.fuse_qkv,
             tp=config.tensor_parallel_degree,
             expert_parallel=config.expert_parallel,
         )[self._group.rank_in_group]
+        self._forget_weights()
+
+    def _forget_weights(self) -> None:
+        """Make the weights NaN, so that generation without a push is noticed, and zeros beyond this
+        rank's shards.
+        """
+        for parameter in self._model.titan.parameters():
+            parameter.data.zero_()
         for shard in self.parameters():
-            shard.tensor.fill_(torch.nan)  # generation without a push is then noticed
+            shard.tensor.fill_(torch.nan)
 
     def parameters(self) -> list[Shard]:
         """Return the live local shards of torchtitan's parameters, which the weight push overwrites
@@ -129,30 +135,32 @@ class GenerationEngine:
             raise RunError("vLLM did not reset its prefix cache: a request is in flight")
 
     def offload(self) -> None:
-        """Move the weights to host memory and drop the KV cache; their device memory is free until
-        ``onload``.
+        """Drop the weights and the KV cache; their device memory is free until ``onload``. Weights
+        come from a push, which still has them.
 
         Raises RunError if a request is in flight. No test covers this on CUDA.
         """
-        if self._host.holds:
+        if self._dropped:
             return
         self.reset_prefix_cache()
-        self._host.take(parameter.data for parameter in self._model.titan.parameters())
         self._model.weights_away()
-        storages = [cache.untyped_storage() for cache in vllm_internals.kv_caches(self._engine)]
-        self._caches = {storage: storage.nbytes() for storage in storages}
-        for storage in self._caches:
+        weights = [parameter.data for parameter in self._model.titan.parameters()]
+        tensors = [*weights, *vllm_internals.kv_caches(self._engine)]
+        storages = {each.data_ptr(): each.untyped_storage() for each in tensors}.values()
+        self._dropped = {storage: storage.nbytes() for storage in storages}
+        for storage in self._dropped:
             storage.resize_(0)
+        self.version = None
         release_cached_memory()
 
     def onload(self) -> None:
-        """Bring the weights back, bit for bit, with an empty KV cache."""
-        if not self._host.holds:
+        """Take the memory back, with an empty KV cache and without weights: push after it."""
+        if not self._dropped:
             return
-        self._host.bring_back()
-        self._model.weights_changed()
-        for storage, size in self._caches.items():
+        for storage, size in self._dropped.items():
             storage.resize_(size)
+        self._dropped = {}
+        self._forget_weights()
         for cache in vllm_internals.kv_caches(self._engine):
             cache.zero_()  # kernels multiply masked entries too, and 0 * NaN is NaN
 

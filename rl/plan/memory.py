@@ -234,10 +234,6 @@ def _generator_items(run: PlannedRun, staging: int) -> list[Item]:
     items = [Item("parameters", weights), Item("push staging", staging, on_host=True)]
     if not run.cuda and generator.dtype == "float32":
         items.append(Item("packed weights", packed_weights(run)))
-    if "generator" in run.shared:
-        shapes = local_shapes(run.wanted[0]).values()
-        buffers = _buffers(run, (math.prod(shape) * run.transfer_bytes for shape in shapes))
-        items.append(Item("offload buffers", buffers, on_host=True))
     items.append(Item("engine step", engine_step(run), estimate=True))
     cache = kv_bytes(run)
     if run.record_bytes:  # a row for each slot of the KV cache

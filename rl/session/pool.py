@@ -70,12 +70,12 @@ class GeneratorPool:
         await self._each(lambda mesh: mesh.abort(*request_ids))
 
     async def offload(self) -> None:
-        """Move all weights to host memory and drop keys and values."""
+        """Drop all weights, keys and values."""
         await self._each(lambda mesh: mesh.offload())
 
-    async def onload(self, **_: Any) -> None:
-        """Bring all weights back."""
-        await self._each(lambda mesh: mesh.onload())
+    async def onload(self, *, model: bool, **_: Any) -> None:
+        """Take the memory back. With ``model``, load the weights again unless newer ones came."""
+        await self._each(lambda mesh: mesh.onload(model=model))
 
     async def _each(self, call: Callable[[GeneratorMesh], Awaitable[None]]) -> None:
         running = [mesh for mesh in self.meshes if mesh.is_running]

@@ -78,6 +78,8 @@ class WeightPush:
         is_rolling = generator is not None and generator.update == "rolling"
         self._rolling = is_rolling and not self._in_order
         self._is_changing = False  # the weights, which must not be compared then
+        self._in_turns = self.residency.share("trainer", "generator")
+        self._settling = 0  # number of tasks that wait until the weights may change
         self._unchecked: deque[Arrival] = deque()
         self._generators: list[GeneratorMesh] = []
         self._joining = asyncio.Lock()  # no pull while a generator joins or leaves
@@ -170,7 +172,7 @@ class WeightPush:
                 "call push() before sampling from it"
             )
         if source is not None:
-            await self._changed.until(self._may_change)
+            await self._until_unread()
             async with self.residency.of("trainer", "model"):
                 await self.trainer.call("merge", source)  # it fails here rather than in ``run``
         version = self.publish(source)
@@ -215,8 +217,16 @@ class WeightPush:
     async def settle(self) -> None:
         """Wait until nothing reads the trainer's weights, not even a check."""
         with self.watch.span("push_wait"):
-            await self._changed.until(self._may_change)
+            await self._until_unread()
             self._is_changing = True
+
+    async def _until_unread(self) -> None:
+        self._settling += 1
+        self._changed.notify()
+        try:
+            await self._changed.until(self._may_change)
+        finally:
+            self._settling -= 1
 
     def _may_change(self) -> bool:
         late = self._compares and self.arrived != self.begun
@@ -229,7 +239,7 @@ class WeightPush:
         deadlines = self.config.deadlines
         async with self.residency.of("trainer", "model"):
             sources = await self.trainer.layouts()
-        async with self.residency.of("generator", "model"):
+        async with self.residency.of("generator"):
             layouts = await asyncio.gather(*(generator.layouts() for generator in generators))
         domains = [domain for domain, *_ in chain(sources, *layouts)]
         have_rdma = all(has_rdma for _, has_rdma, _ in chain(sources, *layouts))
@@ -253,7 +263,7 @@ class WeightPush:
         return transfer.describe()
 
     async def _connect(self, generator: GeneratorMesh) -> None:
-        async with self.residency.of("generator", "model"):
+        async with self.residency.of("generator"):
             await generator.connect(self._transfer, self._addresses)
 
     async def _publish_each(self) -> None:
@@ -274,6 +284,9 @@ class WeightPush:
                     sent = await self.trainer.call(
                         "push_weights", version, source, patience=patience
                     )
+                if self._in_turns:
+                    with self.watch.span("check"):
+                        await self.checks.digest(version, self._transfer.dtype, source)
             self.metrics = {
                 "push/bytes": sum(each.bytes_full for each in sent),
                 "push/bytes_sent": sum(each.bytes_sent for each in sent),
@@ -288,7 +301,7 @@ class WeightPush:
         Transfers that fail are repeated at growing intervals.
         """
         failures = 0
-        async with self.residency.of("generator", "model"):
+        async with self.residency.of("generator"):
             with self.watch.span("pull", generator.name):
                 while True:
                     try:
@@ -330,13 +343,21 @@ class WeightPush:
         return newest
 
     async def _compare_each(self) -> None:
-        """Compare arrivals with the trainer's weights, unless the weights have changed since."""
+        """Compare arrivals with the trainer's weights, unless the weights have changed since.
+
+        A trainer that shares its devices with generators computes its side of the canary in the
+        turn in which it waits for that.
+        """
         while True:
             await self._changed.until(lambda: self._unchecked)
             arrival = self._unchecked[0]
             changes = self._is_changing and arrival.source is None
             if arrival.version == self.begun and self.has(arrival.source) and not changes:
                 with self.watch.span("check"):
-                    await self.checks.compare(arrival, self.metrics)
+                    await self.checks.compare_digests(arrival)
+                if self._in_turns and arrival.answer is not None:
+                    await self._changed.until(lambda: self._settling)
+                with self.watch.span("check"):
+                    await self.checks.compare_canary(arrival, self.metrics)
             self._unchecked.popleft()
             self._changed.notify()

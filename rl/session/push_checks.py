@@ -21,13 +21,15 @@ BLOCK = 128  # largest of vLLM's default block sizes of the KV cache
 
 
 class Arrival(NamedTuple):
-    """A version that a generator has loaded, and its answer to the canary with that version."""
+    """A version that a generator has loaded, and what it says about that version."""
 
     generator: GeneratorMesh
     version: int
     source: Source
     answer: Completion | None
-    """None without a canary."""
+    """Answer to the canary; None without one."""
+    digests: list[ShardDigests] | None
+    """Digests of its parameters; None if they can still be asked for, or without digests."""
 
 
 class PushChecks:
@@ -39,13 +41,15 @@ class PushChecks:
       weights, or another kernel.
 
     The trainer computes its side once for a version, and again only for generators with another
-    dtype or with other tokens after the canary.
+    dtype or with other tokens after the canary. If trainer and generators share devices, each side
+    computes digests in the turn in which it has them.
     """
 
     def __init__(self, config: SessionConfig, trainer: TrainerMesh, residency: Residency):
         self._digests = config.weights.digests
         self._trainer = trainer
         self._residency = residency
+        self._in_turns = residency.share("trainer", "generator")
         self._tolerance = config.weights.canary_tolerance or 0.0
         generator = config.generator
         if generator is not None and config.weights.canary_tolerance is None:
@@ -79,26 +83,40 @@ class PushChecks:
         """Ask a generator for the canary with ``version``, the weights of ``source``, which it has
         loaded.
         """
-        answer = None
+        answer = digests = None
         if self._tolerance > 0:
             request = replace(self._canary, request_id=f"canary/{version}", seed=version)
             (answer,) = await generator.generate([request])
-        return Arrival(generator, version, source, answer)
+        if self._digests and self._in_turns:
+            digests = await generator.weight_digests()
+        return Arrival(generator, version, source, answer, digests)
 
-    async def compare(self, arrival: Arrival, metrics: dict[str, float]) -> None:
-        """Raise RunError that names the difference, unless the generator was lost meanwhile.
+    async def digest(self, version: int, dtype: torch.dtype, source: Source) -> None:
+        """Compute the trainer's digests of ``version``, if any are compared. The trainer must have
+        its device.
+        """
+        if self._digests:
+            await self._digest(version, dtype, source, f"push of policy version {version}: ")
+
+    async def compare_digests(self, arrival: Arrival) -> None:
+        """Raise RunError that names the first parameter that differs, if digests are compared,
+        unless the generator was lost meanwhile.
+        """
+        if self._digests:
+            await self._compare_digests(arrival)
+
+    async def compare_canary(self, arrival: Arrival, metrics: dict[str, float]) -> None:
+        """Raise RunError if a log-prob differs by more than the tolerance.
 
         ``push/canary`` of ``metrics`` becomes the largest difference of a log-prob so far.
         """
-        generator, version, source, answer = arrival
-        if self._digests:
-            await self._compare_digests(generator, version, source)
+        generator, version, source, answer, _ = arrival
         if answer is None:
             return
         difference = await self._difference(answer, version, source)
         metrics["push/canary"] = max(difference, metrics.get("push/canary", 0.0))
         if not difference <= self._tolerance:
-            await self._compare_digests(generator, version, source)
+            await self._compare_digests(arrival)
             raise RunError(
                 f"canary of policy version {version}: a log-prob of {generator.name} differs by "
                 f"{difference:.3g} from the trainer's, above weights.canary_tolerance="
@@ -106,26 +124,29 @@ class PushChecks:
                 "another kernel makes the difference"
             )
 
-    async def differing(
-        self, generator: GeneratorMesh, version: int, source: Source = None, owner: str = ""
-    ) -> list[str]:
-        """Return the names of the parameters of ``generator`` that differ, in a bit of its own
-        dtype, from those of ``source``; none if it was started again and lost ``version``.
+    async def differing(self, arrival: Arrival, owner: str = "") -> list[str]:
+        """Return the names of the generator's parameters that differ, in a bit of its own dtype,
+        from those of the arrival's source; none if it was started again and lost the version.
 
         Raises RunError that begins with ``owner`` if ranks differ in a part that both have.
         """
+        generator, version, source, _, loaded = arrival
         if self._digested != (version, generator.dtype):
             async with self._residency.of("trainer", "model"):
-                digests = await self._trainer.weight_digests(generator.dtype, source)
-            self._trained = _merged(digests, f"{owner}trainer")
-            self._digested = (version, generator.dtype)
-        async with self._residency.of("generator", "model"):
-            if generator.version != version:  # it was started again
-                return []
-            loaded = await unless_lost(generator, generator.weight_digests())
+                await self._digest(version, generator.dtype, source, owner)
+        if loaded is None:
+            async with self._residency.of("generator", "model"):
+                if generator.version != version:  # it was started again
+                    return []
+                loaded = await unless_lost(generator, generator.weight_digests())
         if loaded is None:
             return []
         return differing(self._trained, _merged(loaded, f"{owner}{generator.name}"))
+
+    async def _digest(self, version: int, dtype: torch.dtype, source: Source, owner: str) -> None:
+        digests = await self._trainer.weight_digests(dtype, source)
+        self._trained = _merged(digests, f"{owner}trainer")
+        self._digested = (version, dtype)
 
     async def _difference(self, answer: Completion, version: int, source: Source) -> float:
         key = (version, answer.tokens)
@@ -144,13 +165,12 @@ class PushChecks:
             scored = await self._trainer.forward(batch, temperature=temperature, source=source)
         return scored["logprobs"][len(prompt) :]
 
-    async def _compare_digests(
-        self, generator: GeneratorMesh, version: int, source: Source
-    ) -> None:
-        owner = f"push of policy version {version}: "
-        if wrong := await self.differing(generator, version, source, owner):
+    async def _compare_digests(self, arrival: Arrival) -> None:
+        owner = f"push of policy version {arrival.version}: "
+        if wrong := await self.differing(arrival, owner):
             raise RunError(
-                f"{owner}{len(wrong)} of {len(self._trained)} parameters of {generator.name} "
+                f"{owner}{len(wrong)} of {len(self._trained)} parameters of "
+                f"{arrival.generator.name} "
                 f"differ from the trainer's; the first is {wrong[0]}"
             )
 

@@ -11,7 +11,7 @@ Component = Literal["model", "optimizer"]
 
 
 class Offloadable(Protocol):
-    """A model, or all generators, whose memory on a device can move to the host and back."""
+    """A model whose memory on a device can move to the host and back, or all generators."""
 
     async def offload(self) -> None: ...
 
@@ -26,7 +26,8 @@ class Residency:
         async with residency.of("trainer", "model"):
             ...     # the trainer's parameters are on the device, nothing of the reference is
 
-    - Before the block, other roles move to host memory, and missing components come back.
+    - Before the block, other roles move to host memory, and missing components come back. Without
+      components, a role has only the memory of its parameters, which the block overwrites.
     - Blocks of one role overlap. Roles get the devices in the order in which they asked.
     - Roles that are not shared do not wait.
     - Blocks must not be nested: the inner one would wait for a role that waits for the outer one.
@@ -55,10 +56,11 @@ class Residency:
             yield
             return
         async with self._switching:
-            if role not in self._resident:
+            enters = role not in self._resident
+            if enters:
                 await self._offload_resident()
                 self._resident = {role: set()}
-            if missing := {*components} - self._resident[role]:
+            if (missing := {*components} - self._resident[role]) or enters:
                 parts = {"model": "model" in missing, "optimizer": "optimizer" in missing}
                 await self._models[role].onload(**parts)
                 self._resident[role] |= missing
@@ -68,6 +70,10 @@ class Residency:
         finally:
             self._users -= 1
             self._changed.notify()
+
+    def share(self, *roles: str) -> bool:
+        """Return whether these roles take turns on the same devices."""
+        return self._shared.issuperset(roles)
 
     @asynccontextmanager
     async def starting(self, role: str) -> AsyncIterator[None]:
@@ -83,7 +89,6 @@ class Residency:
     async def _offload_resident(self) -> None:
         """Move the resident role to host memory, once it is not in use."""
         await self._changed.until(lambda: not self._users)
-        for role, components in self._resident.items():
-            if components:
-                await self._models[role].offload()
+        for role in self._resident:
+            await self._models[role].offload()
         self._resident = {}

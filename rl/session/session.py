@@ -24,6 +24,7 @@ from rl.session.meshes import Meshes
 from rl.session.models import Models
 from rl.session.pool import GeneratorPool
 from rl.session.push import WeightPush
+from rl.session.push_checks import Arrival
 from rl.session.recovery import Recovery
 from rl.session.router import Router
 from rl.session.serving import Serving
@@ -306,7 +307,8 @@ class Session(Models):
         push.checks.forget()  # a load may keep the version
         if not push.has(push.held):
             return []
-        return await push.checks.differing(self.pool.meshes[0], push.arrived, push.held)
+        arrival = Arrival(self.pool.meshes[0], push.arrived, push.held, None, None)
+        return await push.checks.differing(arrival)
 
     async def push(self) -> int:
         """Bring every generator the trainer's weights; return their policy version."""

@@ -16,7 +16,7 @@ from tests.generation.test_engine import (  # noqa: F401
     test_log_probs_of_prompts_are_those_of_the_model,
     test_logprobs_are_of_the_distribution_sampled_from,
     test_more_prompt_tokens_than_fit_a_step_take_several_steps,
-    test_offload_frees_memory_and_onload_restores_completions,
+    test_offload_frees_memory_and_a_push_restores_completions,
     test_the_stop_token_is_part_of_the_completion,
     test_tokens_depend_on_the_seed_and_not_on_other_requests,
 )

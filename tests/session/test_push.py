@@ -273,6 +273,24 @@ async def test_an_abort_ends_one_request_alone(sessions, trainer, generator):
 
 
 @on_its_loop
+async def test_a_generator_that_left_its_device_loads_its_version_again(
+    sessions, trainer, generator
+):
+    session = await connected(sessions, trainer, generator, DIGESTS)
+    before = await whole_digests(generator)
+    version = generator.version
+    (first,) = await session.sample([request("first", [1, 2, 3])], alone=True)
+    await generator.offload()
+    await generator.onload(model=False)
+    assert await whole_digests(generator) != before
+    await generator.onload()
+    assert await whole_digests(generator) == before
+    assert generator.version == version
+    (again,) = await session.sample([request("again", [1, 2, 3])], alone=True)
+    assert again == first
+
+
+@on_its_loop
 async def test_another_trainer_with_a_lower_version_takes_over(sessions, trainer, generator):
     session = await connected(sessions, trainer, generator, BOTH)
     await train(trainer)

@@ -39,6 +39,8 @@ scores of a config with prompts:
   eval/exact_match   share of prompts whose greedy completion is correct
   eval/reward_mean   mean reward of the greedy completions
   eval/pass@K        share of prompts that at least one of K samples solves
+  eval/mean@K        share of the K samples of all prompts that is correct
+  eval/TASK/…        the same of each task of a mixture
   eval/prompts       number of prompts
   eval/lost          number of groups of completions whose reward failed
   eval/version_min, eval/version_max   policy versions that drew the tokens,

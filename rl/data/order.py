@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from hashlib import blake2b
 
-from rl.errors import require
+from rl.errors import require, require_value
 
 PREPARED = 100_000
 """Size from which the order of an epoch is computed during the epoch before."""
@@ -20,8 +20,11 @@ def epoch_index(seed: int, number: int, size: int) -> int:
     """Return which of ``size`` examples is number ``number`` (from 0, without end) of the stream.
 
     Every epoch has each example once, in an order of its own. Ordering a million examples takes a
-    second. A thread does it for the next epoch, so that no event loop waits.
+    second. A thread does it for the next epoch, so that no event loop waits. Raises ConfigError if
+    ``size`` is 0.
     """
+    problem = "1 leaves nothing to train on; the task is for evaluation alone"
+    require(size > 0, problem, field="task.held_out_fraction", fix="lower it to train")
     epoch, place = divmod(number, size)
     if size >= PREPARED and place == size // 2:
         threading.Thread(target=epoch_order, args=(seed, epoch + 1, size), daemon=True).start()
@@ -60,13 +63,12 @@ def choose_held_out(
     hashes: Sequence[bytes], fraction: float, field: str, source: str
 ) -> list[bool]:
     """Return which texts, such as questions, are for evaluation: those with the lowest hashes, so
-    that copies of a text stay together. None if ``fraction`` is 0. ``field`` names ``source``, for
-    errors.
+    that copies of a text stay together. None if ``fraction`` is 0, all if it is 1. ``field``
+    names ``source``, for errors.
     """
-    rule = "at least 0 and below 1"
-    require(0 <= fraction < 1, f"task.held_out_fraction: {fraction}; it must be {rule}")
-    if fraction == 0:
-        return [False] * len(hashes)
+    require_value(0 <= fraction <= 1, "task.held_out_fraction", fraction, "from 0 to 1")
+    if fraction in (0, 1):
+        return [fraction == 1] * len(hashes)
     different = sorted(set(hashes))
     require(
         len(different) >= 2,

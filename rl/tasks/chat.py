@@ -59,7 +59,7 @@ class ChatTask(Task):
     class Config(Task.Config):
         held_out_fraction: Annotated[float, SHARE] = 0.1
         """Share of the questions that are held out for evaluation, chosen by their hash. 0 needs
-        ``evaluation.prompts`` 0."""
+        ``evaluation.prompts`` 0. With 1 the task is for evaluation alone."""
 
         system_prompt: str = ""
         """System message of the conversation; empty for none."""

@@ -67,6 +67,10 @@ class Mixture(Task):
         stages: list[Stage] = field(default_factory=list)
         """Later stages, whose weights replace the previous ones."""
 
+        held_out_weights: dict[str, Annotated[float, at_least(0)]] = field(default_factory=dict)
+        """Weights by task among the held-out prompts; 0 for a task that is not named, which is then
+        not evaluated. Empty for the mean share over the stages."""
+
     config: Config
     can_only_score: ClassVar[bool] = True
 
@@ -111,12 +115,12 @@ class Mixture(Task):
         )
 
     def eval_prompts(self, count: int) -> list[Prompt]:
-        """Return prompts of each task in proportion to its mean share over the stages, with more of
-        the others if a task has too few.
+        """Return prompts of each task in proportion to its share, with more of the others if a task
+        has too few.
         """
         due = [
             ((place + 0.5) / share, name, prompt)
-            for name, share in self._mean_shares().items()
+            for name, share in self._held_out_shares().items()
             for place, prompt in enumerate(self.tasks[name].eval_prompts(count))
         ]
         due.sort(key=lambda entry: entry[0])
@@ -134,12 +138,14 @@ class Mixture(Task):
         score: Any = Mixture.score(self, prompt, text, completion)
         return cast(Score, await score if inspect.isawaitable(score) else score)
 
-    def _mean_shares(self) -> dict[str, float]:
-        """Return the mean share over the stages of each task that occurs in any of them."""
+    def _held_out_shares(self) -> dict[str, float]:
+        """Return the share of each task that is evaluated among the held-out prompts."""
+        given = self.config.held_out_weights
+        schedules = [StrideSchedule(given)] if given else self._schedules
         shares = Counter[str]()
-        for schedule in self._schedules:
+        for schedule in schedules:
             shares.update(schedule.shares)
-        count = len(self._schedules)
+        count = len(schedules)
         return {name: float(shares[name] / count) for name in self.tasks if shares[name]}
 
 
@@ -183,6 +189,8 @@ def _check(config: Mixture.Config, stages: list[Stage]) -> None:
         rule = f"at most task.max_prompt_tokens={longest}"
         require_value(own <= longest, f"task.tasks.{name}.max_prompt_tokens", own, rule)
     _check_weights("task.weights", stages[0].weights, config.tasks)
+    if config.held_out_weights:
+        _check_weights("task.held_out_weights", config.held_out_weights, config.tasks)
     for place, (before, stage) in enumerate(pairwise(stages)):
         stage_field = f"task.stages.{place}"
         first = stage.first_prompt_id

@@ -52,9 +52,10 @@ class Evaluation:
     async def scores(
         self, metric_calculator: Callable[[list[Group]], Mapping[str, float]] | None = None
     ) -> dict[str, float]:
-        """Return ``eval/exact_match`` of greedy completions, and ``eval/pass@k``, the share of
-        prompts that one of k samples solves. ``eval/reward/NAME`` is a metric of the task's scores
-        of greedy completions.
+        """Return ``eval/exact_match`` of greedy completions. Of k samples of each prompt,
+        ``eval/mean@k`` is the share that is correct, and ``eval/pass@k`` the share of prompts that
+        one of them solves. ``eval/reward/NAME`` is a metric of the task's scores of greedy
+        completions. ``eval/TASK/…`` are the same of each task of a mixture.
 
         ``eval/version_min`` and ``eval/version_max`` are the oldest and the newest policy version
         that drew a token. A prompt with a failed reward counts as not solved, and
@@ -62,24 +63,18 @@ class Evaluation:
         """
         if not self.prompts:
             return {}
-        count = len(self.prompts)
-        groups = await self._ask(
-            dataclasses.replace(self._sampling, temperature=0.0), 1, "eval/greedy"
-        )
-        own = Metrics.merged(Metrics(group[0].metrics) for group in groups)
-        scores = {
-            "eval/prompts": float(count),
-            "eval/exact_match": _solved(groups) / count,
-            "eval/reward_mean": sum(group[0].reward for group in groups) / max(len(groups), 1),
-            **{f"eval/reward/{name}": own[name] for name in own if name != "correct"},
-        }
+        greedy = dataclasses.replace(self._sampling, temperature=0.0)
+        groups = await self._ask(greedy, 1, "eval/greedy")
         chunks = [_chunk(groups)]
+        sampled: list[Group] = []
         if samples := self._config.samples:
             sampled = await self._ask(self._sampling, samples, "eval/sampled")
-            scores[f"eval/pass@{samples}"] = _solved(sampled) / count
-            groups += sampled
             chunks.append(_chunk(sampled))
-        scores["eval/lost"] = float(count * (2 if samples else 1) - len(groups))
+        scores: dict[str, float] = {}
+        for task in ["", *sorted({prompt.task for prompt in self.prompts} - {""})]:
+            scores |= self._scores_of(task, groups, sampled)
+        groups += sampled
+        scores["eval/lost"] = float(len(self.prompts) * len(chunks) - len(groups))
         versions = {
             version for group in groups for each in group for version in each.versions.tolist()
         }
@@ -89,6 +84,26 @@ class Evaluation:
             scores |= {f"eval/{name}": value for name, value in metric_calculator(groups).items()}
         self._chunks = chunks
         return scores
+
+    def _scores_of(self, task: str, greedy: list[Group], sampled: list[Group]) -> dict[str, float]:
+        """Return the scores of the prompts of ``task``; of all prompts if it is empty."""
+        count = sum(task in ("", prompt.task) for prompt in self.prompts)
+        greedy, sampled = (
+            [group for group in groups if task in ("", group[0].prompt.task)]
+            for groups in (greedy, sampled)
+        )
+        own = Metrics.merged(Metrics(group[0].metrics) for group in greedy)
+        scores = {
+            "prompts": float(count),
+            "exact_match": sum(_correct(greedy)) / count,
+            "reward_mean": sum(group[0].reward for group in greedy) / max(len(greedy), 1),
+            **{f"reward/{name}": own[name] for name in own if name != "correct"},
+        }
+        if samples := self._config.samples:
+            scores[f"pass@{samples}"] = sum(map(bool, _correct(sampled))) / count
+            scores[f"mean@{samples}"] = sum(_correct(sampled)) / (count * samples)
+        prefix = f"eval/{task}" if task else "eval"
+        return {f"{prefix}/{name}": value for name, value in scores.items()}
 
     def take_rollouts(self) -> list[Chunk]:
         """Return the rollouts that the newest scores are of, and forget them: greedy completions,
@@ -217,5 +232,6 @@ def _chunk(groups: list[Group]) -> Chunk:
     return Chunk(rollouts=[rollout for group in groups for rollout in group], columns={})
 
 
-def _solved(groups: list[Group]) -> int:
-    return sum(any(rollout.metrics["correct"] for rollout in group) for group in groups)
+def _correct(groups: list[Group]) -> list[int]:
+    """Return the number of correct completions of each group."""
+    return [sum(bool(rollout.metrics["correct"]) for rollout in group) for group in groups]

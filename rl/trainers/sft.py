@@ -43,7 +43,7 @@ class SFTTrainer(DatasetTrainer[SFTConfig, Example]):
         self.sampling = self.arguments.sampling_run()
         if self.sampling is not None:
             self.questions = build_task(self.sampling)
-            try_task(self.sampling, self.questions)
+            try_task(self.sampling, self.questions, trains=False)
             stops = [*self.questions.stop_token_ids, *self.stop_token_ids]
             self.questions.stop_token_ids = tuple(dict.fromkeys(stops))
 

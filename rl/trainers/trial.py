@@ -39,8 +39,8 @@ MADE_UP = "I do not know."
 
 
 def build_task(config: RLConfig) -> Task:
-    """Build the task of a run and look at its first prompts, with progress on the console if that
-    takes long.
+    """Build the task of a run and look at its held-out prompts, with progress on the console if
+    that takes long.
 
     Raises ConfigError, also for what the task's own code raises.
     """
@@ -57,28 +57,32 @@ def build_task(config: RLConfig) -> Task:
                 f"task: {name} has no {attribute}; its constructor must call {call}",
             )
         held_out_prompts(config.evaluation, task)
-        for prompt_id in range(min(config.rollout.prompts_per_step, MAX_TRIED)):
-            training_prompt(task, prompt_id)
     return task
 
 
-def try_task(config: RLConfig, task: Task) -> None:
-    """Score the reference answer of the first prompt. If the task has environments, play an episode
-    of at most ``MAX_TURNS`` answers instead. If the episode is lost, try some more prompts, since a
-    run survives a prompt that fails.
+def try_task(config: RLConfig, task: Task, *, trains: bool = True) -> None:
+    """Look at the prompts of the first step and score the reference answer of the first one; unless
+    ``trains``, these are held-out prompts. If the task has environments, play an episode of at most
+    ``MAX_TURNS`` answers instead. If the episode is lost, try some more prompts, since a run
+    survives a prompt that fails.
 
     Random states of this process stay as they are. Raises ConfigError if the user's code raises,
     hangs or returns what a run could not use.
     """
-    with _same_randomness(), reading(quiet=config.quiet), _before_start():
-        if isinstance(task, EnvironmentTask):
-            _try_episodes(task, config.rollout.max_tokens)
+    plays = isinstance(task, EnvironmentTask)
+    count = max(min(config.rollout.prompts_per_step, MAX_TRIED), MAX_EPISODES * plays)
+    with _same_randomness(), reading(quiet=config.quiet), _before_start("task"):
+        if trains:
+            prompts = [training_prompt(task, prompt_id) for prompt_id in range(count)]
         else:
-            _try_score(task, config.deadlines.reward)
+            prompts = held_out_prompts(config.evaluation, task)[:count]
+        if prompts and isinstance(task, EnvironmentTask):
+            _try_episodes(task, prompts, config.rollout.max_tokens)
+        elif prompts:
+            _try_score(task, prompts[0], config.deadlines.reward)
 
 
-def _try_score(task: Task, deadline: float) -> None:
-    prompt = training_prompt(task, 0)
+def _try_score(task: Task, prompt: Prompt, deadline: float) -> None:
     answer = _written(task, prompt.answer)
     what = f"the reward of {type(task).__name__}"
     advice = "this was the reference answer of the first prompt; correct score"
@@ -86,13 +90,12 @@ def _try_score(task: Task, deadline: float) -> None:
         raise ConfigError(f"task: {lost}\n{advice}")
 
 
-def _try_episodes(task: EnvironmentTask, max_tokens: int) -> None:
+def _try_episodes(task: EnvironmentTask, prompts: list[Prompt], max_tokens: int) -> None:
     what = f"an episode of {type(task).__name__}"
     calls = MAX_TURNS + 3  # environment, reset and close too; a coroutine may block all of them
     deadline = calls * task.config.step_s + END_S
     reasons = list[str]()
-    for prompt_id in range(MAX_EPISODES):
-        prompt = training_prompt(task, prompt_id)
+    for prompt in prompts[:MAX_EPISODES]:
         text = prompt.answer or MADE_UP
         lost = _lost(partial(_play, task, prompt, _written(task, text, max_tokens)), what, deadline)
         if lost is None:

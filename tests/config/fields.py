@@ -166,6 +166,8 @@ tasks/test_mixture.py
   test_fields_of_inner_tasks_weights_and_stages_are_given_on_the_command_line:
     Stage first_prompt_id weights
   test_each_task_shows_its_prompts_in_order_across_stages: Mixture.Config weights
+  test_held_out_prompts_are_of_all_tasks_in_proportion_to_their_shares_of_the_stages:
+    Mixture.Config held_out_weights
 tasks/test_python_puzzles.py
   test_score_is_the_share_of_tests_that_pass: PythonPuzzles.Config all_or_nothing instruction
   test_a_solution_has_the_time_and_the_memory_of_the_config: PythonPuzzles.Config seconds memory_mib

@@ -73,6 +73,14 @@ def test_training_and_evaluation_share_no_question_and_lose_none(tiny, tmp_path)
     assert (task.prompt(0).answer, task.eval_prompts(9)) == ("2", [])
 
 
+def test_a_task_that_holds_out_all_questions_is_for_evaluation_alone(tiny, tmp_path):
+    lines = [problem(number) for number in (5, 3, 5)]
+    task = build(tiny, path=write(tmp_path / "all.jsonl", *lines), held_out_fraction=1.0)
+    assert [prompt.answer for prompt in task.eval_prompts(9)] == ["5", "3", "5"]
+    with pytest.raises(ConfigError, match=r"task.held_out_fraction: 1 leaves nothing to train on"):
+        task.prompt(0)
+
+
 SETS = {
     "GSM8K": ({"question": "q", "answer": "2 * 21\n#### 42"}, "42"),
     "MATH": (
@@ -240,7 +248,7 @@ def test_a_file_that_cannot_be_used_is_refused_with_its_line(
         ({"path": ""}, "task.path: not set"),
         ({"path": "/proc/self/mem"}, "task.path: '/proc/self/mem' cannot be read: Input/output er"),
         ({"path": "/" + "x" * 300}, "cannot be read: File name too long"),
-        ({"held_out_fraction": 1.0}, "task.held_out_fraction: 1.0; .* at least 0 and below 1"),
+        ({"held_out_fraction": 1.5}, "task.held_out_fraction is 1.5; it must be from 0 to 1"),
         ({"model": ModelConfig()}, "model.hf_path: not set"),
         ({"model": ModelConfig(hf_path="/nowhere")}, "model.hf_path: there is no folder"),
     ],

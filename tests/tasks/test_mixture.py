@@ -165,6 +165,9 @@ def test_held_out_prompts_are_of_all_tasks_in_proportion_to_their_shares_of_the_
     assert [prompt.prompt_id for prompt in prompts] == list(range(80))
     assert {prompt.text for prompt in prompts} == {"held out"}
     assert build(seed=3, **config).eval_prompts(20) == prompts[:20]
+    weights = {"never": 3.0, "a": 1.0}
+    prompts = build(**config, held_out_weights=weights).eval_prompts(80)
+    assert Counter(prompt.task for prompt in prompts) == {"never": 60, "a": 20}
     few = numbers("a", held_out=3) | {"b": Numbers.Config(held_out=10)}
     task = build(tasks=few, weights={"a": 9, "b": 1})
     assert Counter(prompt.task for prompt in task.eval_prompts(8)) == {"a": 3, "b": 5}
@@ -238,6 +241,7 @@ REFUSED = [
     ({"stages": [stage(0, a=1)]}, "task.stages.0.first_prompt_id is 0; it must be above 0"),
     ({"stages": [stage(7, a=1), stage(7, b=1)]}, "task.stages.1.first_.* is 7; it must be above 7"),
     ({"stages": [stage(7, z=1)]}, "task.stages.0.weights names 'z'; the tasks are a, b"),
+    ({"held_out_weights": {"z": 1.0}}, "task.held_out_weights names 'z'; the tasks are a, b"),
     (
         {"tasks": {"a": DIGITS, "b": Numbers.Config(words=("more",))}},
         "task.tasks: a and b have different tokenizers",

@@ -9,6 +9,10 @@ from contextlib import nullcontext
 import pytest
 
 from rl.errors import ActorFailure, GroupLost, RunError
+from rl.metrics import Value
+from rl.tasks.copy_digits import CopyDigits
+from rl.tasks.mixture import Mixture
+from rl.types import Rollout
 from tests.trainers.loops import EACH_PIPELINE, calls, evaluating, results, while_evaluating
 
 
@@ -349,3 +353,47 @@ def test_prompts_with_a_failed_reward_are_counted(run):
     run(prepare, steps=3, fields=evaluating())
     assert [row["eval/lost"] for row in run.record.read_evaluations()] == [2]
     assert run.summary["eval/lost"] == 2
+
+
+def test_each_task_of_a_mixture_has_scores_of_its_own(run):
+    """Greedy completions of every second prompt are right, and one sample of each is."""
+    tasks = {"one": CopyDigits.Config(digits=1), "two": CopyDigits.Config(digits=2)}
+    weights = {"weights": {"one": 1.0}, "held_out_weights": {"two": 3.0, "one": 1.0}}
+    task = Mixture.Config(tasks=tasks, **weights, max_prompt_tokens=16)
+
+    def prepare(trainer, generator):
+        async def score(prompt, said):
+            right = [sample == 2 or (prompt.prompt_id + sample) % 2 == 0 for sample in range(4)]
+            if prompt.task == "one" and len(said) == 4:
+                raise GroupLost("reward raised", "no reward today")
+            weight = 1.0 + prompt.prompt_id
+            return [
+                Rollout.single_turn(
+                    prompt,
+                    each,
+                    sample=sample,
+                    reward=2.0 * right[sample],
+                    text="",
+                    metrics={
+                        "correct": float(right[sample]),
+                        "id": Value.of(weight, "mean", weight),
+                    },
+                )
+                for sample, each in enumerate(said)
+            ]
+
+        run.rewards.score = score
+
+    run(prepare, steps=1, fields=evaluating(prompts=4, samples=4, every=0) | {"task": task})
+    scores = {name: value for name, value in run.summary.items() if name.startswith("eval/")}
+    ids = {name: scores.pop(f"eval/{name}reward/id") for name in ("", "one/", "two/")}
+    assert ids == {"": 3.0, "one/": 2.0, "two/": (1 + 9 + 16) / (1 + 3 + 4)}
+    assert scores == {
+        **{"eval/prompts": 4, "eval/exact_match": 0.5, "eval/reward_mean": 1.0, "eval/lost": 1},
+        **{"eval/pass@4": 0.75, "eval/mean@4": 7 / 16},
+        **{"eval/one/prompts": 1, "eval/one/exact_match": 0.0, "eval/one/reward_mean": 0.0},
+        **{"eval/one/pass@4": 0.0, "eval/one/mean@4": 0.0},
+        **{"eval/two/prompts": 3, "eval/two/exact_match": 2 / 3, "eval/two/reward_mean": 4 / 3},
+        **{"eval/two/pass@4": 1.0, "eval/two/mean@4": 7 / 12},
+        **{"eval/version_min": 1, "eval/version_max": 1},
+    }

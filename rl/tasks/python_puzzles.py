@@ -1,4 +1,4 @@
-"""Task of programming puzzles with unit tests."""
+"""Task of programming puzzles with unit tests, in a form of its own or of HumanEval or MBPP."""
 
 import ast
 import builtins
@@ -30,7 +30,9 @@ OWN_NAMES = {*dir(builtins), "__name__", "__builtins__"}
 class PythonPuzzles(ChatJsonl):
     """Task of rows ``{"instruction": …, "tests": ["assert add(1, 2) == 3", …]}``.
 
-    A test is a Python program, and passes if it raises nothing.
+    A test is a Python program, and passes if it raises nothing. Rows of HumanEval (``prompt``, the
+    begin of a program, with ``test`` and ``entry_point``) and of MBPP (``text`` or ``prompt``, and
+    ``test_list``) are read too. A solution follows the begin of the program.
 
     The reward is the share of the tests that the last block of Python code of the completion
     passes. Tokenizer and chat template are those of ``model.hf_path``.
@@ -65,9 +67,8 @@ class PythonPuzzles(ChatJsonl):
 
     def read_problems(self) -> Iterator[Problem]:
         for row in self.rows(FORM):
-            question = row.text("instruction").strip()
-            answer = json.dumps(read_tests(row))
-            yield Problem(number=row.line, question=question, answer=answer)
+            question, *answer = read_puzzle(row)
+            yield Problem(number=row.line, question=question, answer=json.dumps(answer))
 
     def score(self, prompt: Prompt, text: str, completion: Completion) -> Score:
         """Return the score. Metric ``answered``: the text has a block of code; ``passed``: share of
@@ -77,6 +78,7 @@ class PythonPuzzles(ChatJsonl):
         """
         code = last_block(text)
         tests = json.loads(prompt.answer)
+        begin = tests.pop(0) if isinstance(tests[0], str) else ""
         passed = 0
         if code is not None:
             limits = Limits(
@@ -84,7 +86,7 @@ class PythonPuzzles(ChatJsonl):
                 cpu_s=max(1, round(self.config.seconds)),
                 memory_mib=self.config.memory_mib,
             )
-            passed = sum(run_tests(self.sandbox, code, tests, limits))
+            passed = sum(run_tests(self.sandbox, begin + code, tests, limits))
         share = passed / len(tests)
         correct = passed == len(tests)
         return Score(
@@ -142,12 +144,35 @@ def run_tests(
     return [verdicts[at : at + 1] == b"1" for at in range(len(tests))]
 
 
-def read_tests(row: Row) -> list[tuple[list[str], str]]:
+def read_puzzle(row: Row) -> list[Any]:
+    """Return the question of a line, the begin of a solution if the row gives one, and the tests,
+    each after the names of a solution that it uses.
+
+    Raises ConfigError as :func:`read_tests` does.
+    """
+    if "entry_point" in row.value:  # HumanEval
+        begin = row.text("prompt")
+        test = f"{row.text('test')}\ncheck({row.text('entry_point')})"
+        question = f"Complete this program.\n```python\n{begin.strip()}\n```"
+        return [question, f"{begin}\n", *read_tests(row, [test])]
+    if "test_list" not in row.value:
+        return [row.text("instruction").strip(), *read_tests(row, row.value.get("tests"))]
+    setup = [row.value.get("test_setup_code") or "", *(row.value.get("test_imports") or [])]
+    tests = [
+        *map(str, row.value["test_list"] or [])
+    ]  # MBPP, whose tests use modules that the solution imports
+    modules = sorted({*re.findall(r"\b(\w+)\.\w", str(tests))} & sys.stdlib_module_names)
+    head = "\n".join([*setup, *(f"import {module}" for module in modules)]).strip()
+    question = row.text("text" if "text" in row.value else "prompt").strip()
+    found = read_tests(row, [f"{head}\n{test}".strip() for test in tests])
+    return ["\n".join([question, "The code should pass these tests:", *tests]), *found]
+
+
+def read_tests(row: Row, tests: Any) -> list[tuple[list[str], str]]:
     """Return the tests of a line, each after the names of a solution that it uses.
 
     Raises ConfigError if a test is not valid Python, or uses nothing of a solution.
     """
-    tests = row.value.get("tests")
     if not isinstance(tests, list) or not tests or not all(isinstance(each, str) for each in tests):
         raise row.error(f"field 'tests' is {shown(tests)}; write a list of Python programs")
     found = []

@@ -214,6 +214,59 @@ def test_score_is_the_share_of_tests_that_pass(tiny, tmp_path):
     assert "(n).\nAnswer in Python." in task.tokenizer.decode(prompt.tokens)
 
 
+HUMAN_EVAL = {
+    "task_id": "HumanEval/0",
+    "prompt": (
+        "import math\n\n\ndef half(x: float) -> float:\n    return x / 2\n\n\n"
+        'def halves(xs: list) -> list:\n    """ Return half of each, rounded up.\n    """\n'
+    ),
+    "entry_point": "halves",
+    "canonical_solution": "    return [math.ceil(half(x)) for x in xs]\n",
+    "test": (
+        "\n\nMETADATA = {'author': 'us'}\n\n\ndef check(candidate):\n    import math\n"
+        "    assert candidate([2, 5]) == [1, 3]\n    assert half(3) == 1.5\n"
+        "    assert math.isclose(sum(candidate([])), 0)\n"
+    ),
+}
+MBPP = {
+    "task_id": 11,
+    "text": "Write a function to find the circumference of a circle.",
+    "code": "import math\ndef around(r): return 2 * math.pi * r",
+    "test_setup_code": "one = 1",
+    "test_list": ["assert math.isclose(around(one), 6.2832, rel_tol=0.1)", "assert around(0) == 0"],
+}
+FULL = "def halves(xs):\n    return [-(-x // 2) for x in xs]"
+SOLUTIONS = {
+    "HumanEval, the body": (HUMAN_EVAL, HUMAN_EVAL["canonical_solution"], 1.0),
+    "HumanEval, all of it": (HUMAN_EVAL, FULL, 1.0),
+    "HumanEval, wrong": (HUMAN_EVAL, FULL.replace("-(-x // 2)", "x // 2"), 0.0),
+    "MBPP": (MBPP, MBPP["code"], 1.0),
+    "MBPP, wrong": (MBPP, "def around(r): return 6 * r + 0 / r", 0.5),
+    "MBPP, sanitized": (
+        {
+            "prompt": MBPP["text"],
+            "test_imports": ["import math"],
+            "test_list": MBPP["test_list"][1:],
+        },
+        "def around(r): return 0",
+        1.0,
+    ),
+}
+
+
+def test_published_forms_are_asked_and_scored_with_their_own_tests(tiny, tmp_path):
+    def check(name):
+        row, code, reward = SOLUTIONS[name]
+        task = build(tiny, tmp_path, row, held_out_fraction=1.0)
+        (prompt,) = task.eval_prompts(2)
+        asked = row["prompt"].strip() if row is HUMAN_EVAL else "\n".join(row["test_list"])
+        assert asked in prompt.text and (row is HUMAN_EVAL or MBPP["text"] in prompt.text)
+        said = score(task, prompt, f"So:\n```python\n{code}\n```")
+        assert (said.reward, said.correct) == (reward, reward == 1)
+
+    check_rows(SOLUTIONS, check)
+
+
 @pytest.mark.parametrize(
     ("tests", "message"),
     [

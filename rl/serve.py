@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from rl.cli.help import CONFIGS, quick_help
 from rl.cli.program import as_program
 from rl.errors import end_program, require
-from rl.host.listening import require_key
+from rl.host.listening import KEY, require_key
 
 if TYPE_CHECKING:
     from rl.config import RunConfig, ServeConfig
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from rl.types import Sampling
 
 PROGRAM = "python -m rl.serve"
-KEY = "TILLER_API_KEY"
 USAGE = f"""\
 usage: {{program}} --config NAME [--host HOST] [--port N] [--FIELD VALUE ...]
        {{program}} --run RUN [--step N] [--host HOST] [--port N] [--FIELD VALUE ...]
@@ -80,6 +79,8 @@ def main(arguments: list[str]) -> None:
     from rl.cli.saved_run import open_run, run_session
     from rl.config import ServeConfig
     from rl.gateway.http import serving
+    from rl.observe.prometheus import Numbers
+    from rl.session.metrics_page import metrics_page
 
     if own.run is not None:
         run = open_run(own.run, own.step, rest, program=PROGRAM)
@@ -99,7 +100,9 @@ def main(arguments: list[str]) -> None:
 
     async def serve(session: "Session") -> None:
         gateway = make_gateway(session, dialect, sampling, model=own.model_name)
-        async with serving(gateway, host=own.host, port=own.port, key=key) as url:
+        numbers = Numbers(own.model_name)
+        page = {"more": [metrics_page(numbers, lambda: session, key)], "registry": numbers.registry}
+        async with serving(gateway, host=own.host, port=own.port, key=key, **page) as url:
             print(f"serving {own.model_name} on {url}/v1", flush=True)
             await asyncio.Event().wait()
 
@@ -118,7 +121,9 @@ def _serve_clients(
     from rl.model.tokenizer import read_stop_token_ids
     from rl.observe.events import Events, print_notes, print_warnings
     from rl.observe.owner import claim
+    from rl.observe.prometheus import Numbers
     from rl.session.concurrency import background
+    from rl.session.metrics_page import metrics_page
     from rl.tinker.app import routes_of
     from rl.tinker.server import Server
     from rl.types import Sampling
@@ -134,9 +139,10 @@ def _serve_clients(
     stops = read_stop_token_ids(dialect.tokenizer) if dialect else ()
 
     async def serve(session: "Session") -> None:
-        events = Events(print_warnings, print_notes)
-        more = {"decode": dialect.tokenizer.decode} if dialect else {}
-        server = Server(config, session, owner.folder, events, stop_token_ids=stops, **more)
+        numbers = Numbers(config.offered()[0])
+        events = Events(print_warnings, print_notes, numbers.write)
+        own = {"decode": dialect.tokenizer.decode} if dialect else {}
+        server = Server(config, session, owner.folder, events, stop_token_ids=stops, **own)
         sampling = Sampling(max_tokens=server.longest)
         gateway = None
         if dialect:
@@ -145,8 +151,9 @@ def _serve_clients(
             )
         async with background(server.run()):
             await server.samplers.running.wait()
-            routes = routes_of(server, key)
-            async with serving(gateway, host=host, port=port, key=key, more=routes) as url:
+            more = [metrics_page(numbers, lambda: session, key), *routes_of(server, key)]
+            counted = {"more": more, "registry": numbers.registry}
+            async with serving(gateway, host=host, port=port, key=key, **counted) as url:
                 names = ", ".join(server.names)
                 print(
                     f"serving {names}: to Tinker's SDK on {url}, to OpenAI's on {url}/v1",

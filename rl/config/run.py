@@ -89,11 +89,20 @@ class SinksConfig:
     wandb: Literal["off", "online", "offline"] = "off"
     """Whether to log to Weights & Biases, over the network or to ``wandb`` in the run folder."""
 
+    wandb_samples: Annotated[int, at_least(0, 1000)] = 8
+    """Number of recorded rollouts of each step, and of each evaluation, to log to Weights & Biases
+    as a table."""
+
     trackio: bool = False
     """Whether to log to trackio."""
 
     project: str = "tiller"
     """Project in Weights & Biases and trackio."""
+
+    prometheus: str = ""
+    """Address, such as ``127.0.0.1:9400``, at which the run serves ``/metrics`` to Prometheus. An
+    empty address serves nothing; port 0 is any free port. If other machines can reach the address,
+    the environment must have ``TILLER_API_KEY``."""
 
     custom: tuple[Sink.Config, ...] = ()
     """Sinks of your own."""
@@ -102,7 +111,8 @@ class SinksConfig:
         """Return the configs of all sinks."""
         found: list[Sink.Config] = [TensorBoard.Config()] if self.tensorboard else []
         if self.wandb != "off":
-            found.append(WeightsAndBiases.Config(mode=self.wandb, project=self.project))
+            given = {"project": self.project, "samples": self.wandb_samples}
+            found.append(WeightsAndBiases.Config(mode=self.wandb, **given))
         if self.trackio:
             found.append(Trackio.Config(project=self.project))
         return [*found, *self.custom]

@@ -2,9 +2,13 @@
 
 import contextlib
 import ipaddress
+import os
 import socket
 
 from rl.errors import ConfigError, require, said_by
+
+KEY = "TILLER_API_KEY"
+"""Variable of the environment with the key that clients have to give."""
 
 NO_LOOPBACK = (
     "a connection to 127.0.0.1 fails, which the processes of a run need",
@@ -30,22 +34,45 @@ def has_loopback() -> bool:
     return True
 
 
-def require_key(host: str, key: str | None) -> None:
-    """Raise ConfigError if other machines could reach ``host`` without a key."""
+def address_of(address: str, field: str) -> tuple[str, int]:
+    """Return host and port of HOST:PORT.
+
+    Raises ConfigError, naming ``field``, for another text, and for a host that other machines could
+    reach without a key.
+    """
+    host, _, port = address.rpartition(":")
+    require(
+        bool(host) and port.isdecimal() and int(port) < 2**16,
+        f"{field} is {address!r}; it must be HOST:PORT",
+        field=field,
+        fix="set it to an address such as 127.0.0.1:9400",
+    )
+    host = host.strip("[]")
+    require_key(host, os.environ.get(KEY) or None, field)
+    return host, int(port)
+
+
+def require_key(host: str, key: str | None, given: str = "--host") -> None:
+    """Raise ConfigError, naming where the host was ``given``, if other machines could reach it
+    without a key.
+    """
     require(
         key is not None or is_loopback(host),
-        f"--host {host}: other machines can reach it; set TILLER_API_KEY to a key that clients "
-        "have to give",
+        f"{given} {host}: other machines can reach it; set {KEY} to a key that clients have to "
+        "give",
     )
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens. Raises ConfigError if that is impossible."""
+def listen(host: str, port: int, given: str = "") -> socket.socket:
+    """Return a socket that listens. Raises ConfigError if that is impossible, which begins with
+    ``given``, by default the options of a program.
+    """
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=2048)
     except (OSError, OverflowError) as error:
-        raise ConfigError(f"--host {host} --port {port}: {said_by(error)}") from None
+        given = given or f"--host {host} --port {port}"
+        raise ConfigError(f"{given}: {said_by(error)}") from None
 
 
 def url_of(listener: socket.socket) -> str:

@@ -57,6 +57,9 @@ EXPERTS = "experts"
 """Column of the experts of a sequence, an array in the format of NumPy's files; files without
 records lack it."""
 
+SAMPLE_COLUMNS = ("prompt_id", "sample", "prompt", "answer", "text", "reward", "stop_reason")
+"""Columns of rollouts that people read."""
+
 Columns = Mapping[str, np.ndarray]
 """Further values by name, float32 [T], one for each token of all sequences, in order."""
 
@@ -113,6 +116,16 @@ def read_rollouts(path: Path) -> list[Chunk]:
         joined = {name: np.concatenate([each[name] for each in columns]) for name in names}
         found.append(Chunk(rollouts=[rollouts[index] for index in rows_here], columns=joined))
     return found
+
+
+def read_samples(path: Path, count: int) -> list[dict[str, Any]]:
+    """Return SAMPLE_COLUMNS of ``count`` rollouts, or fewer, from all parts of a file."""
+    import pyarrow.parquet as parquet
+
+    table = parquet.read_table(path, columns=[*SAMPLE_COLUMNS])
+    every = max(1, -(-len(table) // count))
+    rows: list[dict[str, Any]] = table.take([*range(0, len(table), every)]).to_pylist()
+    return rows
 
 
 def read_groups(path: Path) -> dict[int, list[Rollout]]:

@@ -4,13 +4,20 @@ import importlib.util
 import math
 import os
 import uuid
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from rl.errors import require
 from rl.observe.events import WARNINGS, Event
+from rl.observe.record import UNWRITTEN
+from rl.observe.rollout_files import SAMPLE_COLUMNS, RolloutFolder, read_samples
 from rl.observe.sinks import RunFacts, Sink
+from rl.types.rules import at_least
+
+SAMPLED = {"metrics": "rollouts", "evaluation": "evaluations"}
+"""Folder of the rollouts of a step, by the kind of the event that ends it."""
 
 
 def require_package(field: str, package: str) -> None:
@@ -86,6 +93,9 @@ class WeightsAndBiases(Sink):
         project: str = "tiller"
         """Project of the run."""
 
+        samples: Annotated[int, at_least(0, 1000)] = 8
+        """Number of rollouts of each step, and of each evaluation, to log as a table."""
+
         def check(self) -> None:
             """Raise ConfigError if wandb is not installed, or has no key to go online."""
             require_package("sinks.wandb", "wandb")
@@ -123,15 +133,32 @@ class WeightsAndBiases(Sink):
             settings=wandb.Settings(**quiet),
         )
         self._run.define_metric("*", step_metric="step")
+        self._folder = run.folder
+        self._unread: deque[tuple[str, int]] = deque(maxlen=2 * UNWRITTEN)
 
     def write(self, event: Event) -> None:
         kind = event["kind"]
-        if kind in ("metrics", "evaluation"):
+        if kind in SAMPLED:
             self._run.log({"step": event["step"], **dict(numbers(event["metrics"]))})
+            self._unread.append((SAMPLED[kind], event["step"]))
+            self._log_samples()
         elif kind == "ended":
             self._run.summary.update(dict(numbers(event["summary"])))
 
+    def _log_samples(self) -> None:
+        """Log the samples of the steps whose rollouts have been written since."""
+        import wandb
+
+        for name, step in [*self._unread] if self.config.samples else ():
+            path = RolloutFolder(self._folder / name).path(step)
+            if path.exists():
+                self._unread.remove((name, step))
+                rows = [[*row.values()] for row in read_samples(path, self.config.samples)]
+                table = wandb.Table(columns=[*SAMPLE_COLUMNS], data=rows)
+                self._run.log({"step": step, f"samples/{name}": table})
+
     def close(self) -> None:
+        self._log_samples()
         self._run.finish()
 
 

@@ -17,6 +17,8 @@ from rl.session.router import Router
 from rl.session.session_config import SessionConfig
 
 LOOK_EVERY_S = 1.0
+FIGURES_S = 5.0
+"""Time in which a generator has to answer; Prometheus waits 10 s by default."""
 
 
 @dataclass(eq=False)
@@ -80,6 +82,25 @@ class GeneratorPool:
     async def _each(self, call: Callable[[GeneratorMesh], Awaitable[None]]) -> None:
         running = [mesh for mesh in self.meshes if mesh.is_running]
         await asyncio.gather(*(unless_lost(mesh, call(mesh)) for mesh in running))
+
+    async def figures(self) -> dict[str, dict[str, float]]:
+        """Return the figures of each generator that runs and answers soon, by its name: see
+        :meth:`rl.actors.generator.GeneratorMesh.figures`.
+        """
+        asked = {
+            mesh: asyncio.create_task(unless_lost(mesh, mesh.figures()))
+            for mesh in self.meshes
+            if mesh.is_running
+        }
+        if asked:
+            await asyncio.wait(asked.values(), timeout=FIGURES_S)
+        found = {}
+        for mesh, task in asked.items():
+            if task.done() and task.exception() is None and (figures := task.result()):
+                version = -1 if mesh.version is None else mesh.version
+                found[mesh.name] = {**figures, "policy_version": version}
+            task.cancel()
+        return found
 
     async def connect(self) -> str:
         """Bring all generators the trainer's weights and send them requests; return the plan."""

@@ -1,7 +1,7 @@
 """Life cycle of a run: claim, start, resume, step, save, leave, recover, end."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -93,7 +93,7 @@ class Run:
         self._make_session = make_session
         self._session: Session | None = None
         self._is_ready = False
-        self._shown = ExitStack()
+        self._shown = AsyncExitStack()
         self._saved = 0
         self._calls_step = False
         self._step_error: BaseException | None = None
@@ -142,6 +142,11 @@ class Run:
             return
         folder = self.claim()
         self._shown.enter_context(folder.progress)
+        if address := self.config.sinks.prometheus:
+            from rl.session.metrics_page import metrics_server
+
+            page = metrics_server(address, folder.folder.name, folder.events, lambda: self._session)
+            await self._shown.enter_async_context(page)
         trainer = self.trainer
         updates = trainer.total_steps * self.config.updates_per_step
         session = await self._make_session(
@@ -178,7 +183,7 @@ class Run:
         finally:
             if session is not None:
                 await session.stop()
-            self._shown.close()
+            await self._shown.aclose()
             if folder is not None:
                 folder.release()
 

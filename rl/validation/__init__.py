@@ -18,6 +18,7 @@ from rl.config import (
     SFTConfig,
 )
 from rl.errors import ConfigError, require_value
+from rl.host.listening import address_of
 from rl.model.shape import shape_of
 from rl.training.trainer_config import HEAD, TrainerConfig, adaptable_layers
 from rl.types.rules import NeedsCuda, rule_of
@@ -165,6 +166,8 @@ def _validate_slurm(config: RunConfig) -> None:
 def _validate_sinks(config: RunConfig) -> None:
     for sink in config.sinks.all():
         sink.check()
+    if config.sinks.prometheus:
+        address_of(config.sinks.prometheus, "sinks.prometheus")
 
 
 def _validate_examples(config: SFTConfig | PreferenceConfig) -> None:

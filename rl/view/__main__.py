@@ -11,10 +11,9 @@ from pathlib import Path
 
 from rl.cli.program import exit_code
 from rl.errors import ConfigError, end_program, require, said_by
-from rl.host.listening import require_key
+from rl.host.listening import KEY, require_key
 
 PROGRAM = "python -m rl.view"
-KEY = "TILLER_API_KEY"
 USAGE = f"""\
 usage: {PROGRAM} RUN [RUN ...] [--port N] [--host HOST]
        {PROGRAM} RUN [RUN ...] --export FILE.html

@@ -106,7 +106,9 @@ model/test_shape.py
 observe/test_progress.py
   test_a_quiet_run_shows_nothing_others_their_warnings: RunConfig quiet
 observe/test_trackers.py
-  test_the_config_says_which_sinks_a_run_has: SinksConfig tensorboard wandb trackio project
+  test_the_config_says_which_sinks_a_run_has:
+    SinksConfig tensorboard wandb wandb_samples trackio project
+  test_recorded_rollouts_are_tables_in_wandb: WeightsAndBiases.Config samples
   test_an_offline_wandb_run_is_complete_and_resumed_as_itself: WeightsAndBiases.Config mode project
   test_trackio_has_each_step: Trackio.Config project
 plan/test_generator.py
@@ -231,6 +233,8 @@ trainers/test_policy_gradient.py
   test_corrections_weigh_tokens_by_the_ratio_of_trainer_and_generator: StalenessDecay.Config decay
   test_an_algorithm_without_groups_trains_on_one_completion_of_each_prompt:
     RolloutConfig prompts_per_step samples_per_prompt
+trainers/test_metrics_page.py
+  test_a_run_serves_its_newest_metrics_and_the_figures_of_its_generators: SinksConfig prometheus
 trainers/test_recorded_steps.py
   test_digests_are_recorded_unless_the_config_says_no: RecordConfig digests
   test_rollouts_are_recorded_as_the_config_says: RolloutRecordConfig rollouts sample

@@ -55,6 +55,7 @@ sinks = Sinks([{sink}.build()], Path(sys.argv[1]), {{"steps": 3}}, sys.exit)
 events = Events(sinks.write)
 events.emit("started", step={first} - 1, host="", pid=0)
 for step in range({first}, {last} + 1):
+    {before}
     events.emit("metrics", step=step, metrics={{"step": step, "reward/mean": step / 10}})
 {then}
 """
@@ -68,12 +69,19 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def attempted(
-    folder: Path, sink: str, first: int, last: int, *, then: str = "sinks.close()", **variables: str
+    folder: Path,
+    sink: str,
+    first: int,
+    last: int,
+    *,
+    before: str = "",
+    then: str = "sinks.close()",
+    **variables: str,
 ) -> subprocess.CompletedProcess[str]:
     """Log the steps ``first`` to ``last`` to a sink in a process of its own: wandb closes its file
     when the process ends, not when the run finishes.
     """
-    program = PROGRAM.format(sink=sink, first=first, last=last, then=then)
+    program = PROGRAM.format(sink=sink, first=first, last=last, before=before, then=then)
     command = [sys.executable, "-c", program, folder]
     environment = os.environ | variables
     return subprocess.run(
@@ -123,6 +131,8 @@ def wandb_content(path: Path) -> tuple[set[tuple[str, str]], list[tuple[int, flo
             runs.add((record.run.project, record.run.run_id))
         if record.HasField("history"):
             items = {i.key or i.nested_key[0]: i.value_json for i in record.history.item}
+            if "reward/mean" not in items:
+                continue
             rows.append((json.loads(items["step"]), json.loads(items["reward/mean"])))
     return runs, rows
 
@@ -142,6 +152,28 @@ def test_an_offline_wandb_run_is_complete_and_resumed_as_itself(tmp_path):
     assert runs == {("tests", name)}
     assert rows == [(3, 0.3), (4, 0.4)]
     assert wandb_content(first)[1][-1] == (3, 0.3)  # the file of the first attempt stays
+
+
+WRITE = """
+    from rl.observe.rollout_files import RolloutFolder
+    from tests.observe.rollout_cases import chunk, rollout
+    folder = RolloutFolder(Path(sys.argv[1], "rollouts"))
+    if step == 2:  # that of step 1 is written late, that of step 3 never
+        for late in (1, 2):
+            folder.write(late, [chunk(*(rollout(each, 0, (2, 3)) for each in range(4 * late)))])
+"""
+
+
+def test_recorded_rollouts_are_tables_in_wandb(tmp_path):
+    done = attempted(tmp_path, "WeightsAndBiases.Config(samples=3)", 1, 3, before=WRITE)
+    assert done.returncode == 0, done.stderr
+    found = []
+    for path in (tmp_path / "wandb").rglob("samples/rollouts_*.table.json"):
+        table = json.loads(path.read_text())
+        assert table["columns"][:5] == ["prompt_id", "sample", "prompt", "answer", "text"]
+        assert {row[4] for row in table["data"]} == {"<script>\x00"}
+        found.append([row[0] for row in table["data"]])
+    assert sorted(found) == [[0, 2], [0, 3, 6]]
 
 
 ROWS = """
@@ -167,11 +199,16 @@ def test_trackio_has_each_step(tmp_path):
 def test_the_config_says_which_sinks_a_run_has():
     own = Lines.Config()
     sinks = SinksConfig(
-        tensorboard=True, wandb="offline", trackio=True, project="p", custom=(own,)
+        tensorboard=True,
+        wandb="offline",
+        wandb_samples=3,
+        trackio=True,
+        project="p",
+        custom=(own,),
     ).all()
     assert sinks == [
         TensorBoard.Config(),
-        WeightsAndBiases.Config(mode="offline", project="p"),
+        WeightsAndBiases.Config(mode="offline", project="p", samples=3),
         Trackio.Config(project="p"),
         own,
     ]

@@ -2,12 +2,17 @@
 
 import json
 
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from rl.dialects.choose import dialect_or_text
+from rl.gateway.http import serving
+from rl.observe.prometheus import Numbers
 from rl.serve import make_gateway
+from rl.session.metrics_page import metrics_page
 from rl.types import Sampling
 from tests.session.sessions import on_its_loop
 
@@ -36,3 +41,38 @@ async def test_a_text_ends_an_answer_without_a_tokenizer_of_the_model(sessions, 
     assert cut.text == first
     assert cut.completion.tokens == whole.completion.tokens[:3]
     assert cut.finish_reason == "stop" and len(whole.completion.tokens) > 3
+
+
+@on_its_loop
+async def test_a_server_counts_its_requests_and_what_its_engines_do(sessions, common):
+    gateway = make_gateway(
+        common, dialect_or_text(words()), Sampling(max_tokens=12), model="policy"
+    )
+    numbers = Numbers("policy")
+    page = {"more": [metrics_page(numbers, lambda: common, "k")], "registry": numbers.registry}
+    async with (
+        serving(gateway, key="k", **page) as url,
+        httpx.AsyncClient(base_url=url, headers={"authorization": "Bearer k"}) as client,
+    ):
+
+        async def scraped():
+            text = (await client.get("/metrics")).text
+            families = text_string_to_metric_families(text)
+            return {
+                (each.name, each.labels.get("handler", "")): each.value
+                for family in families
+                for each in family.samples
+            }
+
+        before = await scraped()
+        body = {"model": "policy", "prompt": [1, 2, 3], "max_tokens": 5}
+        answer = await client.post("/v1/completions", json=body)
+        assert answer.status_code == 200
+        now = await scraped()
+        tokens = answer.json()["usage"]
+        assert (await httpx.AsyncClient(base_url=url).get("/metrics")).status_code == 401
+    for name, count in (("prompt", 3), ("sampled", tokens["completion_tokens"])):
+        name = f"tiller_engine_{name}_tokens_total", ""
+        assert now[name] - before[name] == count
+    assert now["tiller_engine_policy_version", ""] == common.pool.meshes[0].version
+    assert now["http_requests_total", "/v1/completions"] == 1

@@ -338,6 +338,9 @@ class Generator(Mesh):
     async def abort(self) -> None:
         self.in_flight.clear()
 
+    async def figures(self) -> dict[str, float]:
+        return {"running": float(len(self.in_flight)), "preemptions": float(self.number)}
+
     def take_load(self) -> Metrics:
         return Metrics({"generator/running_max": Value(float(len(self.asked)), "max")})
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.pipelines import CONFIGS, LOCKSTEP, MANY_MODELS, TOOLS, TWO_AHEAD
+from tests.e2e.pipelines import CONFIGS, LOCKSTEP, MANY_MODELS, REPLAYED, TOOLS, TWO_AHEAD
 from tests.e2e.runs import LR, Run, make_sums, words
 from tests.trainers.tiny_chat import chat_rows, preference_rows, tiny_chat_model
 
@@ -82,7 +82,8 @@ def arguments(request) -> Callable[..., tuple[str, ...]]:
             ahead = words("--rollout.max_staleness 2 --generator.replicas 2")
             given = ("--model.hf_path", caller, "--task.folder", folder)
             return (*TOOLS, *given, *(ahead if "ahead" in kind else ()))
-        return {"models": MANY_MODELS, "lockstep": LOCKSTEP, "two ahead": TWO_AHEAD}[kind]
+        kinds = {"models": MANY_MODELS, "lockstep": LOCKSTEP, "two ahead": TWO_AHEAD}
+        return (kinds | {"experts": REPLAYED})[kind]
 
     return arguments
 

@@ -38,6 +38,12 @@ MANY_MODELS = (
 """Arguments of a run of a policy with an adapter, a critic and a reference, with several updates a
 step.
 """
+EXPERTS = words("--model.num_experts 4 --model.experts_per_token 2 --model.moe_hidden_dim 96")
+REPLAYED = (
+    *(*TWO_AHEAD, *EXPERTS, "--trainer.router_replay", "generator"),
+    *("--generator.expert_parallel", "--generator.tensor_parallel_degree", "2"),
+)
+"""Arguments of a run that trains a mixture of experts with the experts of its generators."""
 TOOLS = (
     *words("--config tests.e2e.configs.held_tools --steps 12 --rollout.prompts_per_step 2"),
     *words("--rollout.samples_per_prompt 4 --generator.kv_cache_gib 0.1"),

@@ -5,6 +5,7 @@ import signal
 import numpy as np
 import pytest
 
+from tests.e2e.pipelines import EXPERTS
 from tests.e2e.runs import QUICK_STEPS, QUICKSTART, TINY, Run, words
 from tests.metric_names import undocumented
 
@@ -125,14 +126,28 @@ def test_every_layout_learns_the_same(tmp_path):
 
 
 @pytest.mark.long
-def test_a_mixture_of_experts_generates_as_it_was_trained(tmp_path):
-    experts = words("--model.num_experts 4 --model.experts_per_token 2 --model.moe_hidden_dim 96")
-    many = words(f"{SHARDS} --trainer.parallelism.expert_parallel_degree 2")
-    run = Run(*TINY, "--steps", "6", *experts, *many, folder=tmp_path / "run")
+@pytest.mark.parametrize("replay", ["none", "generator"])
+def test_a_mixture_of_experts_generates_as_it_was_trained(tmp_path, replay):
+    many = words(f"{SHARDS} --trainer.parallelism.expert_parallel_degree 2 --steps 6")
+    replays = ("--trainer.router_replay", replay)
+    run = Run(*TINY, *EXPERTS, *many, *replays, folder=tmp_path / "run")
     assert run.wait() == 0, run.stderr
     run.assert_nothing_left()
     assert [row["policy_version"] for row in run.metrics()] == [*range(1, 7)]
     assert max(row["logprob/error_max"] for row in run.metrics()) <= 1e-5
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("staleness", ["0", "4"])
+@pytest.mark.parametrize("replay", ["none", "generator"])
+def test_a_mixture_of_experts_learns(tmp_path, replay, staleness):
+    options = ("--rollout.max_staleness", staleness, "--trainer.router_replay", replay)
+    run = Run("--config", "quickstart", *EXPERTS, *options, folder=tmp_path / "run")
+    assert run.wait() == 0, run.stderr
+    run.assert_nothing_left()
+    assert run.json("summary.json")["eval/exact_match"] > 0.9
+    if staleness == "0":
+        assert max(row["logprob/error_max"] for row in run.metrics()) <= 1e-4
 
 
 @pytest.mark.long

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from rl.observe.rollout_files import read_rollouts, write_rollouts
 from rl.replay.__main__ import main
-from tests.e2e.pipelines import LONG, each_kind
+from tests.e2e.pipelines import EXPERTS, LONG, each_kind
 from tests.e2e.runs import TINY, Run, words
 from tests.e2e.test_episodes import EPISODES
 from tests.e2e.test_programs import Program, accepted, answer_of, times
@@ -18,6 +18,11 @@ from tests.tiny_tokenizers import make_model
 
 SHORT = (*TINY, *words("--steps 4 --evaluation.prompts 0 --trainer.checkpoint.interval 2"))
 PARALLELISM = "--trainer.parallelism"
+MIXTURE = (
+    *EXPERTS,
+    *words("--rollout.max_staleness 2 --trainer.router_replay generator"),
+    *(f"{PARALLELISM}.data_parallel_shard_degree=2", f"{PARALLELISM}.expert_parallel_degree=2"),
+)
 LAYOUT = (f"{PARALLELISM}.data_parallel_shard_degree=2", f"{PARALLELISM}.tensor_parallel_degree=2")
 
 
@@ -48,8 +53,8 @@ def test_recorded_steps_are_trained_again_bit_for_bit(recorded, tmp_path, kind):
 @LONG
 @pytest.mark.parametrize(
     ("options", "step"),
-    [(("--rollout.max_staleness", "2"), 4), (LAYOUT, 3)],
-    ids=["two ahead", "fsdp 2 x tp 2"],
+    [(("--rollout.max_staleness", "2"), 4), (LAYOUT, 3), (MIXTURE, 4)],
+    ids=["two ahead", "fsdp 2 x tp 2", "experts"],
 )
 def test_steps_of_a_pipeline_or_layout_are_trained_again_bit_for_bit(
     finished, tmp_path, options, step

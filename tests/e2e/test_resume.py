@@ -59,7 +59,7 @@ def test_sampling_ahead_hides_what_it_overlaps(finished):
 
 
 MOMENTS = ["start", "start", "save", "save", "evaluation", "evaluation", *["step"] * 4]
-KINDS = ("lockstep", "two ahead", "sft", "dpo", "tools", "tools, two ahead")
+KINDS = ("lockstep", "two ahead", "sft", "dpo", "tools", "tools, two ahead", "experts")
 
 
 @pytest.mark.long

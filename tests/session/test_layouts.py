@@ -110,9 +110,7 @@ async def test_a_token_is_trained_with_the_experts_that_it_was_sampled_with(sess
     ]
     sampled = make_batch(rollouts, torch.linspace(-1, 1, len(rollouts)))
     for step in range(3):
-        weights = {
-            name: each.double() for name, each in whole(await shards_of(session.trainer)).items()
-        }
+        weights = whole(await shards_of(session.trainer))
         reference = Qwen3(weights, n_layers=2, n_heads=4, head_dim=32, theta=1e6)
         wanted = [
             per_token(reference, tokens.tolist(), 1.0, experts=experts)[0].float().detach()

@@ -97,7 +97,8 @@ class SequenceLog:
 
     def recorded(self, prompt: Items[int]) -> int:
         """Return the number of tokens of ``prompt`` whose experts its turn need not return."""
-        return self._continued(prompt).recorded
+        has_records = any(each.experts for each in self.sequences)
+        return self._continued(prompt).recorded if has_records else 0
 
     def _continued(self, prompt: Items[int]) -> OpenSequence:
         """Return the sequence that a turn with ``prompt`` continues; an empty one for none."""

@@ -109,21 +109,24 @@ async def test_a_token_is_trained_with_the_experts_that_it_was_sampled_with(sess
         for number, (tokens, completion) in enumerate(zip(PROMPTS, completions, strict=True))
     ]
     sampled = make_batch(rollouts, torch.linspace(-1, 1, len(rollouts)))
-    for step in range(3):
-        weights = whole(await shards_of(session.trainer))
-        reference = Qwen3(weights, n_layers=2, n_heads=4, head_dim=32, theta=1e6)
-        wanted = [
-            per_token(reference, tokens.tolist(), 1.0, experts=experts)[0].float().detach()
-            for tokens, experts in zip(
-                sampled.tokens.split(sampled.lengths.tolist()), given_experts(sampled), strict=True
-            )
-        ]
-        outputs = (await session.forward(sampled))["logprobs"].split(sampled.lengths.tolist())
-        for own, expected in zip(outputs, wanted, strict=True):
-            torch.testing.assert_close(own[1:], expected, atol=1e-5, rtol=0)
-        apart = torch.cat(outputs) - sampled.columns["behaviour_logprobs"]
-        assert (apart[sampled.loss_mask].abs().max() <= 1e-5) == (step == 0)
-        free = (await session.forward(replace(sampled, experts=None)))["logprobs"]
-        assert ((torch.cat(outputs) - free).abs().max() <= 1e-5) == (step == 0)
-        await session.forward_backward(sampled, grpo(entropy_coef=0.01))
-        await session.optim_step(lr=3e-2)
+    async with session.running():
+        for step in range(3):
+            weights = whole(await shards_of(session.trainer))
+            reference = Qwen3(weights, n_layers=2, n_heads=4, head_dim=32, theta=1e6)
+            wanted = [
+                per_token(reference, tokens.tolist(), 1.0, experts=experts)[0].float().detach()
+                for tokens, experts in zip(
+                    sampled.tokens.split(sampled.lengths.tolist()),
+                    given_experts(sampled),
+                    strict=True,
+                )
+            ]
+            outputs = (await session.forward(sampled))["logprobs"].split(sampled.lengths.tolist())
+            for own, expected in zip(outputs, wanted, strict=True):
+                torch.testing.assert_close(own[1:], expected, atol=1e-5, rtol=0)
+            apart = torch.cat(outputs) - sampled.columns["behaviour_logprobs"]
+            assert (apart[sampled.loss_mask].abs().max() <= 1e-5) == (step == 0)
+            free = (await session.forward(replace(sampled, experts=None)))["logprobs"]
+            assert ((torch.cat(outputs) - free).abs().max() <= 1e-5) == (step == 0)
+            await session.forward_backward(sampled, grpo(entropy_coef=0.01))
+            await session.optim_step(lr=3e-2)

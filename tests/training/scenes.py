@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 import torch
 from torch.distributed.tensor import DTensor
+from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.config import TrainingConfig
 
@@ -185,7 +186,8 @@ def weights_of(engine: TrainingEngine) -> dict[str, torch.Tensor]:
 
 def gradients_of(engine: TrainingEngine) -> dict[str, torch.Tensor]:
     """Return the whole gradients of trained parameters."""
-    return {name: whole(p.grad) for name, p in engine.model.named_parameters() if p.requires_grad}
+    parameters = engine.model.named_parameters()
+    return {canonical_fqn(name): whole(p.grad) for name, p in parameters if p.requires_grad}
 
 
 @torch.no_grad()

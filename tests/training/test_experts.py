@@ -3,10 +3,12 @@ routing is measured.
 """
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from torchtitan.config import CompileConfig
 from torchtitan.distributed.activation_checkpoint import FullAC
 
 from rl.model.digest import merge_digests
@@ -31,6 +33,8 @@ from tests.training.scenes import (
 )
 
 LONG = [pytest.mark.long]
+RECOMPUTED = {"activation_checkpoint": FullAC.Config()}
+COMPILED = {"compile": CompileConfig(enable=True, backend="aot_eager")}
 LAYOUTS = {
     "tp2": (EXPERTS, Layout(tp=2)),
     "tp2_ep2": (EXPERTS, Layout(tp=2, ep=2)),
@@ -44,6 +48,8 @@ LAYOUTS = {
     "clamped_cp2_ep2": (CLAMPED, Layout(cp=2, ep=2)),
     "clamped_fsdp2_tp2_ep2": (CLAMPED, Layout(shard=2, tp=2, ep=2)),
     "clamped_hsdp4": (CLAMPED, Layout(replicate=2, shard=2)),
+    "recomputed_tp2_ep2": (EXPERTS, Layout(tp=2, ep=2), RECOMPUTED),
+    "compiled_ep2": (EXPERTS, Layout(shard=2, ep=2), COMPILED),
     "few_clamped_fsdp4": (FEW_CLAMPED, Layout(shard=4)),
     "few_clamped_fsdp2_tp2_ep2": (FEW_CLAMPED, Layout(shard=2, tp=2, ep=2)),
 }
@@ -60,16 +66,15 @@ def alone(tmp_path_factory, lone_rank):
 
 
 @pytest.mark.parametrize(
-    ("model", "layout"),
-    [
-        pytest.param(*LAYOUTS[name], id=name, marks=[] if name in TOGETHER else LONG)
-        for name in LAYOUTS
-    ],
+    "name",
+    [pytest.param(name, marks=[] if name in TOGETHER else LONG) for name in LAYOUTS],
 )
-def test_ranks_hold_the_parts_of_one_model_and_learn_the_same(alone, folder, model, layout):
+def test_ranks_hold_the_parts_of_one_model_and_learn_the_same(alone, folder, name):
     """FSDP cuts within the experts if there are more ranks than experts."""
+    model, layout, *options = LAYOUTS[name]
     wanted = alone[repr(model)]
-    answers = on_ranks(layout.ranks, held, model, layout, folder)
+    play = partial(held, **dict(*options))
+    answers = on_ranks(layout.ranks, play, model, layout, folder)
     assert merge_digests(answer["digests"] for answer in answers) == merge_digests(
         [wanted["digests"]]
     )

@@ -188,9 +188,9 @@ def _memory(plan: Plan) -> Iterator[str]:
     cache = size_text(kv_bytes(run))
     yield f"  {cache} of KV cache hold {fit:,} sequences of the longest {longest:,} tokens"
     if run.record_bytes:
-        size = run.record_bytes
-        whole = size_text(size * longest * run.sequences_sampled)
-        yield f"  records of experts: {size} bytes a token, at most {whole} a step"
+        record = run.record_bytes
+        whole = size_text(record * longest * run.sequences_sampled)
+        yield f"  records of experts: {record} bytes a token, at most {whole} a step"
     if task := run.episodes:
         workers = environment_workers(run)
         where = f"{len(workers)} environment workers" if workers else "the controller's process"

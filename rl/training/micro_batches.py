@@ -4,6 +4,7 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -100,7 +101,7 @@ class MicroBatch:
         """
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         tensors = {name: each for name, each in values.items() if isinstance(each, torch.Tensor)}
-        moved = {name: each.to(device) for name, each in tensors.items() if name != "index"}
+        moved: Any = {name: each.to(device) for name, each in tensors.items() if name != "index"}
         columns = {name: values.to(device) for name, values in self.columns.items()}
         return replace(self, columns=columns, **moved)
 

@@ -41,6 +41,7 @@ def test_every_kind_of_run_gives_its_session_the_fields_of_its_config(config):
 
 def test_models_beside_the_policy_have_sections_of_their_own(tmp_path, monkeypatch):
     config = full_config(tmp_path)
+    config.trainer.router_replay = "generator"
     config.reference.parallelism = replace(config.reference.parallelism)
     warnings: list[str] = []
     monkeypatch.setattr(checkpointing.logger, "warning", warnings.append)
@@ -55,6 +56,8 @@ def test_models_beside_the_policy_have_sections_of_their_own(tmp_path, monkeypat
     judge = config.roles["judge"]
     assert roles["judge"].model is judge.model
     assert roles["judge"].trainer.checkpoint.initial_load_path == judge.checkpoint
+    replaying = [name for name in roles if roles[name].trainer.router_replay == "generator"]
+    assert replaying == ["trainer"]
 
 
 def test_the_reference_of_preferences_has_a_layout_of_its_own(model):

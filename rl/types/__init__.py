@@ -263,22 +263,14 @@ class Sequence:
     def of(cls, given: abc.Sequence[int], completion: Completion) -> "Sequence":
         """Return the sequence of ``completion`` after the ``given`` tokens."""
         before = len(given)
-        sampled = np.zeros(before + len(completion.tokens), dtype=np.bool_)
-        logprobs = np.zeros(len(sampled), dtype=np.float32)
-        versions = np.full(len(sampled), -1, dtype=np.int32)
-        sampled[before:] = True
-        logprobs[before:] = completion.logprobs
-        versions[before:] = completion.versions
-        tokens = np.array([*given, *completion.tokens], dtype=np.int32)
+        count = before + len(completion.tokens)
         mask = completion.sampling_mask
-        if mask is not None:
-            mask = mask.placed(np.arange(before, len(sampled)), len(sampled))
         return cls(
-            tokens=tokens,
-            sampled=sampled,
-            logprobs=logprobs,
-            versions=versions,
-            sampling_mask=mask,
+            tokens=np.array([*given, *completion.tokens], dtype=np.int32),
+            sampled=np.arange(count) >= before,
+            logprobs=np.array([0.0] * before + completion.logprobs, dtype=np.float32),
+            versions=np.array([-1] * before + completion.versions, dtype=np.int32),
+            sampling_mask=None if mask is None else mask.placed(np.arange(before, count), count),
             experts=completion.experts,
         )
 

@@ -1,7 +1,7 @@
 """PushChecks: proof that a generator has the trainer's weights, by digests and a canary."""
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -41,8 +41,8 @@ class PushChecks:
       weights, or another kernel.
 
     The trainer computes its side once for a version, and again only for generators with another
-    dtype or with other tokens after the canary. If trainer and generators share devices, each side
-    computes digests in the turn in which it has them.
+    dtype, or with other tokens or experts after the canary. If trainer and generators share
+    devices, each side computes digests in the turn in which it has them.
     """
 
     def __init__(self, config: SessionConfig, trainer: TrainerMesh, residency: Residency):
@@ -70,7 +70,7 @@ class PushChecks:
 
     def forget(self) -> None:
         """Forget the trainer's side: its weights may have changed without a new version."""
-        self._scored: tuple[tuple[int, list[int]], torch.Tensor] | None = None
+        self._scored: tuple[tuple[Any, ...], torch.Tensor] | None = None
         self._digested: tuple[int, torch.dtype] | None = None
         self._trained: dict[str, str] = {}
 
@@ -149,17 +149,17 @@ class PushChecks:
         self._digested = (version, dtype)
 
     async def _difference(self, answer: Completion, version: int, source: Source) -> float:
-        key = (version, answer.tokens)
+        key = (version, answer.tokens, answer.experts)
         if self._scored is None or self._scored[0] != key:
-            self._scored = (key, await self._trained_logprobs(answer.tokens, source))
+            self._scored = (key, await self._trained_logprobs(answer, source))
         return float((self._scored[1] - torch.tensor(answer.logprobs)).abs().max())
 
-    async def _trained_logprobs(self, answer: list[int], source: Source) -> torch.Tensor:
+    async def _trained_logprobs(self, answer: Completion, source: Source) -> torch.Tensor:
         """Return the trainer's log-probs of ``answer`` after the canary's prompt."""
         prompt = self._canary.prompt_tokens
-        tokens = torch.tensor(prompt + answer)
-        lengths = torch.tensor([len(tokens)])
-        batch = Batch(tokens=tokens, lengths=lengths, loss_weights=torch.ones(len(tokens)))
+        tokens = torch.tensor(prompt + answer.tokens)
+        lengths, weights = torch.tensor([len(tokens)]), torch.ones(len(tokens))
+        batch = Batch(tokens=tokens, lengths=lengths, loss_weights=weights, experts=answer.experts)
         temperature = self._canary.sampling.temperature
         async with self._residency.of("trainer", "model"):
             scored = await self._trainer.forward(batch, temperature=temperature, source=source)

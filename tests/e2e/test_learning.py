@@ -146,6 +146,8 @@ def test_a_mixture_of_experts_learns(tmp_path, replay, staleness):
     assert run.wait() == 0, run.stderr
     run.assert_nothing_left()
     assert run.json("summary.json")["eval/exact_match"] > 0.9
+    (sequence,) = run.rollouts()[-1]["sequences"]
+    assert ("experts" in sequence) == (replay == "generator")
     if staleness == "0":
         assert max(row["logprob/error_max"] for row in run.metrics()) <= 1e-4
 

@@ -264,13 +264,14 @@ def test_gradient_does_not_depend_on_compute_options(folder, model, how):
     assert relative_error(gradients_of(other), gradients_of(one)) <= 1e-6
 
 
-def test_bfloat16_computes_near_float32_on_float32_weights(folder):
+@pytest.mark.parametrize("model", ["tied_fused", "experts"])
+def test_bfloat16_computes_near_float32_on_float32_weights(folder, model):
     exact, mixed = (
-        engine_of(MODELS["tied_fused"], folder=folder, dtype=dtype)
-        for dtype in ("float32", "bfloat16")
+        engine_of(MODELS[model], folder=folder, dtype=dtype) for dtype in ("float32", "bfloat16")
     )
+    batch = with_experts(ragged_batch())
     for engine in (exact, mixed):
-        engine.forward_backward(ragged_batch(), LOSS.build(), temperature=TEMPERATURE)
+        engine.forward_backward(batch, LOSS.build(), temperature=TEMPERATURE)
     assert (
         {p.dtype for p in mixed.model.parameters()}
         == {g.dtype for g in gradients_of(mixed).values()}

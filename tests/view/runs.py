@@ -27,8 +27,11 @@ def make_run(
     text: str = "the answer",
     failure: dict | None = None,
     metrics: int = 20,
+    layers: int = 0,
 ) -> Path:
-    """Write a run of ``steps`` steps; the last ``recorded`` have their rollouts."""
+    """Write a run of ``steps`` steps; the last ``recorded`` have their rollouts. It has numbers
+    about the experts of ``layers`` layers.
+    """
     (folder / "logs").mkdir(parents=True)
     config = {"steps": steps, "rollout": {"max_tokens": 8}, "task": {"name": text[:2000]}}
     write_json(folder / "config.json", {"name": "made", "command": "run it", "config": config})
@@ -39,6 +42,7 @@ def make_run(
         for step in range(1, steps + 1):
             events.write("".join(line(each) for each in spans(step)))
             row = metrics_of(step, metrics)
+            row |= {f"experts/entropy/{layer}": step + layer for layer in range(layers)}
             rows.write(line(row))
             now = BEGAN + step
             events.write(line({"time": now, "kind": "metrics", "step": step, "metrics": row}))

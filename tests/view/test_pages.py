@@ -30,7 +30,7 @@ def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("runs")
     hostile = partial(make_run, text=HOSTILE, turns=3)
     long = make_run(root / "long", steps=10_000, metrics=2, text="y" * 10_000_000, rollouts=4)
-    return [make_run(root / "plain"), hostile(root / "failed", failure=FAILURE), long]
+    return [make_run(root / "plain", layers=70), hostile(root / "failed", failure=FAILURE), long]
 
 
 @pytest.fixture(scope="module")
@@ -249,6 +249,26 @@ def test_configs_are_compared(page):
     assert count(page, "tbody tr") == 3
 
 
+def test_routing_is_a_picture_by_layer_and_step(page):
+    page.turn("#/experts?run=0")  # layers of two requests
+    assert text(page, "#nav").split()[-1] == "experts"
+    size = "[document.querySelector('.layers').width, document.querySelector('.layers').height]"
+    assert page.value(size) == [20, 70]
+    assert "layers 0 to 69 from the top, steps 1 to 20" in text(page)
+    pixels = "document.querySelector('.layers').getContext('2d').getImageData(0, 0, 20, 70).data"
+    cells = page.value(f"[...{pixels}].filter((_, place) => place % 4 === 3)")
+    assert cells[:20] == sorted(cells[:20]) and cells[-1] == 255 > 2 * cells[19]
+    page.value(
+        "document.querySelector('.layers').dispatchEvent(new MouseEvent('mousemove', "
+        "{clientX: 9999, clientY: 9999}))"
+    )
+    assert "layer 69, step 20: 89" in text(page)
+    page.turn("#/experts?run=1")
+    assert "no step of this run has numbers about experts" in text(page)
+    page.turn("#/overview?run=1")
+    assert "experts" not in text(page, "#nav")
+
+
 def test_hostile_text_is_shown_as_text(page):
     page.turn("#/rollouts?run=1&step=20")
     assert "<script>" in text(page, "td.text + td.text")
@@ -293,7 +313,8 @@ def test_the_exported_file_works_without_a_server(browser, folders, tmp_path):
     browser.requests.clear()
     browser.open(path.as_uri())
     assert "written by --export" in text(browser, "#notice")
-    for name in ("timeline", "rollouts", "rollout", "groups", "evaluation", "failure", "config"):
+    for name in ("timeline", "rollouts", "rollout", "groups", "evaluation", "failure", "config",
+                 "experts"):  # fmt: skip
         browser.turn(f"#/{name}?run=1")
         assert "failed:" not in text(browser)
     browser.turn("#/rollout?run=1&step=20&index=1")
@@ -311,6 +332,6 @@ def test_the_exported_file_works_without_a_server(browser, folders, tmp_path):
 def test_no_page_is_wider_than_its_screen(page, url, width):
     with page.screen(width):
         for name in ("overview", "timeline", "rollouts", "rollout", "groups", "evaluation",
-                     "failure", "config"):  # fmt: skip
+                     "failure", "config", "experts"):  # fmt: skip
             page.open(f"{url}/#/{name}?run=1")
             assert page.value("document.documentElement.scrollWidth") <= width, name

@@ -1,9 +1,11 @@
 "use strict";
 // Routes, keys and refreshes. A hash is a deep link: #/page?run=0&step=3
 
-const PAGES = { overview, timeline, rollouts, rollout, groups, evaluation, failure, config };
+const PAGES = {
+  overview, timeline, rollouts, rollout, groups, evaluation, failure, config, experts,
+};
 const REFRESH_MS = 2500;
-const FOLLOWS = ["overview", "evaluation", "failure"];
+const FOLLOWS = ["overview", "evaluation", "failure", "experts"];
 const FILTERS = ["examples", "filter"];
 const main = document.getElementById("main");
 let runs = [];
@@ -71,7 +73,9 @@ async function draw() {
 function head(view) {
   const status = document.getElementById("status");
   status.replaceChildren(el("span", { class: `badge ${view.state.status}` }, view.state.status));
+  const routed = view.state.names.some((each) => each.startsWith("experts/"));
   document.getElementById("nav").replaceChildren(...Object.keys(PAGES).map((page, index) => {
+    if (page === "experts" && !routed && page !== view.page) return "";
     const ofStep = ["timeline", "rollouts", "rollout", "groups"].includes(page);
     const step = ofStep ? view.query.step : null;
     return el("a", { href: hash(page, { run: view.run, step }), title: `key ${index + 1}`,
@@ -112,7 +116,7 @@ function theme(name) {
 }
 
 function help() {
-  const rows = [["1 – 8", "pages"], ["j  k", "next, previous row, rollout, example or step"],
+  const rows = [["1 – 9", "pages"], ["j  k", "next, previous row, rollout, example or step"],
     ["Enter", "open the row"], ["/", "filter"], ["[  ]", "earlier, later step or evaluation"],
     ["d", "light or dark"], ["Esc", "leave the filter"], ["?", "this list"]];
   const dialog = document.getElementById("help");

@@ -190,7 +190,8 @@ def _show(step: int, compared: "Compared") -> None:
         )
     print(f"{'largest difference of':<28}{'relative':>14}  at")
     for layer, worst in compared.by_layer().items():
-        print(f"  {layer:<26}{worst.error:>14.2e}  {worst.name}")
+        routed = compared.rerouted.get(layer)
+        print(f"  {layer:<26}{worst.error:>14.2e}  {worst.name}{f'; {routed}' if routed else ''}")
     for number, finding in enumerate(compared.findings):
         begins = "first difference" if number == 0 else "then"
         print(f"{begins}: {finding.kind}{finding.module and f' {finding.module}'}: {finding.text}")
@@ -205,6 +206,7 @@ def _row(own: Namespace, compared: "Compared") -> dict[str, Any]:
         "rollout": compared.example.number,
         "findings": [asdict(finding) for finding in compared.findings],
         "modules": {each.name: each.error for each in compared.modules},
+        "experts": compared.rerouted,
     }
 
 

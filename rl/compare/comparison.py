@@ -12,8 +12,10 @@ import torch
 from rl.compare.differences import (
     Finding,
     ModuleDifference,
+    differing_experts,
     first_beyond_rounding,
     kind_of,
+    layer_of,
     module_differences,
     temperature_of,
 )
@@ -133,13 +135,14 @@ class Compared:
     modules: list[ModuleDifference]
     findings: list[Finding]
     """Differences beyond rounding, the first cause first."""
+    rerouted: dict[str, str]
+    """How many tokens go to other experts, by layer."""
 
     def by_layer(self) -> dict[str, ModuleDifference]:
         """Return the largest difference of each layer, in the order of execution."""
         found: dict[str, ModuleDifference] = {}
         for each in self.modules:
-            parts = each.name.split(".")
-            layer = ".".join(parts[:2]) if parts[0] == "layers" else each.name
+            layer = layer_of(each.name)
             found[layer] = max(found.get(layer, each), each, key=lambda one: one.error)
         return found
 
@@ -243,15 +246,24 @@ def compared_of(example: Example, sides: Mapping[str, Activations]) -> Compared:
     """Return the comparison of two sides, by name, on the same weights."""
     ours, theirs = sides.values()
     modules = module_differences(ours, theirs)
+    rerouted = differing_experts(ours, theirs)
     if first := first_beyond_rounding(modules):
         text = f"its output differs by {first.error:.3g}; rounding explains {first.limit:.3g}"
         if math.isinf(first.error):
             text = "only one side has this module, or its width differs"
+        if layer_of(first.name) in rerouted and kind_of(first.name) == "routing":
+            text += f"; {rerouted[layer_of(first.name)]}"
         findings = [Finding(kind=kind_of(first.name), module=first.name, text=text)]
     else:
         findings = head_finding(ours, theirs)
     logprobs = {name: side.logprobs for name, side in sides.items() if side.logprobs is not None}
-    return Compared(example=example, logprobs=logprobs, modules=modules, findings=findings)
+    return Compared(
+        example=example,
+        logprobs=logprobs,
+        modules=modules,
+        findings=findings,
+        rerouted=rerouted,
+    )
 
 
 def head_finding(ours: Activations, theirs: Activations) -> list[Finding]:

@@ -13,6 +13,9 @@ TOLERANCES = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 GROWTH = 8.0
 """Factor by which rounding may grow from one module to the next."""
 
+EXPERTS = ".moe.router.experts"
+"""End of the name of the experts that a layer chose."""
+
 KINDS = {
     "tok_embeddings": "embedding",
     "attention_norm": "norm",
@@ -52,11 +55,33 @@ class ModuleDifference:
     """Largest error that rounding explains."""
 
 
+def differing_experts(ours: Activations, theirs: Activations) -> dict[str, str]:
+    """Return how many tokens of each layer go to other experts, as a text; layers in which no token
+    does are left out.
+    """
+    found = {}
+    for name in (each for each in ours.outputs if each.endswith(EXPERTS)):
+        own, other = (each.outputs[name].sort(1).values for each in (ours, theirs))
+        both = ~(own.isnan() | other.isnan()).any(1)
+        differs = (own != other).any(1) & both
+        if differs.any():
+            text = f"{int(differs.sum())} of {int(both.sum())} tokens go to other experts"
+            found[layer_of(name)] = text
+    return found
+
+
+def layer_of(name: str) -> str:
+    """Return the layer that the output is of, such as "layers.3", or ``name`` outside layers."""
+    return ".".join(name.split(".")[:2]) if name.startswith("layers.") else name
+
+
 def module_differences(ours: Activations, theirs: Activations) -> list[ModuleDifference]:
     """Return the difference of each output, in the order of execution."""
     found = list[ModuleDifference]()
     largest = 0.0
     for name, output in ours.outputs.items():
+        if name.endswith(EXPERTS):
+            continue
         other = theirs.outputs.get(name)
         if other is None or other.shape != output.shape:
             error = math.inf

@@ -31,7 +31,7 @@ PARTS = (
 OUTPUTS = {
     "qkv_linear": {"queries": 0, "keys": 1, "values": 2},
     "rope": {"queries": 0, "keys": 1},
-    "router": {"scores": 2},
+    "router": {"scores": 2, "experts": 1},
 }
 """Kept outputs of modules that return several, by name."""
 
@@ -123,7 +123,8 @@ class Recorder:
         width = flat.shape[1]
         if name not in kept.outputs:
             kept.outputs[name] = torch.full((len(kept.positions), width), torch.nan)
-            kept.dtypes[name] = out.dtype
+            if out.is_floating_point():
+                kept.dtypes[name] = out.dtype
         for row, position in enumerate(kept.positions):
             index = torch.nonzero(self.seen == position).flatten()
             if len(index):

@@ -183,3 +183,4 @@ async def test_an_expert_that_is_not_the_chosen_one_is_named(sessions, experts):
     async with changed(generator, faults.permute_experts, faults.restore_experts):
         first, *_ = await found(experts)
     assert (first.kind, first.module) == ("routing", "layers.1.moe")
+    assert "tokens go to other experts" in first.text

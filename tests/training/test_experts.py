@@ -11,6 +11,8 @@ import torch
 from torchtitan.config import CompileConfig
 from torchtitan.distributed.activation_checkpoint import FullAC
 
+from rl.compare.comparison import compared_of
+from rl.model.activations import Recorder
 from rl.model.digest import merge_digests
 from rl.model.shape import ModelShape, shape_of
 from rl.model.shards import Box, Region
@@ -201,3 +203,26 @@ def numbers_of(model, batch, ids, layer: int, *, replays: bool) -> dict[str, flo
             entropy.append(-float((probs * probs.log()).sum()))
     shares = {"entropy": np.mean(entropy), "differing": np.mean(differing)}
     return {"load_max": load.max() / load.mean(), **shares}
+
+
+def test_a_comparison_counts_the_tokens_that_go_to_other_experts(folder, monkeypatch):
+    engine = engine_of(EXPERTS, folder=folder)
+    router = engine.model.layers["1"].moe.router
+    route = router.forward
+
+    def elsewhere(*args):
+        weights, experts, scores = route(*args)
+        experts[:, :5] = (experts[:, :5] + 1) % 4
+        return weights, experts, scores
+
+    sides = {}
+    for side in ("ours", "theirs"):
+        with Recorder(engine.model, [*range(14)]) as recorder:
+            engine.forward(ragged_batch((15,)))
+        sides[side] = recorder.activations
+        monkeypatch.setattr(router, "forward", elsewhere)
+    compared = compared_of(None, sides)
+    (finding,) = compared.findings
+    assert (finding.kind, finding.module) == ("routing", "layers.1.moe")
+    assert finding.text.endswith("; 5 of 14 tokens go to other experts")
+    assert compared.rerouted == {"layers.1": "5 of 14 tokens go to other experts"}

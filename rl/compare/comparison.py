@@ -136,7 +136,7 @@ class Compared:
     findings: list[Finding]
     """Differences beyond rounding, the first cause first."""
     rerouted: dict[str, str]
-    """How many tokens go to other experts, by layer."""
+    """Number of tokens that go to other experts, as a text, by layer."""
 
     def by_layer(self) -> dict[str, ModuleDifference]:
         """Return the largest difference of each layer, in the order of execution."""

@@ -56,8 +56,8 @@ class ModuleDifference:
 
 
 def differing_experts(ours: Activations, theirs: Activations) -> dict[str, str]:
-    """Return how many tokens of each layer go to other experts, as a text; layers in which no token
-    does are left out.
+    """Return the number of tokens that go to other experts, as a text, by layer; layers without
+    such a token are left out.
     """
     found = {}
     for name in (each for each in ours.outputs if each.endswith(EXPERTS)):

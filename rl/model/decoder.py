@@ -172,8 +172,8 @@ def in_all_layers(of_one: Mapping[str, T], layers: int) -> dict[str, T]:
 
 
 def _with_tiller_experts(moe: MoE.Config, shape: ModelShape) -> MoE.Config:
-    """Return ``moe`` with Tiller's experts and router, and without a balancing bias, which would
-    change the policy outside of the gradient.
+    """Return ``moe`` with Tiller's experts and router. The router has the balancing bias, if any,
+    as a parameter: it is part of the policy.
     """
     fields = _fields(moe.routed_experts.inner_experts)
     if shape.swiglu is None:
@@ -186,7 +186,8 @@ def _with_tiller_experts(moe: MoE.Config, shape: ModelShape) -> MoE.Config:
         own = {"param_init": drawn, "slope": slope, "bound": bound}
         experts = ClampedExperts.Config(**fields | own)
     routed = dataclasses.replace(moe.routed_experts, inner_experts=experts)
-    router = Router.Config(**_fields(moe.router))
+    own_fields = {"has_bias": shape.expert_bias, "param_init": {"expert_bias": nn.init.zeros_}}
+    router = Router.Config(**_fields(moe.router) | own_fields)
     return dataclasses.replace(moe, load_balance_coeff=None, routed_experts=routed, router=router)
 
 

@@ -18,10 +18,16 @@ class Router(TokenChoiceTopKRouter):
 
     @dataclasses.dataclass(kw_only=True, slots=True)
     class Config(TokenChoiceTopKRouter.Config):
-        pass
+        has_bias: bool = False
+        """Whether a bias is added to the scores where experts are chosen."""
 
     def __init__(self, config: Config):
         super().__init__(config)
+        self.expert_bias: nn.Parameter | None = None
+        """Bias of each expert in the choice, but not in its weight, [E]. No gradient changes it."""
+        if config.has_bias:
+            zeros = torch.zeros(config.num_experts)
+            self.expert_bias = nn.Parameter(zeros, requires_grad=False)
         self.given: torch.Tensor | None = None
         """Experts of the cells of the next forward pass, int64 [B, L, K]. -1 means that the router
         chooses. None means that the router chooses for all cells."""
@@ -40,7 +46,8 @@ class Router(TokenChoiceTopKRouter):
         """Return weights and ids of the experts of each token, [B, L, K], and all scores
         [B, L, E].
         """
-        weights, preferred, scores = super().forward(x_BLD, expert_bias_E)
+        bias = expert_bias_E if self.expert_bias is None else self.expert_bias
+        weights, preferred, scores = super().forward(x_BLD, bias)
         if self.on_choice is not None:
             self.on_choice(preferred, scores)
         chosen = preferred

@@ -60,6 +60,10 @@ class ModelConfig:
     moe_hidden_dim: Annotated[int, at_least(0, 2**24)] = 0
     """Width of each expert."""
 
+    expert_bias: bool = False
+    """Whether a bias is added to the scores of experts where a token's experts are chosen. It
+    starts at 0, or as in ``hf_path``, and ``trainer.balance.bias_rate`` changes it."""
+
     tie_embeddings: bool = True
     """Whether the embedding and the output head share one weight."""
 
@@ -96,6 +100,7 @@ class ModelShape:
     num_experts: int
     experts_per_token: int
     moe_hidden_dim: int
+    expert_bias: bool
     tie_embeddings: bool
     rope_theta: float
     max_seq_len: int
@@ -172,7 +177,7 @@ def shape_of(config: ModelConfig, *, field: str = "model.hf_path") -> ModelShape
     none = dict.fromkeys(("hidden_dim", "num_experts", "experts_per_token", "moe_hidden_dim"), 0)
     name = own or model_type
     read = family_named(name).read(described, config.max_seq_len)
-    return ModelShape(**{**none, **read}, family=name)
+    return ModelShape(**{**none, **read}, expert_bias=config.expert_bias, family=name)
 
 
 def family_of(shape: ModelShape) -> Family:

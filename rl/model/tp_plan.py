@@ -56,7 +56,7 @@ TP_PLAN: tuple[tuple[str, Cut], ...] = (
     (rf"{EXPERTS}(w1_EFD|w3_EFD|gate_up_bias|down_EFD)", Cut.EXPERTS_DIM_1),
     (rf"{EXPERTS}(w2_EDF|gate_up_EDG)", Cut.EXPERTS_DIM_2),
     (rf"{EXPERTS}down_bias", Cut.EXPERTS_FIRST_RANK),
-    (r"layers\.\d+\.moe\.router\.gate\.(weight|bias)", Cut.REPLICATED),
+    (r"layers\.\d+\.moe\.router\.(gate\.(weight|bias)|expert_bias)", Cut.REPLICATED),
     (
         r"(layers\.\d+\.(attention_norm|ffn_norm|attention\.q_norm|attention\.k_norm)|norm)\.weight",
         Cut.REPLICATED,

@@ -165,6 +165,8 @@ class MemoryOfPasses(PassSizes):
             layer = round(entry + policy.memory_budget * (whole - entry))
         else:
             layer = self._kept()
+        balances = self.trainer.balance.loss_coefficient > 0
+        layer += 4 * self.shape.num_experts * (1 + balances)  # scores, which routing is counted by
         return self.tokens * (self.shape.n_layers * layer + entry) + self.batch
 
     def _layer(self) -> int:

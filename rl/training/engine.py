@@ -235,6 +235,7 @@ class TrainingEngine:
         if lr is not None:
             rates = dict.fromkeys(rates, lr)
         moved = True
+        routed = self._routing.metrics(self._sums)
         if math.isfinite(norm):
             before = rounding_elements(self.model)
             self._step(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
@@ -242,7 +243,7 @@ class TrainingEngine:
         else:
             self.skipped_steps += 1
             self.skipped_in_a_row += 1
-        metrics = Metrics.merged(self._sums.metrics) | self._routing.metrics(self._sums)
+        metrics = Metrics.merged(self._sums.metrics) | routed
         self._forget_gradients()
         allowed = self.config.max_skipped_steps
         if self.skipped_in_a_row > allowed:
@@ -280,6 +281,7 @@ class TrainingEngine:
         for group in self._groups:
             group.update(given)
         self.optimizers.step()
+        self._routing.update_biases(self._sums)
         for group, values in zip(self._groups, before, strict=True):
             group.update(values)
         self.adapters.merge_again()

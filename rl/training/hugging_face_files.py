@@ -12,7 +12,7 @@ from rl.model.hub import INDEX, ONE_FILE, read_index
 from rl.model.hugging_face_config import read_json
 from rl.model.reward_model import reward_class
 from rl.model.shape import ModelShape
-from rl.training.hugging_face_names import SCORE, Shapes, hugging_face_tensors
+from rl.training.hugging_face_names import EXPERT_BIAS, SCORE, Shapes, hugging_face_tensors
 from rl.types import Head
 
 ADAPTER = "adapter_config.json"
@@ -110,6 +110,11 @@ def check_tensors(folder: Path, stored: dict[str, StoredTensor], wanted: Shapes)
     """Raise ConfigError, naming file and tensor, unless the ``stored`` tensors have the
     names and shapes of ``wanted``, and readable dtypes.
     """
+    wanted = {
+        name: shape
+        for name, shape in wanted.items()
+        if name in stored or not name.endswith(EXPERT_BIAS)
+    }
     missing = [name for name in wanted if name not in stored]
     require(
         missing != [SCORE],

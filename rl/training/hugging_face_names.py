@@ -17,6 +17,9 @@ from rl.training.value_head import ValueHead
 SCORE = "score.weight"
 """Tensor of a value head in a folder of transformers' sequence classification, [1, dim]."""
 
+EXPERT_BIAS = "e_score_correction_bias"
+"""End of the name of the bias of a router, as DeepSeek-V3 has it. A folder may lack all of them."""
+
 Shapes = dict[str, tuple[int, ...]]
 """Shapes of whole tensors, by name."""
 
@@ -57,6 +60,8 @@ class HuggingFaceNames:
         table = Qwen3StateDictAdapter(model, None).from_hf_map
         self._names = {ours: theirs for theirs, ours in table.items() if ours is not None}
         self._names |= family.tensors
+        bias = f"model.layers.{{}}.mlp.gate.{EXPERT_BIAS}"
+        self._names["layers.{}.moe.router.expert_bias"] = bias
         if isinstance(model.lm_head, ValueHead.Config):
             self._names["lm_head.weight"] = SCORE
         attention = model.first_attention

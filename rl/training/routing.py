@@ -5,10 +5,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from rl.compat.torch_internals import local_tensor
 from rl.metrics import Metrics, Value
 from rl.model.router import routers_of
 from rl.training.context import SequenceShard
 from rl.training.micro_batches import MicroBatch
+from rl.training.sharded_model import own_part
 from rl.training.token_metrics import StepSums
 from rl.training.trainer_config import BalanceConfig
 
@@ -37,6 +39,7 @@ class Routing:
         """
         self._routers = routers_of(model)
         self._coefficient = balance.loss_coefficient
+        self._rate = balance.bias_rate
         self._sequence = sequence
         self._group = group
 
@@ -76,8 +79,19 @@ class Routing:
         sums.routed = routed if sums.routed is None else sums.routed + routed
         return cost
 
+    def update_biases(self, sums: StepSums) -> None:
+        """Raise the bias of experts with less than the mean load of ``sums``, and lower that of
+        others: arXiv:2408.15664, algorithm 1. Must be called after ``metrics``.
+        """
+        if self._rate == 0 or sums.routed is None:
+            return
+        for router, load in zip(self._routers, sums.routed[:, :-6], strict=True):
+            if (bias := router.expert_bias) is not None:
+                change = self._rate * (load.mean() - load).sign()
+                local_tensor(bias).add_(own_part(bias, change.to(bias.dtype)))
+
     def metrics(self, sums: StepSums) -> Metrics:
-        """Return the metrics of the ``sums`` of all ranks, the same on every rank."""
+        """Add the ``sums`` of all ranks. Return their metrics, the same on every rank."""
         if sums.routed is None:
             return Metrics({})
         if self._group is not None:

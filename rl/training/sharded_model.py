@@ -29,6 +29,7 @@ from rl.errors import require_value
 from rl.host.platform import device_type
 from rl.model.decoder import decoder_config
 from rl.model.experts import ClampedExperts
+from rl.model.router import Router
 from rl.model.shape import ModelConfig, shape_of
 from rl.model.shards import Box, Region, Shard, Shards
 from rl.training.attention import attention_config
@@ -171,6 +172,9 @@ def _set_own_layout(model: Qwen3Model.Config, config: TrainerConfig) -> None:
     for layer in model.layers:
         placements = layer.attention.sharding_config.state_shardings
         placements["sinks"] = dense_param_placement(tp=spmd.S(0))
+        if layer.moe:
+            replicated = {"expert_bias": dense_param_placement(tp=spmd.R)}
+            layer.moe.router.sharding_config = ShardingConfig(state_shardings=replicated)
         if layer.moe and isinstance(layer.moe.routed_experts.inner_experts, ClampedExperts.Config):
             set_moe_sharding_config(
                 layer.moe,
@@ -252,7 +256,8 @@ def _init_parameters(model: nn.Module, seed: int, *, from_file: bool) -> None:
             init = initializers.get(name, skip_param_init)
             if init is skip_param_init:
                 continue
-            if from_file and not (is_adapter(f"{prefix}.{name}") or isinstance(module, ValueHead)):
+            lacked = is_adapter(f"{prefix}.{name}") or isinstance(module, ValueHead | Router)
+            if from_file and not lacked:
                 local_tensor(parameter).fill_(torch.nan)
                 continue
             full = torch.empty(parameter.shape, dtype=torch.float32)

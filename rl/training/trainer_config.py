@@ -195,6 +195,10 @@ class BalanceConfig:
     """Coefficient of the balance loss of each sequence and layer (arXiv:2412.19437, eqs. 17 to 20),
     which is added to the loss. DeepSeek-V3 has 1e-4."""
 
+    bias_rate: Annotated[float, at_least(0, 1.0), NUMERICS] = 0.0
+    """Change of the bias of each expert in an optimizer step (arXiv:2408.15664, algorithm 1). Needs
+    ``model.expert_bias``. DeepSeek-V3 has 1e-3."""
+
 
 @dataclass(kw_only=True, slots=True)
 class TrainerConfig:

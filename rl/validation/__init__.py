@@ -126,6 +126,15 @@ def _validate_balance(config: RunConfig) -> None:
     coefficient = config.trainer.balance.loss_coefficient
     rule = "0 for a model without experts"
     check(config, "trainer.balance.loss_coefficient", has_experts or coefficient == 0, rule)
+    has_bias = config.model.expert_bias
+    check(config, "model.expert_bias", has_experts or not has_bias, "False without experts")
+    for needs, holds in (
+        ("model.expert_bias=True", has_bias),
+        ("trainer.training.dtype='float32'", config.trainer.training.dtype == "float32"),
+        ("trainer.lora=None, which trains the base", config.trainer.lora is None),
+    ):
+        holds = holds or config.trainer.balance.bias_rate == 0
+        check(config, "trainer.balance.bias_rate", holds, f"0 unless {needs}")
 
 
 def _validate_schedules(config: RunConfig) -> None:

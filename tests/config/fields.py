@@ -102,7 +102,7 @@ model/test_shape.py
   test_the_shorter_of_both_lengths_is_used: ModelConfig max_seq_len
   test_every_size_changes_the_parameters:
     ModelConfig vocab_size dim n_layers n_heads n_kv_heads head_dim hidden_dim num_experts
-    ModelConfig moe_hidden_dim tie_embeddings fuse_qkv family
+    ModelConfig moe_hidden_dim expert_bias tie_embeddings fuse_qkv family
 observe/test_progress.py
   test_a_quiet_run_shows_nothing_others_their_warnings: RunConfig quiet
 observe/test_trackers.py
@@ -292,6 +292,7 @@ training/test_experts.py
   test_recorded_experts_count_if_the_config_says_so: TrainerConfig router_replay
   test_ranks_hold_the_parts_of_one_model_and_learn_the_same:
     ParallelismConfig expert_parallel_degree
+  test_a_bias_follows_the_load_and_changes_the_choice: BalanceConfig bias_rate
 training/test_float8.py
   test_linear_layers_are_converted_except_for_head_router_and_those_excluded:
     Float8LinearConverter.Config filter_fqns

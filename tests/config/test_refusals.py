@@ -59,6 +59,14 @@ REFUSED: list[tuple[Edits, str]] = [
     ({"algorithm.adaptive_kl.target": 0.1}, "0 unless algorithm.loss.kl_coef or"),
     ({"algorithm.overlong_buffer": 1000}, "at most rollout.max_tokens="),
     ({"trainer.balance.loss_coefficient": 0.1}, "0 for a model without experts"),
+    ({"model.expert_bias": True}, "False without experts"),
+    (MIXTURE | {"trainer.balance.bias_rate": 0.1}, "0 unless model.expert_bias=True"),
+    (
+        MIXTURE
+        | {"trainer.training.dtype": "bfloat16", "model.expert_bias": True}
+        | {"trainer.balance.bias_rate": 0.1},
+        "0 unless trainer.training.dtype='float32'",
+    ),
     ({"model.n_kv_heads": 3}, "a divisor of model.n_heads=2"),
     ({"model.head_dim": 48}, r"one of \[32, 64"),
     (VARLEN, "'auto' or 'dense' on CPU"),

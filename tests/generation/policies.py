@@ -23,7 +23,9 @@ TIED_FUSED = ModelConfig(**SIZES, tie_embeddings=True, fuse_qkv=True)
 TIED_SPLIT = replace(TIED_FUSED, fuse_qkv=False)
 UNTIED_SPLIT = ModelConfig(**SIZES, tie_embeddings=False, fuse_qkv=False)
 BIASED = ModelConfig(**SIZES, family="tests.seed_oss")
-EXPERTS = ModelConfig(**SIZES, num_experts=4, experts_per_token=2, moe_hidden_dim=48)
+EXPERTS = ModelConfig(
+    **SIZES, num_experts=4, experts_per_token=2, moe_hidden_dim=48, expert_bias=True
+)
 NARROW = replace(EXPERTS, n_kv_heads=1, vocab_size=65, tie_embeddings=False)
 
 

@@ -90,6 +90,7 @@ SIZES = {
     "tie_embeddings": (DENSE, False),
     "fuse_qkv": (DENSE, False),
     "num_experts": (MIXTURE, 8),
+    "expert_bias": (MIXTURE, True),
     "moe_hidden_dim": (MIXTURE, 96),
 }
 

@@ -15,7 +15,7 @@ from rl.types import GenerationRequest, Prompt, Rollout, Sampling, Sequence
 from tests.session import faults
 from tests.session.sessions import DEADLINES, config_of, model_config, on_its_loop, trainer_config
 
-EXPERTS = {"num_experts": 4, "experts_per_token": 2, "moe_hidden_dim": 48}
+EXPERTS = {"num_experts": 4, "experts_per_token": 2, "moe_hidden_dim": 48, "expert_bias": True}
 PROMPT = [*range(3, 43)]
 SMALL = {"kv_cache_gib": 0.05, "block_size": 32}
 

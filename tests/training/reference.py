@@ -107,7 +107,8 @@ class Qwen3:
         """
         probs = linear(w, "moe.router.gate", h).softmax(-1)
         self.routed.append(probs)
-        chosen = probs >= probs.sort(descending=True).values[:, self.top_k - 1 : self.top_k]
+        choice = probs + w.get("moe.router.expert_bias", 0.0)
+        chosen = choice >= choice.sort(descending=True).values[:, self.top_k - 1 : self.top_k]
         if given is not None:
             told = torch.zeros_like(chosen).scatter(-1, given.clamp(min=0), True)
             chosen = torch.where(given[:, :1] < 0, chosen, told)

@@ -4,6 +4,7 @@ routing is measured.
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,25 +13,32 @@ from torchtitan.config import CompileConfig
 from torchtitan.distributed.activation_checkpoint import FullAC
 
 from rl.compare.comparison import compared_of
+from rl.errors import RunError
 from rl.model.activations import Recorder
 from rl.model.digest import merge_digests
 from rl.model.shape import ModelShape, shape_of
 from rl.model.shards import Box, Region
 from rl.model.tp_plan import generator_layout
-from rl.types.routed_experts import RoutedExperts
+from rl.training.trainer_config import BalanceConfig
 from rl.weights.routes import plan_routes
 from tests.training.batches import ragged_batch, with_experts, with_prompts
 from tests.training.layouts import Layout
 from tests.training.ranks import on_ranks
-from tests.training.reference import of_scene, worst_error
+from tests.training.reference import BALANCE, given_experts, loss_sum, of_scene, worst_error
 from tests.training.scenes import (
     CLAMPED,
     EXPERTS,
     FEW_CLAMPED,
     FEW_EXPERTS,
     LOSS,
+    TEMPERATURE,
+    accumulate,
     engine_of,
+    exported,
     held,
+    learn,
+    loaded,
+    unequal,
     weights_of,
 )
 
@@ -146,13 +154,87 @@ def test_only_the_gradient_changes_the_policy(folder):
     assert all(layer.moe.expert_bias_E is None for layer in engine.model.layers.values())
 
 
-PROMPTS = with_prompts(ragged_batch((9, 15, 1, 7, 11)), [0, 0, 1, 0, 0])
+ROWS = with_experts(ragged_batch())
+RATE = BalanceConfig(loss_coefficient=BALANCE, bias_rate=0.2)
+WITH_BIAS = replace(EXPERTS, expert_bias=True)
+
+
+def test_a_bias_follows_the_load_and_changes_the_choice(folder):
+    """It moves only with a step. The weights of experts are without it."""
+    engine = engine_of(WITH_BIAS, folder=folder, lr=0.0, decay=0.0, balance=RATE)
+    before = weights_of(engine)
+    engine.forward_backward(ROWS, LOSS.build(), temperature=TEMPERATURE)
+    assert unequal(before, weights_of(engine)) == []
+    engine.optim_step()
+    after = weights_of(engine)
+    biases = [f"layers.{layer}.moe.router.expert_bias" for layer in (0, 1)]
+    assert unequal(before, after) == biases
+    for layer, name in enumerate(biases):
+        load = numbers_of(of_scene(before), ROWS, layer, replays=True)["load"]
+        wanted = before[name] + 0.2 * torch.tensor(np.sign(load.mean() - load)).float()
+        torch.testing.assert_close(after[name], wanted)
+    free = ragged_batch()
+    model = of_scene(after)
+    loss_sum(model, free, LOSS, temperature=TEMPERATURE).backward()
+    gradients = accumulate(engine, free)["gradients"]
+    wanted = {name: model.weights[name].grad for name in gradients}
+    assert worst_error(gradients, wanted) <= 4e-6
+    without = of_scene({name: after[name] for name in after if name not in biases})
+    other = loss_sum(without, free, LOSS, temperature=TEMPERATURE)
+    assert abs(other - loss_sum(model, free, LOSS, temperature=TEMPERATURE)) > 1e-3
+
+
+def balanced(layout: Layout, folder: str) -> dict[str, torch.Tensor]:
+    """Return whole weights after steps that move biases."""
+    engine = engine_of(WITH_BIAS, folder=folder, layout=layout, balance=RATE)
+    for seed in range(3):
+        learn(engine, ragged_batch(seed=seed))
+    return weights_of(engine)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "clamped_fsdp2_tp2_ep2",
+        *(pytest.param(name, marks=LONG) for name in ("tp2", "cp2_ep2", "hsdp4_ep2", "few_fsdp4")),
+    ],
+)
+def test_biases_and_what_is_learned_with_them_do_not_depend_on_the_layout(folder, name):
+    _, layout = LAYOUTS[name]
+    wanted = balanced(Layout(), folder)
+    for answer in on_ranks(layout.ranks, balanced, layout, folder):
+        assert worst_error(answer, wanted) <= 1e-5
+
+
+def test_a_folder_holds_the_biases_of_routers_and_may_lack_them(tmp_path):
+    source = engine_of(WITH_BIAS, folder=str(tmp_path))
+    learn(source, ragged_batch())
+    plain = engine_of(EXPERTS, folder=str(tmp_path))
+    for engine, model in ((source, WITH_BIAS), (plain, EXPERTS)):
+        folder = exported(engine, model, tmp_path)
+        read = replace(WITH_BIAS, hf_path=str(folder))
+        again = engine_of(read, folder=str(tmp_path / "again"), loads=True)
+        with torch.no_grad():
+            for layer in again.model.layers.values():
+                layer.moe.router.expert_bias.zero_()
+        loaded(again, str(tmp_path / "again"), read)
+        found = weights_of(again)
+        differ = unequal(weights_of(engine), found)
+        assert differ == ([] if model is WITH_BIAS else [n for n in found if "expert_bias" in n])
+        assert all(not found[name].any() for name in differ)
+    refused = replace(EXPERTS, hf_path=str(exported(source, WITH_BIAS, tmp_path)))
+    with pytest.raises(RunError, match="e_score_correction_bias and 1 more, for which the model"):
+        loaded(plain, str(tmp_path / "other"), refused)
+
+
+PROMPTS = with_experts(with_prompts(ragged_batch((9, 15, 1, 7, 11)), [0, 0, 1, 0, 0]))
+FREE = {"router_replay": "none"}
 MEASURED = {
-    "by two": (ragged_batch(), {}),
-    "recomputed": (ragged_batch(), {"activation_checkpoint": FullAC.Config()}),
-    "padded": (ragged_batch(), {"packing": False, "micro_batch_size": 5}),
-    "shared prompts": (PROMPTS, {"prompt_sharing": 5, "micro_batch_size": 5}),
-    "replayed": (ragged_batch(), {"router_replay": "generator"}),
+    "free": (ROWS, FREE),
+    "recomputed": (ROWS, FREE | {"activation_checkpoint": FullAC.Config()}),
+    "padded": (ROWS, FREE | {"packing": False, "micro_batch_size": 5}),
+    "shared prompts": (PROMPTS, FREE | {"prompt_sharing": 5, "micro_batch_size": 5}),
+    "replayed": (ROWS, {}),
 }
 
 
@@ -160,49 +242,39 @@ MEASURED = {
 def test_the_routing_of_a_step_is_measured_as_of_one_sequence_at_a_time(folder, how):
     """Numbers of a second call are added. Passes without a gradient are not measured."""
     batch, fields = MEASURED[how]
-    draw = np.random.default_rng(0)
-    ids = np.stack([draw.permutation(4)[:2] for _ in range(2 * len(batch.tokens))])
-    ids = ids.astype(np.uint8).reshape(-1, 2, 2)
-    ids[::3] = 255  # no record
-    has_records = how != "shared prompts"
-    recorded = replace(batch, experts=RoutedExperts(ids) if has_records else None)
     engine = engine_of(EXPERTS, folder=folder, **fields)
-    weights = weights_of(engine_of(EXPERTS, folder=folder))
-    engine.forward(recorded)
+    model = of_scene(weights_of(engine_of(EXPERTS, folder=folder)))
+    engine.forward(batch)
     for rows in ([0, 3], [1, 2, 4]):
-        engine.forward_backward(recorded.select(rows), LOSS.build())
+        engine.forward_backward(batch.select(rows), LOSS.build())
     found = engine.optim_step()
-    names = ["load_max", "entropy", *(["differing"] if has_records else [])]
-    replays = how == "replayed"  # the second layer then has another input than the reference's
-    for layer in range(1 if replays else 2):
-        wanted = numbers_of(of_scene(weights), batch, ids, layer, replays=replays)
-        for name in names:
-            assert found[f"experts/{name}/{layer}"] == pytest.approx(wanted[name], rel=1e-5), name
-    for name in names:
-        values = [found[f"experts/{name}/{layer}"] for layer in (0, 1)]
+    layers = [numbers_of(model, batch, layer, replays=how == "replayed") for layer in (0, 1)]
+    for name in ("load_max", "entropy", "differing"):
+        values = [each[name] for each in layers]
         whole = max(values) if name == "load_max" else sum(values) / 2
-        assert found[f"experts/{name}"] == pytest.approx(whole, rel=1e-12)
-    assert ("experts/differing" in found) == has_records
+        own = {"": whole, "/0": values[0], "/1": values[1]}
+        wanted = {f"experts/{name}{end}": pytest.approx(value) for end, value in own.items()}
+        assert found.items() >= wanted.items()
 
 
-def numbers_of(model, batch, ids, layer: int, *, replays: bool) -> dict[str, float]:
+def numbers_of(model, batch, layer: int, *, replays: bool) -> dict[str, Any]:
     load = np.zeros(4)
     entropy = []
     differing = []
-    sizes = batch.lengths.tolist()
-    kept = torch.tensor(ids[:, layer]).split(sizes)
-    for tokens, records in zip(batch.tokens.split(sizes), kept, strict=True):
-        model(tokens.tolist())
-        inputs = model.routed[layer].detach()[:-1]
-        for probs, record in zip(inputs, records.tolist(), strict=False):
-            best = probs.topk(2).indices.tolist()
-            if 255 not in record:
-                differing.append({*best} != {*record})
-                best = record if replays else best
-            load[best] += 1
+    for tokens, records in zip(
+        batch.tokens.split(batch.lengths.tolist()), given_experts(batch), strict=True
+    ):
+        model(tokens.tolist(), records if replays else None)
+        for place, probs in enumerate(model.routed[layer].detach()[:-1]):
+            chosen = probs.topk(2).indices.tolist()
+            record = records[place, layer].tolist()
+            if -1 not in record:
+                differing.append({*chosen} != {*record})
+                chosen = record if replays else chosen
+            load[chosen] += 1
             entropy.append(-float((probs * probs.log()).sum()))
     shares = {"entropy": np.mean(entropy), "differing": np.mean(differing)}
-    return {"load_max": load.max() / load.mean(), **shares}
+    return {"load_max": load.max() / load.mean(), "load": load, **shares}
 
 
 def test_a_comparison_counts_the_tokens_that_go_to_other_experts(folder, monkeypatch):

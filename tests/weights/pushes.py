@@ -27,7 +27,8 @@ TIED_FUSED = ModelConfig(
     hidden_dim=52,
     max_seq_len=15,
 )
-EXPERTS = replace(TIED_FUSED, num_experts=4, experts_per_token=2, moe_hidden_dim=20)
+MIXTURE = {"num_experts": 4, "experts_per_token": 2, "moe_hidden_dim": 20, "expert_bias": True}
+EXPERTS = replace(TIED_FUSED, **MIXTURE)
 MODELS = {
     "tied_fused": TIED_FUSED,
     "untied_fused": replace(TIED_FUSED, tie_embeddings=False),

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -39,6 +39,10 @@ RELIES_ON = (
     "vllm.v1.engine.core_client:InprocClient.engine_core",
     "vllm.v1.engine.core:EngineCore.scheduler",
     "vllm.v1.core.sched.scheduler:Scheduler.running",
+    # LLMEngine has no call that waits for the steps that run ahead
+    "vllm.v1.core.sched.scheduler:Scheduler.set_pause_state(pause_state)",
+    "vllm.v1.core.sched.interface:PauseState",
+    "vllm.v1.engine.core:EngineCore.batch_queue",
     "vllm.v1.core.sched.scheduler:Scheduler.get_request_counts()",
     "vllm.v1.core.sched.scheduler:Scheduler.get_kv_cache_usage()",
     # vLLM's own counts need its statistics, which it prepares in each step
@@ -103,8 +107,24 @@ def submit(engine: Any, name: str, prompt: list[int], params: Any) -> None:
 
 
 def step(engine: Any) -> Any:
-    """Run one forward pass; return vLLM's ``EngineCoreOutputs``."""
+    """Run one forward pass; return vLLM's ``EngineCoreOutputs``, with Model Runner V2 those of the
+    pass before.
+    """
     return engine.engine_core.get_output()
+
+
+def finish_steps(engine: Any) -> Iterator[Any]:
+    """Yield the ``EngineCoreOutputs`` of the steps that the device computes ahead, until it rests.
+
+    No step is scheduled meanwhile.
+    """
+    from vllm.v1.core.sched.interface import PauseState
+
+    core = engine.engine_core.engine_core
+    core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    while core.batch_queue:
+        yield step(engine)
+    core.scheduler.set_pause_state(PauseState.UNPAUSED)
 
 
 def abort(engine: Any, names: list[str]) -> None:

@@ -20,6 +20,7 @@ RELIES_ON = (
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner.sampler",  # of Model Runner V2
     "vllm.v1.worker.gpu.sample.sampler:Sampler.sample(logits, expanded_idx_mapping)",
     # the path of masks from a step to the outputs of its requests
+    "vllm.v1.core.sched.scheduler:Scheduler.schedule()",
     "vllm.v1.core.sched.scheduler:Scheduler.return_sampling_mask",
     "vllm.v1.core.sched.scheduler:Scheduler.update_from_output(scheduler_output,"
     " model_runner_output)",
@@ -53,21 +54,29 @@ def record_masks(
     """
     sampler = runner_of(engine).sampler
     scheduler = engine.engine_core.engine_core.scheduler
+    schedule = scheduler.schedule
     sample = sampler.sample
     update = scheduler.update_from_output
-    newest: list[StepMasks] = []
+    steps: list[int] = []  # the step that is computed, among steps whose outputs are not read yet
+    masks = dict[int, StepMasks]()
+
+    def schedule_and_note(*args: Any) -> Any:
+        output = schedule(*args)
+        steps[:] = [id(output)]
+        return output
 
     def sample_and_record(*args: Any, **options: Any) -> Any:
         sampled, processed = sample(*args, **options)
         if is_wanted():
-            newest[:] = [StepMasks(encode(processed > -torch.inf))]
+            masks[steps[0]] = StepMasks(encode(processed > -torch.inf))
         return sampled, processed
 
     def update_with_masks(scheduler_output: Any, model_runner_output: Any) -> Any:
-        if newest:
-            model_runner_output.sampling_masks = newest.pop()
+        if id(scheduler_output) in masks:
+            model_runner_output.sampling_masks = masks.pop(id(scheduler_output))
         return update(scheduler_output, model_runner_output)
 
+    scheduler.schedule = schedule_and_note
     sampler.sample = sample_and_record
     scheduler.update_from_output = update_with_masks
     scheduler.return_sampling_mask = True

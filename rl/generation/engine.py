@@ -114,6 +114,7 @@ class GenerationEngine:
         value of older weights. Raises RunError if the cache survives, as with ``drain`` and a
         running request.
         """
+        self.finish_steps()
         if self.inflight_policy == "continue":
             forgotten = vllm_internals.forget_prefixes(self._engine)
         else:
@@ -131,6 +132,7 @@ class GenerationEngine:
 
         Raises RunError if a request is in flight.
         """
+        self.finish_steps()
         if not self._engine.reset_prefix_cache():
             raise RunError("vLLM did not reset its prefix cache: a request is in flight")
 
@@ -222,11 +224,18 @@ class GenerationEngine:
 
     def step(self) -> list[tuple[str, Completion]]:
         """Run one forward pass, which gives each running request a token; return ids and
-        completions of the requests that it finished.
+        completions of the requests that have finished. With Model Runner V2 a pass begins before
+        the tokens of the pass before are read.
 
         Raises RunError if a log-prob is not finite.
         """
         return self._requests.step()
+
+    def finish_steps(self) -> None:
+        """Wait for the steps that the device computes ahead, so that weights and KV cache may
+        change.
+        """
+        self._requests.finish_steps()
 
     @property
     def sampled_at(self) -> float:

@@ -202,9 +202,7 @@ class EngineLoop:
 
     async def run_between_steps(self, fn: Callable[[GenerationEngine], Any]) -> Any:
         """Run ``fn(engine)`` in this rank's thread between two steps and return its result. ``fn``
-        must not use collectives: peers do not take part.
-
-        An exception in ``fn`` ends the loop like any other.
+        must not use collectives: peers do not take part. An exception in ``fn`` ends the loop.
         """
         with self._changed:
             done = self._make_future()
@@ -362,6 +360,7 @@ class EngineLoop:
         the weights.
         """
         began = time.perf_counter()
+        engine.finish_steps()
         current = oldest = NO_VERSION
         while oldest < version:
             wanted = version

@@ -93,6 +93,7 @@ class Requests:
         self.sampled_at = time.monotonic()
         self._numbers = itertools.count()
         self._in_flight = dict[str, _InFlight]()
+        self._finished: list[tuple[str, Completion]] = []
         self._cut = set[str]()  # those of the requests that need masks
         vllm_masks.record_masks(engine, encode, lambda: bool(self._cut))
         self.counts = Counter[str](dict.fromkeys(COUNTS, 0))
@@ -100,7 +101,7 @@ class Requests:
         vllm_internals.on_preemption(engine, lambda: self.counts.update(preemptions=1))
 
     def __len__(self) -> int:
-        return len(self._in_flight)
+        return len(self._in_flight) + len(self._finished)
 
     def add(self, request: GenerationRequest) -> None:
         """Queue a request for the next step."""
@@ -121,15 +122,26 @@ class Requests:
             each.stops = StopTexts(self._decode, sampling.stop)
 
     def step(self) -> list[tuple[str, Completion]]:
-        """Run one forward pass; return ids and completions of the requests that it finished.
+        """Run one forward pass; return ids and completions of the requests that have finished.
 
         Raises RunError if a log-prob is not finite.
         """
-        outputs = vllm_internals.step(self._engine)
+        if self._in_flight:
+            self._read(vllm_internals.step(self._engine))
+        finished = self._finished
+        self._finished = []
+        return finished
+
+    def finish_steps(self) -> None:
+        """Wait until the device rests. Tokens that it sampled have the present weights' version."""
+        for outputs in vllm_internals.finish_steps(self._engine):
+            self._read(outputs)
+
+    def _read(self, outputs: Any) -> None:
+        """Keep the tokens of a step, and the completions that it finished."""
         if outputs.outputs:
             self.sampled_at = time.monotonic()
         counts = self.counts
-        finished = []
         said = []
         for output in outputs.outputs:
             each = self._in_flight[output.request_id]
@@ -158,9 +170,8 @@ class Requests:
                 experts = None
                 if self._records is not None:
                     experts = self._records.end(output.request_id, len(each.tokens))
-                finished.append((each.request_id, _completion(each, reason, experts)))
+                self._finished.append((each.request_id, _completion(each, reason, experts)))
         vllm_internals.abort(self._engine, said)  # those that vLLM has ended itself are ignored
-        return finished
 
     def abort(self, request_ids: list[str]) -> None:
         """Drop these requests; ids that are not in flight are ignored."""

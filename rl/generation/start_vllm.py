@@ -64,6 +64,8 @@ def vllm_config(
     runs_v2 = _choose_runner()
     # after a chunk V1 rewinds the request's generator, which CPU generators cannot do
     takes_chunks = runs_v2 or not on_cpu
+    # V1 samples from generators of requests; records of experts are read before the next step
+    runs_ahead = runs_v2 and not config.record_experts
     hf = engine_config(shape) | {"architectures": [ARCHITECTURE]}
     Path(folder, "config.json").write_text(json.dumps(hf))
     chosen = EngineArgs(
@@ -97,11 +99,12 @@ def vllm_config(
         enable_prefix_caching=config.prefix_caching,
         logprobs_mode="processed_logprobs",  # after temperature, top-k and top-p
         max_logprobs=MAX_TOP_LOGPROBS,
-        async_scheduling=False,  # all tokens of a step come from the same weights
+        async_scheduling=runs_ahead,
         disable_log_stats=True,
     ).create_engine_config()
     # vLLM's cache of compiled models goes by this name; the folder is a new one at each start
     chosen.model_config.model = ARCHITECTURE
+    chosen.scheduler_config.async_scheduling = runs_ahead  # vLLM's CPU platform turns it off
     return chosen
 
 

@@ -62,6 +62,26 @@ def test_a_warm_up_leaves_numbers_in_the_cache(interpreted_rank):
     assert unpushed["finite_cache"]
 
 
+def test_a_step_begins_before_the_tokens_of_the_one_before_are_read(generator):
+    ((ahead, at_rest, completion),) = generator.run(steps_ahead, asked("r", 1))
+    assert (ahead, at_rest) == (1, 0)
+    assert generator.run(generate, [asked("again", 1)])[0][0].tokens == completion.tokens
+
+
+def steps_ahead(engine, request):
+    """Return the steps that are computed ahead in the midst of a request and after a wait."""
+    engine.add(request)
+    for _ in range(3):
+        engine.step()
+    steps = engine._engine.engine_core.engine_core.batch_queue
+    ahead = len(steps)
+    engine.finish_steps()
+    at_rest = len(steps)
+    while not (finished := engine.step()):
+        pass
+    return ahead, at_rest, finished[0][1]
+
+
 def test_a_seed_and_a_position_give_the_token_whatever_else_is_in_the_batch(generator):
     seeds = [1, 2, 1 + 2**40, -1]
     (together,) = generator.run(generate, [asked(f"s{seed}", seed) for seed in seeds])

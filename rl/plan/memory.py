@@ -21,7 +21,7 @@ from rl.training.trainer_config import TrainerConfig
 from rl.types import Place
 from rl.weights.routes import plan_blobs
 from rl.weights.shared_memory import HEADER_BYTES, slot_bytes
-from rl.weights.transport import SLOTS, Transfer
+from rl.weights.transport import ON_DEVICE, SLOTS, Transfer
 
 GIB = 2**30
 # Bytes of a process on CPU, with its libraries.
@@ -87,9 +87,10 @@ def all_ranks(run: PlannedRun) -> list[RankMemory]:
         for rank, layout in enumerate(run.held[name]):
             items = [*_model_items(run, name, layout), *passes]
             if name == "trainer" and slots:
-                on_host = run.transport != "cuda_ipc"
+                on_host = run.transport not in ON_DEVICE
                 items.append(Item("push slots", slots[rank], on_host=on_host))
-                count = 0 if on_host else _readers(run, seat_of(place, rank))
+                by_handle = run.transport == "cuda_ipc"
+                count = _readers(run, seat_of(place, rank)) if by_handle else 0
                 items.append(Item("contexts of readers", count * READER_CONTEXT, estimate=True))
             ranks.append(_rank(run, name, rank, place, items))
     for number, place in enumerate(run.generators):
@@ -203,8 +204,10 @@ def _push_sizes(run: PlannedRun) -> tuple[list[int], list[int]]:
     slots = []
     for blobs in plan_blobs(transfer.sources, transfer.wanted):
         wholes = [blob.numel * run.transfer_bytes for blob in blobs]
-        sizes = [_buffers(run, [size, size // 2 if transfer.delta else 0]) for size in wholes]
-        slots.append(SLOTS * sum(sizes))
+        parts = [[size, size // 2 if transfer.delta else 0] for size in wholes]
+        sizes = [_buffers(run, each) for each in parts]
+        on_device = run.transport in ON_DEVICE
+        slots.append(SLOTS * sum(map(sum, parts) if on_device else sizes))
         for blob, size in zip(blobs, sizes, strict=True):
             for reader in blob.readers:
                 staging[reader] += size

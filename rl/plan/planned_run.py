@@ -69,7 +69,10 @@ class PlannedRun:
         self.section = self.config.generator_section
         """Config section that holds the fields of the generators, with a dot; empty for none."""
         self.transport = choose_transport(
-            config.weights.transport, [str(host) for host in hosts], has_rdma=self.cuda
+            config.weights.transport,
+            [str(host) for host in hosts],
+            on_gpus=self.cuda,
+            has_rdma=self.cuda,
         )
         self.push_crosses_hosts = len(hosts) > 1
         sharing = {"none": [], "models": [*self.roles], "all": [*self.roles, "generator"]}

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from rl.plan.planned_run import PlannedRun, seat_of
 from rl.weights.routes import plan_push
+from rl.weights.transport import RELAYS
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ def _copies(run: PlannedRun, rank: int) -> tuple[int, int]:
     """Return the number of times that the trainer sends what rank ``rank`` of all generators reads,
     and that such a rank sends it on to other hosts at most.
     """
-    if run.transport != "tcp":
+    if run.transport not in RELAYS:
         return len(run.generators), 0
     hosts = {seat_of(place, rank)[0] for place in run.generators}
     hosts -= {run.places["trainer"].first_host}

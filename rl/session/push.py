@@ -244,7 +244,12 @@ class WeightPush:
         domains = [domain for domain, *_ in chain(sources, *layouts)]
         have_rdma = all(has_rdma for _, has_rdma, _ in chain(sources, *layouts))
         transfer = Transfer(
-            transport=choose_transport(weights.transport, domains, has_rdma=have_rdma),
+            transport=choose_transport(
+                weights.transport,
+                domains,
+                on_gpus=self.config.hardware.kind == "cuda",
+                has_rdma=have_rdma,
+            ),
             dtype=generators[0].dtype,
             sources=tuple(layout for *_, layout in sources),
             wanted=tuple(layout for *_, layout in layouts[0]),

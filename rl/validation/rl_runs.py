@@ -11,7 +11,7 @@ from rl.validation.engines import validate_generator
 from rl.validation.folders import RESERVED, validate_other_folders
 from rl.validation.layouts import validate_devices, validate_generator_layout, validate_nodes
 from rl.validation.values import check
-from rl.weights.transport import BETWEEN_HOSTS, NETWORKS
+from rl.weights.transport import BETWEEN_HOSTS, NETWORKS, RELAYS
 
 ENVIRONMENT = "unless the task is an environment"
 RESERVED_ROLES = ("checkpoints", "generator", "policy", "reward", "trainer")
@@ -57,8 +57,8 @@ def _validate_push(config: RLConfig) -> None:
     local = transport not in ("auto", *NETWORKS)
     own = f"weights.transport={transport!r}"
     check(config, "weights.delta", not (config.weights.delta and local), f"False with {own}")
-    serves = config.weights.fan_out == 1 or transport in ("auto", "tcp")
-    fix = "only with 'tcp' readers serve each other"
+    serves = config.weights.fan_out == 1 or transport in ("auto", *RELAYS)
+    fix = "only with 'collective' and 'tcp' readers serve each other"
     check(config, "weights.fan_out", serves, f"1 with {own}", fix)
     rule = (
         f"{BETWEEN_HOSTS} with trainer.nodes={config.trainer.nodes} and "

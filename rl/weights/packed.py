@@ -59,8 +59,10 @@ class PackedPublisher:
     changes is at most half as large, readers that hold the previous push fetch only the code; all
     others fetch the whole blob. Memory: two slots, each no larger than the rank's shards in
     ``dtype``, and half of that again with ``delta``. On CUDA, which no test covers, this is pinned
-    host memory.
+    host memory, or memory of the GPU if ``on_device``.
     """
+
+    on_device = False
 
     def __init__(self, shards: Sequence[Shard], transfer: Transfer, *, rank: int):
         """Allocate the slots for the ``shards`` of trainer rank ``rank``."""
@@ -73,11 +75,13 @@ class PackedPublisher:
         self._like = shards[0].tensor
         device = self._like.device
         self._header = torch.zeros(SLOTS, _DELTAS + len(self.blobs), dtype=torch.int64)
+        make = _device_memory if self.on_device else _host_memory
         self._slots = [
-            [_host_memory(blob.numel, dtype, device) for blob in self.blobs] for _ in range(SLOTS)
+            [make(blob.numel, dtype, device) for blob in self.blobs] for _ in range(SLOTS)
         ]
         self._deltas = [
-            [_delta_memory(whole, transfer, device) for whole in slot] for slot in self._slots
+            [make(_delta_bytes(whole, transfer), torch.uint8, device) for whole in slot]
+            for slot in self._slots
         ]
         self._copies = [
             [
@@ -220,7 +224,8 @@ class PackedSubscriber:
                 if self._rank not in blob.readers:
                     continue
                 whole = _host_memory(blob.numel, self._transfer.dtype, device)
-                self._staged[source, index] = whole, _delta_memory(whole, self._transfer, device)
+                size = _delta_bytes(whole, self._transfer)
+                self._staged[source, index] = whole, _host_memory(size, torch.uint8, device)
                 self._copies += [
                     (self._shards[place].part(piece.box), view)
                     for piece, view in zip(blob.pieces, blob.views(whole), strict=True)
@@ -315,9 +320,9 @@ class PackedSubscriber:
                 apply_delta(code[: read.delta], whole)
 
 
-def _delta_memory(whole: torch.Tensor, transfer: Transfer, device: torch.device) -> torch.Tensor:
-    """Return memory for the delta of a blob, uint8; empty if deltas are not sent."""
-    return _host_memory(whole.nbytes // 2 if transfer.delta else 0, torch.uint8, device)
+def _delta_bytes(whole: torch.Tensor, transfer: Transfer) -> int:
+    """Return the largest size of the delta of a blob; 0 if deltas are not sent."""
+    return whole.nbytes // 2 if transfer.delta else 0
 
 
 def is_whole(row: list[int]) -> bool:
@@ -342,6 +347,10 @@ def _row(header: torch.Tensor, version: int, rank: int) -> list[int]:
 def _host_memory(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Allocate host memory, [numel], that ``device`` copies from and to, and touch every page."""
     return torch.empty(numel, dtype=dtype, pin_memory=device.type == "cuda").zero_()
+
+
+def _device_memory(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.zeros(numel, dtype=dtype, device=device)
 
 
 def encode_delta(new: torch.Tensor, old: torch.Tensor, out: torch.Tensor) -> int:

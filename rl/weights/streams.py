@@ -9,6 +9,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -55,6 +56,63 @@ def _pieces_of(buffer: Buffer, size: int) -> list[Piece]:
     return [Piece(buffer, start, min(start + PIECE_BYTES, size)) for start in starts]
 
 
+class Link:
+    """Connection of a reader and a server, over which numbers and memory travel.
+
+    All methods raise OSError if the other end has gone or stands still.
+    """
+
+    def __init__(self, connection: socket.socket):
+        self.connection = connection
+
+    def limit(self, stall: float | None) -> None:
+        """End the link after ``stall`` seconds without a byte; None for no limit."""
+        if stall is not None:  # the kernel's limit: Python's own wakes for each packet
+            limit = struct.pack("ll", int(stall), int(stall % 1 * 1e6))
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+
+    def ask(self, pieces: list[Piece]) -> None:
+        """Ask for pieces. The server sends the index of each before the piece."""
+        send_json(self.connection, ["read", pieces])
+
+    def send(self, number: int, memory: Any = None) -> None:
+        """Send a number, and then ``memory`` if it is given, at the latest in ``finish``."""
+        more = 0 if memory is None else socket.MSG_MORE
+        self.connection.sendall(_NUMBER.pack(number), more)
+        if memory is not None:
+            self.connection.sendall(memory)
+
+    def number(self) -> int:
+        """Receive a number."""
+        packed = memoryview(bytearray(_NUMBER.size))
+        _fill(self.connection, packed)
+        return int(_NUMBER.unpack(packed)[0])
+
+    def receive(self, memory: Any, then: Callable[[], None]) -> None:
+        """Fill ``memory`` and call ``then``, at the latest in ``finish``."""
+        _fill(self.connection, memory)
+        then()
+
+    def finish(self) -> None:
+        """Return when all memory was sent or filled."""
+
+    def leave(self) -> None:
+        """Let go of all memory that is not sent or filled yet."""
+
+    def shut(self) -> None:
+        """End the link; the thread that uses it gets an error."""
+        _shut(self.connection)
+
+
+@contextlib.contextmanager
+def linked(address: Address, stall: float | None = None):
+    """Yield a link to a server, of this block alone."""
+    with connect(address) as connection:
+        link = Link(connection)
+        link.limit(stall)
+        yield link
+
+
 class SharedBuffers:
     """Buffers that this rank fills or has filled, and whose pieces other ranks read as they arrive.
 
@@ -62,18 +120,18 @@ class SharedBuffers:
     overwritten.
     """
 
-    def __init__(self, memory: dict[Buffer, memoryview]):
-        """``memory`` has the bytes of each buffer."""
+    def __init__(self, memory: dict[Buffer, Any]):
+        """``memory`` has the bytes of each buffer, as the links take them."""
         self._memory = memory
         self.pieces = [p for buffer, view in memory.items() for p in _pieces_of(buffer, len(view))]
         """All pieces, whether they have arrived or not."""
         self._known = frozenset(self.pieces)
         self._arrived: list[Piece] = []
-        self._streams: set[socket.socket] = set()
+        self._streams: set[Link] = set()
         self._withdrawn = False
         self._changed = threading.Condition()
 
-    def view(self, piece: Piece) -> memoryview:
+    def view(self, piece: Piece) -> Any:
         """Return the memory of a piece, uint8."""
         return self._memory[piece.buffer][piece.start : piece.stop]
 
@@ -92,18 +150,18 @@ class SharedBuffers:
         with self._changed:
             self._withdrawn = True
             self._changed.notify_all()
-            for connection in self._streams:
-                _shut(connection)
+            for link in self._streams:
+                link.shut()
             self._changed.wait_for(lambda: not self._streams)
 
-    def send(self, connection: socket.socket, wanted: Sequence[Piece]) -> int:
+    def send(self, link: Link, wanted: Sequence[Piece]) -> int:
         """Send each wanted piece after its index, in the order of arrival; return the bytes sent.
 
         Returns before the last piece if the buffers are withdrawn.
         """
         indices = {piece: index for index, piece in enumerate(wanted)}
         sent = seen = 0
-        with self._stream(connection):
+        with self._stream(link):
             while indices:
                 with self._changed:
                     self._changed.wait_for(partial(self._has_news, seen), _ALIVE_S)
@@ -112,53 +170,52 @@ class SharedBuffers:
                     ready = self._arrived[seen:]
                     seen += len(ready)
                 if not ready:
-                    connection.sendall(_NUMBER.pack(_STILL_WAITING))
+                    link.send(_STILL_WAITING)
                 for piece in ready:
                     if piece in indices:
-                        index = _NUMBER.pack(indices.pop(piece))
-                        connection.sendall(index, socket.MSG_MORE)
-                        connection.sendall(self.view(piece))
+                        link.send(indices.pop(piece), self.view(piece))
                         sent += piece.stop - piece.start
+            link.finish()
         return sent
 
     def receive(
-        self, address: Address, wanted: Collection[Piece], stall: float | None = None
+        self, linked: AbstractContextManager[Link], wanted: Collection[Piece]
     ) -> tuple[list[Piece], str]:
-        """Receive ``wanted`` from a server; return the pieces that are missing, and the reason.
-
-        ``stall``: seconds without a byte after which the stream ends; None for no limit.
-        """
+        """Receive ``wanted`` over a link; return the pieces that are missing, and the reason."""
         pieces = list(wanted)
         missing = dict(enumerate(pieces))
         try:
-            with _connect(address) as connection, self._stream(connection):
-                _send_json(connection, ["read", pieces])
-                if stall is not None:  # the kernel's limit: Python's own wakes for each packet
-                    limit = struct.pack("ll", int(stall), int(stall % 1 * 1e6))
-                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-                index = memoryview(bytearray(_NUMBER.size))
-                while missing:
-                    _fill(connection, index)
-                    (number,) = _NUMBER.unpack(index)
+            with linked as link, self._stream(link):
+                link.ask(pieces)
+                left = len(pieces)
+                while left:
+                    number = link.number()
                     if number != _STILL_WAITING:
-                        _fill(connection, self.view(missing[number]))
-                        self.arrive([missing.pop(number)])
+                        left -= 1
+                        link.receive(
+                            self.view(pieces[number]), partial(self._keep, missing, number)
+                        )
+                link.finish()
         except OSError as error:
             return list(missing.values()), str(error)
         return [], ""
 
+    def _keep(self, missing: dict[int, Piece], number: int) -> None:
+        self.arrive([missing.pop(number)])
+
     @contextlib.contextmanager
-    def _stream(self, connection: socket.socket):
-        """Use the memory in this block; ``withdraw`` shuts the connection and waits for the end."""
+    def _stream(self, link: Link):
+        """Use the memory in this block; ``withdraw`` shuts the link and waits for the end."""
         with self._changed:
             if self._withdrawn:
                 raise ConnectionAbortedError("the buffers were withdrawn")
-            self._streams.add(connection)
+            self._streams.add(link)
         try:
             yield
         finally:
+            link.leave()
             with self._changed:
-                self._streams.discard(connection)
+                self._streams.discard(link)
                 self._changed.notify_all()
 
     def _has_news(self, seen: int) -> bool:
@@ -178,10 +235,7 @@ class Server:
         self._slots: dict[int, SharedBuffers] = {}
         self.bytes_sent = 0
         self._lock = threading.Lock()
-        host = os.environ.get(HOST, "127.0.0.1")
-        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-        own = (host if is_loopback(host) else "", 0)
-        self._listener = socket.create_server(own, family=family, backlog=2048)
+        host, self._listener = listen()
         port = self._listener.getsockname()[1]
         self.address = Address(host, port, secrets.token_hex(_TOKEN_BYTES // 2))
         threading.Thread(target=self._accept, daemon=True).start()
@@ -216,29 +270,46 @@ class Server:
             _fill(connection, memoryview(token))
             if not hmac.compare_digest(token, self.address.token.encode()):
                 return
-            kind, arguments = _receive_json(connection)
+            kind, arguments = receive_json(connection)
             connection.settimeout(None)
-            if kind != "read":
-                _send_json(connection, self._answers[kind](*arguments))
-                return
-            wanted = [Piece(Buffer(*buffer), start, stop) for buffer, start, stop in arguments]
-            offered = list(self._slots.values())
-            buffers = next((each for each in offered if each.has_all(wanted)), None)
-            if buffers is not None:
-                sent = buffers.send(connection, wanted)
-                with self._lock:
-                    self.bytes_sent += sent
+            self._answer(connection, kind, arguments)
+
+    def _answer(self, connection: socket.socket, kind: str, arguments: list[Any]) -> None:
+        if kind == "read":
+            self._send(Link(connection), arguments)
+        else:
+            send_json(connection, self._answers[kind](*arguments))
+
+    def _send(self, link: Link, pieces: list[Any]) -> None:
+        """Send pieces over a link, if a slot has or will have all of them."""
+        wanted = [Piece(Buffer(*buffer), start, stop) for buffer, start, stop in pieces]
+        offered = list(self._slots.values())
+        buffers = next((each for each in offered if each.has_all(wanted)), None)
+        if buffers is None:
+            raise ConnectionAbortedError("the pieces are not here")
+        sent = buffers.send(link, wanted)
+        with self._lock:
+            self.bytes_sent += sent
+
+
+def listen() -> tuple[str, socket.socket]:
+    """Return the name by which other ranks reach this host, and a socket that listens there."""
+    host = os.environ.get(HOST, "127.0.0.1")
+    family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+    own = (host if is_loopback(host) else "", 0)
+    return host, socket.create_server(own, family=family, backlog=2048)
 
 
 def ask(address: Address, kind: str, *arguments: Any) -> Any:
     """Return a server's answer. Raises OSError if the server does not answer."""
-    with _connect(address) as connection:
+    with connect(address) as connection:
         connection.settimeout(STALL_S)
-        _send_json(connection, [kind, arguments])
-        return _receive_json(connection)
+        send_json(connection, [kind, arguments])
+        return receive_json(connection)
 
 
-def _connect(address: Address) -> socket.socket:
+def connect(address: Address) -> socket.socket:
+    """Return a connection to a server, which knows that this rank belongs to the push."""
     connection = socket.create_connection((address.host, address.port), timeout=STALL_S)
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -246,12 +317,14 @@ def _connect(address: Address) -> socket.socket:
     return connection
 
 
-def _send_json(connection: socket.socket, value: Any) -> None:
+def send_json(connection: socket.socket, value: Any) -> None:
+    """Send ``value`` as JSON, after its size."""
     text = json.dumps(value).encode()
     connection.sendall(_NUMBER.pack(len(text)) + text)
 
 
-def _receive_json(connection: socket.socket) -> Any:
+def receive_json(connection: socket.socket) -> Any:
+    """Receive what ``send_json`` sends."""
     size = memoryview(bytearray(_NUMBER.size))
     _fill(connection, size)
     text = bytearray(_NUMBER.unpack(size)[0])

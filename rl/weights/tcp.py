@@ -5,6 +5,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -13,7 +14,17 @@ import torch
 
 from rl.model.shards import Shard
 from rl.weights.packed import PackedPublisher, PackedSubscriber, Read, is_whole
-from rl.weights.streams import STALL_S, Address, Buffer, Piece, Server, SharedBuffers, ask
+from rl.weights.streams import (
+    STALL_S,
+    Address,
+    Buffer,
+    Link,
+    Piece,
+    Server,
+    SharedBuffers,
+    ask,
+    linked,
+)
 from rl.weights.transport import Transfer, TransferFailed, VersionGone
 
 STREAMS = 2  # from one server: a second one hides the work of the first one's kernel
@@ -47,9 +58,16 @@ class TcpPublisher(PackedPublisher):
             "acknowledge": self._note,
             "parent": self._parent,
         }
-        self._server = Server(answers)
+        self._server = self._make_server(answers)
         self.address = self._server.address
         self._tree = RelayTree(transfer.fan_out, self.address.host)
+
+    def _make_server(self, answers: dict[str, Callable[..., Any]]) -> Server:
+        return Server(answers)
+
+    def _memory(self, tensor: torch.Tensor) -> Any:
+        """Return the bytes of ``tensor`` as the links take them."""
+        return _bytes(tensor)
 
     @property
     def bytes_sent(self) -> int:
@@ -72,12 +90,12 @@ class TcpPublisher(PackedPublisher):
             await asyncio.to_thread(self._server.withdraw, slot)
 
     def _buffers(self, slot: int, sequence: int) -> SharedBuffers:
-        memory: dict[Buffer, memoryview] = {}
+        memory: dict[Buffer, Any] = {}
         codes = zip(self._deltas[slot], self._delta_sizes(slot), strict=True)
         for blob, (whole, (code, size)) in enumerate(zip(self._slots[slot], codes, strict=True)):
-            memory[Buffer(self._rank, sequence, blob, False)] = _bytes(whole)
+            memory[Buffer(self._rank, sequence, blob, False)] = self._memory(whole)
             if size:
-                memory[Buffer(self._rank, sequence, blob, True)] = _bytes(code)[:size]
+                memory[Buffer(self._rank, sequence, blob, True)] = self._memory(code)[:size]
         buffers = SharedBuffers(memory)
         buffers.arrive(buffers.pieces)
         return buffers
@@ -98,11 +116,22 @@ class TcpSubscriber(PackedSubscriber):
     """
 
     _addresses: Sequence[Address]
+    _streams = STREAMS
 
-    def __init__(self, *args: Any, **options: Any):
+    def __init__(self, addresses: Sequence[Any], shards: Sequence[Shard], *args: Any, **more: Any):
         """Accept the arguments of PackedSubscriber."""
-        self._server = Server({})
-        super().__init__(*args, **options)
+        self._server = self._make_server(shards)
+        super().__init__(addresses, shards, *args, **more)
+
+    def _make_server(self, shards: Sequence[Shard]) -> Server:
+        return Server({})
+
+    def _memory(self, tensor: torch.Tensor) -> Any:
+        """Return the bytes of ``tensor`` as the links take them."""
+        return _bytes(tensor)
+
+    def _link(self, address: Address, stall: float | None) -> AbstractContextManager[Link]:
+        return linked(address, stall)
 
     def _make_staging(self) -> None:
         self._server.withdraw(_OWN)
@@ -128,7 +157,7 @@ class TcpSubscriber(PackedSubscriber):
         if not reads:
             return
         await asyncio.to_thread(self._server.withdraw, _OWN)
-        buffers = _buffers_of(reads)
+        buffers = self._buffers_of(reads)
         self._server.offer(_OWN, buffers)
         await asyncio.to_thread(self._receive, buffers, reads)
 
@@ -139,22 +168,30 @@ class TcpSubscriber(PackedSubscriber):
                 reads[0].source, "parent", self._reader, reads[0].sequence, self._server.address
             )
             if parent:
-                parts = [left[first::STREAMS] for first in range(STREAMS)]
+                parts = [left[first :: self._streams] for first in range(self._streams)]
                 answers = pool.map(
-                    lambda part: buffers.receive(Address(*parent), part, STALL_S), parts
+                    lambda part: buffers.receive(self._link(Address(*parent), STALL_S), part),
+                    parts,
                 )
                 left = [piece for missing, _ in answers for piece in missing]
             left.sort(key=lambda piece: piece.buffer)
             jobs = [
-                (source, part[first::STREAMS])
+                (source, part[first :: self._streams])
                 for source, pieces in groupby(left, lambda piece: piece.buffer.source)
                 for part in [list(pieces)]
-                for first in range(STREAMS)
+                for first in range(self._streams)
             ]
             list(pool.map(lambda job: self._from_trainer(buffers, *job), jobs))
 
+    def _buffers_of(self, reads: list[Read]) -> SharedBuffers:
+        memory: dict[Buffer, Any] = {}
+        for read in reads:
+            buffer = Buffer(read.source, read.sequence, read.blob, bool(read.delta))
+            memory[buffer] = self._memory(read.into)[: read.delta or None]
+        return SharedBuffers(memory)
+
     def _from_trainer(self, buffers: SharedBuffers, source: int, pieces: list[Piece]) -> None:
-        missing, why = buffers.receive(self._addresses[source], pieces)
+        missing, why = buffers.receive(self._link(self._addresses[source], None), pieces)
         if not missing:
             return
         sequences = [row[0] for row in self._ask(source, "header")]
@@ -171,14 +208,6 @@ class TcpSubscriber(PackedSubscriber):
     def _name(self, rank: int) -> str:
         address = self._addresses[rank]
         return f"trainer rank {rank} at {address.host}:{address.port}"
-
-
-def _buffers_of(reads: list[Read]) -> SharedBuffers:
-    memory: dict[Buffer, memoryview] = {}
-    for read in reads:
-        buffer = Buffer(read.source, read.sequence, read.blob, bool(read.delta))
-        memory[buffer] = _bytes(read.into)[: read.delta or None]
-    return SharedBuffers(memory)
 
 
 def _bytes(memory: torch.Tensor) -> memoryview:

@@ -16,10 +16,11 @@ from rl.model.shards import Layout, Shard
 from rl.types.rules import COSMETIC, PERFORMANCE, NeedsCuda, above, at_least
 from rl.weights.routes import plan_push
 
-TransportName = Literal["shared_memory", "cuda_ipc", "rdma", "tcp", "torchstore"]
+TransportName = Literal["shared_memory", "cuda_ipc", "collective", "rdma", "tcp", "torchstore"]
 
 NETWORKS = {
     "tcp": "rl.weights.tcp:Tcp",
+    "collective": "rl.weights.collective:Collective",
     "rdma": "rl.weights.rdma:Rdma",
     "torchstore": "rl.weights.store:Store",
 }
@@ -28,6 +29,12 @@ for each reader, and can send only what changed."""
 
 BETWEEN_HOSTS = one_of(["auto", *NETWORKS])
 """Values of ``weights.transport`` for several nodes, in words."""
+
+RELAYS = ("collective", "tcp")
+"""Transports whose readers serve each other."""
+
+ON_DEVICE = ("cuda_ipc", "collective")
+"""Transports whose slots are in the memory of the trainer's GPUs."""
 
 SLOTS = 2
 """Number of versions that a trainer rank holds."""
@@ -43,18 +50,19 @@ class WeightPushConfig:
         NeedsCuda(("cuda_ipc",), one_of(["auto", "shared_memory", *NETWORKS])),
     ] = "auto"
     """Transport of the weights. ``auto`` uses shared memory if trainer and generators are on one
-    host; otherwise RDMA if each of their hosts has an RDMA device, else TCP. ``cuda_ipc`` copies
+    host; otherwise ``collective`` between GPUs, and on CPU RDMA if each of the hosts has an
+    RDMA device, else TCP. ``collective`` sends through NCCL, or gloo on CPU; ``cuda_ipc`` copies
     from GPU to GPU of one host; ``torchstore`` goes through a store."""
 
     fan_out: Annotated[int, PERFORMANCE, at_least(1, 1024)] = 1
     """Number of hosts that the trainer's host, and each host of generators, sends the weights to
-    (``tcp``). 1 is a chain: the trainer sends the weights once, however many generators there are.
-    Raise it if a slow host delays the hosts after it. With as many as there are hosts of
-    generators, each host reads from the trainer."""
+    (``collective``, ``tcp``). 1 is a chain: the trainer sends the weights once, however many
+    generators there are. Raise it if a slow host delays the hosts after it. With as many as there
+    are hosts of generators, each host reads from the trainer."""
 
     delta: Annotated[bool, PERFORMANCE] = False
-    """Whether to send only the elements that changed if that is less (``tcp``, ``rdma`` and
-    ``torchstore``). The weights are the same bit for bit."""
+    """Whether to send only the elements that changed if that is less (``collective``, ``tcp``,
+    ``rdma`` and ``torchstore``). The weights are the same bit for bit."""
 
     digests: Annotated[bool, COSMETIC] = True
     """Whether to compare a digest of every parameter on every rank of trainer and generators after
@@ -97,7 +105,7 @@ class Transfer:
     generators: int = 1
     delta: bool = False
     fan_out: int = 1
-    """Number of hosts that a rank sends to (``tcp``)."""
+    """Number of hosts that a rank sends to, if its readers serve each other."""
     patience: float = 60.0
     """Seconds that either side waits for the other."""
 
@@ -213,13 +221,22 @@ def beside(device: torch.device) -> Iterator[None]:
         yield
         return
     with torch.cuda.device(device):
-        stream = side_stream(device)
         # vLLM computes on a stream of its own
         for other in (torch.cuda.default_stream(), torch.cuda.current_stream()):
-            stream.wait_stream(other)
-        with torch.cuda.stream(stream):
+            side_stream(device).wait_stream(other)
+        with on_side_stream(device):
             yield
-        stream.synchronize()
+        side_stream(device).synchronize()
+
+
+@contextmanager
+def on_side_stream(device: torch.device) -> Iterator[None]:
+    """Begin the work of the block on the side stream of a GPU, without waiting for any other."""
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.device(device), torch.cuda.stream(side_stream(device)):
+        yield
 
 
 @cache
@@ -228,15 +245,20 @@ def side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def choose_transport(requested: str, domains: Collection[str], *, has_rdma: bool) -> TransportName:
+def choose_transport(
+    requested: str, domains: Collection[str], *, on_gpus: bool, has_rdma: bool
+) -> TransportName:
     """Return the requested transport; for ``auto`` the fastest one between these memory domains.
 
-    ``has_rdma``: whether all of their hosts have RDMA devices.
+    ``on_gpus``: whether the ranks have GPUs. ``has_rdma``: whether all of their hosts have RDMA
+    devices.
     """
     if requested != "auto":
         return requested  # type: ignore[return-value]
     if len(set(domains)) == 1:
         return "shared_memory"
+    if on_gpus:
+        return "collective"
     return "rdma" if has_rdma else "tcp"
 
 

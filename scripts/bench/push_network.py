@@ -1,4 +1,5 @@
-"""The push over TCP against plain sockets, and the bytes that leave the trainer, in one run.
+"""The pushes over TCP and through communicators against plain sockets and torch.distributed's own
+send and receive, and the bytes that leave the trainer, in one run.
 
 Usage: python scripts/bench/push_network.py [--rounds N] [--json]
 
@@ -6,8 +7,9 @@ A trainer rank and the generators are processes with addresses of their own on t
 network namespace, or of this machine if namespaces are not allowed. In each round every generator
 fetches a version, first one generator, then two, then four. By turns with the single fetch, the
 same processes send as many bytes over one and over two plain sockets, from memory to memory: the
-faster of the two is the limit of the link. The copy into the generator's parameters is not part of
-either side. Every generator compares what it fetched with the trainer's weights.
+faster of the two is the limit of the link. So do ``dist.send`` and ``dist.recv`` of gloo, in one
+message, which is the limit of the collective transport. The copy into the generator's parameters is
+not part of any side. Every generator compares what it fetched with the trainer's weights.
 """
 
 import argparse
@@ -21,19 +23,23 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
-os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
 
 import torch
+import torch.distributed as dist
 
 from rl.model.shards import Box, Region, Shard, layout_of
 from rl.weights.streams import HOST
-from rl.weights.tcp import TcpPublisher, TcpSubscriber
-from rl.weights.transport import Transfer
+from rl.weights.tcp import TcpPublisher
+from rl.weights.transport import Transfer, TransportName, open_publisher, open_subscriber
 
+TRANSPORTS: tuple[TransportName, ...] = ("tcp", "collective")
 GENERATORS = (1, 2, 4)
 STREAMS = (1, 2)
 PIECE_BYTES = 4 << 20
@@ -79,8 +85,9 @@ def generate() -> None:
         Shard(region, torch.zeros(region.box.shape, dtype=transfer.dtype))
         for region in transfer.wanted[0]
     ]
-    subscriber = TcpSubscriber(addresses, shards, transfer, rank=0, generator=number)
-    memory = memoryview(bytearray(sum(shard.tensor.nbytes for shard in shards)))
+    subscriber = open_subscriber(transfer, addresses, shards, rank=0, generator=number)
+    room = torch.zeros(sum(shard.tensor.nbytes for shard in shards), dtype=torch.uint8)
+    memory = room.numpy().data
 
     def fetch(version: int) -> float:
         begun = time.perf_counter()
@@ -97,7 +104,18 @@ def generate() -> None:
             list(pool.map(lambda part: receive(address, part), parts(memory, streams)))
         return time.perf_counter() - begun
 
-    does = {"fetch": fetch, "pull": pull, "plain": plain}
+    def join(port: int) -> float:
+        join_group(port, rank=1)
+        return 0.0
+
+    def own_receive() -> float:
+        dist.barrier()
+        begun = time.perf_counter()
+        dist.recv(room, 0)
+        return time.perf_counter() - begun
+
+    does: dict[str, Any] = {"fetch": fetch, "pull": pull, "plain": plain}
+    does |= {"join": join, "dist": own_receive}
     with closing(subscriber), contextlib.suppress(EOFError):
         while True:
             name, arguments = pickle.load(sys.stdin.buffer)
@@ -136,14 +154,38 @@ def plain_seconds(generator: Generator, memory: memoryview, streams: int) -> flo
         return generator.answer()
 
 
+def join_group(port: int, rank: int) -> None:
+    """Join torch.distributed's group of the trainer and the first generator."""
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
+
+
+def join_groups(generator: Generator) -> None:
+    """Make the group in this process and in the generator's."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    generator.begin("join", port)
+    join_group(port, rank=0)
+    generator.answer()
+
+
+def dist_seconds(generator: Generator, room: torch.Tensor) -> float:
+    """Return the seconds in which ``generator`` receives ``room`` by ``dist.recv``."""
+    generator.begin("dist")
+    dist.barrier()
+    dist.send(room, 1)
+    return generator.answer()
+
+
 class Push:
     """Trainer with ``count`` generators, and the versions pushed between them so far."""
 
-    def __init__(self, shards: list[Shard], count: int, ends: ExitStack):
+    def __init__(self, shards: list[Shard], transport: TransportName, count: int, ends: ExitStack):
         layout = (layout_of(shards),)
-        transfer = Transfer("tcp", torch.bfloat16, layout, layout, count)
+        transfer = Transfer(transport, torch.bfloat16, layout, layout, count)
         self._shards = shards
-        self.publisher = ends.enter_context(closing(TcpPublisher(shards, transfer, rank=0)))
+        self.publisher: TcpPublisher = open_publisher(transfer, shards, rank=0)  # type: ignore[assignment]
+        ends.callback(self.publisher.close)
         addresses = [self.publisher.address]
         self.generators = [
             ends.enter_context(closing(Generator(number, transfer, addresses)))
@@ -176,44 +218,82 @@ def measure(rounds: int, megabytes: int) -> dict[str, Any]:
     shape = (rows, WIDTH)
     whole = Box.whole(shape)
     shards = [Shard(Region(f"p{n}", shape, whole), torch.zeros(shape)) for n in range(PARAMETERS)]
-    size = 2 * rows * WIDTH * PARAMETERS
-    memory = memoryview(bytearray(size))
+    room = torch.zeros(2 * rows * WIDTH * PARAMETERS, dtype=torch.uint8)
+    over_tcp = measure_transport("tcp", shards, room, rounds)
+    collective = measure_transport("collective", shards, room, rounds)
+    return {
+        "bytes": room.nbytes,
+        "over_link": over_tcp.over_limit,
+        "over_link_spread": over_tcp.spread,
+        "link_gb_per_s": over_tcp.limit_gb_per_s,
+        "fetch_s": over_tcp.fetch_s,
+        "sent_over_model": over_tcp.sent_over_model,
+        "collective_over_plain": collective.over_limit,
+        "collective_over_plain_spread": collective.spread,
+        "plain_gb_per_s": collective.limit_gb_per_s,
+        "collective_fetch_s": collective.fetch_s,
+        "collective_sent_over_model": collective.sent_over_model,
+    }
+
+
+class Measured(NamedTuple):
+    """Figures of a transport."""
+
+    over_limit: float
+    spread: list[float]
+    limit_gb_per_s: float
+    fetch_s: dict[int, float]
+    sent_over_model: dict[int, float]
+
+
+def measure_transport(
+    transport: TransportName, shards: list[Shard], room: torch.Tensor, rounds: int
+) -> Measured:
     with ExitStack() as ends:
-        pushes = {count: Push(shards, count, ends) for count in GENERATORS}
+        pushes = {count: Push(shards, transport, count, ends) for count in GENERATORS}
         for push in pushes.values():
             push.seconds()
         before = {count: push.publisher.bytes_sent for count, push in pushes.items()}
         first = pushes[1].generators[0]
+        limits: list[Callable[[], float]] = [
+            partial(plain_seconds, first, room.numpy().data, streams) for streams in STREAMS
+        ]
+        if transport == "collective":
+            join_groups(first)
+            ends.callback(dist.destroy_process_group)
+            limits = [partial(dist_seconds, first, room)]
         ours: dict[int, list[float]] = {count: [] for count in GENERATORS}
-        plain: dict[int, list[float]] = {streams: [] for streams in STREAMS}
+        plain: list[list[float]] = [[] for _ in limits]
         for _ in range(rounds):
-            for streams in STREAMS:
-                plain[streams].append(plain_seconds(first, memory, streams))
+            for seconds, limit in zip(plain, limits, strict=True):
+                seconds.append(limit())
             for count, push in pushes.items():
                 ours[count].append(push.seconds())
         sent = {
-            count: (push.publisher.bytes_sent - before[count]) / rounds / size
+            count: (push.publisher.bytes_sent - before[count]) / rounds / room.nbytes
             for count, push in pushes.items()
         }
-    link = min(plain.values(), key=statistics.median)
-    ratios = [own / other for own, other in zip(ours[1], link, strict=True)]
-    return {
-        "bytes": size,
-        "over_link": statistics.median(ratios),
-        "over_link_spread": [min(ratios), max(ratios)],
-        "link_gb_per_s": size / 1e9 / statistics.median(link),
-        "fetch_s": {count: statistics.median(each) for count, each in ours.items()},
-        "sent_over_model": sent,
-    }
+    fastest = min(plain, key=statistics.median)
+    ratios = [own / other for own, other in zip(ours[1], fastest, strict=True)]
+    return Measured(
+        over_limit=statistics.median(ratios),
+        spread=[min(ratios), max(ratios)],
+        limit_gb_per_s=room.nbytes / 1e9 / statistics.median(fastest),
+        fetch_s={count: statistics.median(each) for count, each in ours.items()},
+        sent_over_model=sent,
+    )
 
 
 def show(result: dict[str, Any]) -> None:
-    low, high = result["over_link_spread"]
     print(f"{result['bytes'] / 1e9:.2f} GB; plain sockets: {result['link_gb_per_s']:.2f} GB/s")
-    print(f"a fetch over plain sockets: {result['over_link']:.2f} ({low:.2f} to {high:.2f})")
-    for count, seconds in result["fetch_s"].items():
-        sent = result["sent_over_model"][count]
-        print(f"{count} generators: {seconds:.3f} s, the trainer sends {sent:.2f} x the model")
+    print(f"torch.distributed's send and receive over gloo: {result['plain_gb_per_s']:.2f} GB/s")
+    for name, key in (("TCP", ""), ("communicators", "collective_")):
+        of = f"{key}over_plain" if key else "over_link"
+        low, high = result[f"{of}_spread"]
+        print(f"a fetch over {name} against these: {result[of]:.2f} ({low:.2f} to {high:.2f})")
+        for count, seconds in result[f"{key}fetch_s"].items():
+            sent = result[f"{key}sent_over_model"][count]
+            print(f"{count} generators: {seconds:.3f} s, the trainer sends {sent:.2f} x the model")
 
 
 def enter_namespace() -> None:

@@ -120,6 +120,10 @@ def check_push_network(result: Result, table: list[str]) -> None:
     assert 0 < low <= result["over_link"] <= high
     assert result["sent_over_model"] == {"1": 1.0, "2": 1.0, "4": 1.0}
     assert result["link_gb_per_s"] > 0
+    low, high = result["collective_over_plain_spread"]
+    assert 0 < low <= result["collective_over_plain"] <= high
+    assert result["collective_sent_over_model"] == {"1": 1.0, "2": 1.0, "4": 1.0}
+    assert result["plain_gb_per_s"] > 0
 
 
 def check_recording(result: Result, table: list[str]) -> None:

@@ -11,6 +11,7 @@ from rl.cli.arguments import parse_config, shipped_configs
 from rl.config import RLConfig
 from rl.plan.__main__ import main
 from rl.plan.plan import Plan
+from rl.weights.transport import RELAYS
 from tests.plan.programs import planned
 
 # Billions of parameters, all and active, as published. A token uses one row of an untied embedding.
@@ -46,7 +47,7 @@ def test_a_plan_has_the_seat_of_each_rank_and_the_bytes_of_a_push(capsys):
     ]
     assert first["seats"] == [{"host": 2, "ranks": [0, 1], "gpus": [0, 1]}]
     assert last["seats"] == [{"host": 3, "ranks": [0, 1], "gpus": [6, 7]}]
-    assert (plan["push"]["transport"], plan["push"]["over_network"]) == ("rdma", True)
+    assert (plan["push"]["transport"], plan["push"]["over_network"]) == ("collective", True)
     read = plan["push"]["per_reader"]
     # bfloat16, and some weights are on both ranks
     assert sum(read) > 2 * plan["model"]["parameters"]
@@ -174,12 +175,13 @@ def test_slower_hardware_takes_longer(arguments, capsys):
     assert after > before
 
 
-def test_hosts_of_generators_send_the_weights_on_to_each_other_over_tcp(capsys):
+@pytest.mark.parametrize("relay", RELAYS)
+def test_hosts_of_generators_send_the_weights_on_to_each_other(relay, capsys):
     """Two hosts have four generators each."""
     given = ["--config", "qwen3_30b_a3b", "--weights.transport"]
     rdma, chain, wide = (
         planned(capsys, *given, *arguments)[1]["push"]
-        for arguments in (["rdma"], ["tcp"], ["tcp", "--weights.fan_out", "4"])
+        for arguments in (["rdma"], [relay], [relay, "--weights.fan_out", "4"])
     )
     assert rdma["most_from_a_rank"] == 8 * chain["most_from_a_rank"]
     assert wide["most_from_a_rank"] == 2 * chain["most_from_a_rank"]

@@ -59,7 +59,7 @@ def layouts(shapes: Shapes = SHAPES) -> tuple[list[Layout], list[Layout]]:
 def transfer(shapes: Shapes = SHAPES, **options: Any) -> Transfer:
     """Return the Transfer of ``shapes``; ``options`` are fields of Transfer."""
     sources, wanted = (tuple(each) for each in layouts(shapes))
-    return Transfer("rdma", DTYPE, sources, wanted, **options)
+    return Transfer(options.pop("transport", "rdma"), DTYPE, sources, wanted, **options)
 
 
 def live_parts(rank: int, shapes: Shapes = SHAPES) -> list[Shard]:

@@ -41,7 +41,7 @@ def run(with_procs):
     return run
 
 
-@pytest.mark.parametrize("transport", ["tcp", "rdma", "store"])
+@pytest.mark.parametrize("transport", ["tcp", "collective", "rdma", "store"])
 def test_every_version_arrives_bit_for_bit(run, transport):
     async def work(spawn):
         trainer = spawn("trainer")
@@ -61,6 +61,7 @@ def test_every_version_arrives_bit_for_bit(run, transport):
     ("transport", "failure"),
     [
         ("tcp", r"trainer rank [01] at .* cannot be reached"),
+        ("collective", r"trainer rank [01] at .* cannot be reached"),
         pytest.param("rdma", "not found", marks=pytest.mark.long),
         pytest.param("store", "", marks=pytest.mark.long),
     ],

@@ -1,4 +1,6 @@
-"""Push over TCP: readers serve each other, and what arrives is exact whatever happens to them."""
+"""Push over TCP and through communicators: readers serve each other, and what arrives is exact
+whatever happens to them.
+"""
 
 import asyncio
 import os
@@ -14,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from rl.weights import streams, tcp
-from rl.weights.streams import Address, Buffer, Server, SharedBuffers, ask
-from rl.weights.tcp import RelayTree, TcpPublisher, TcpSubscriber
+from rl.weights import collective, streams, tcp
+from rl.weights.streams import Address, Buffer, Link, Server, SharedBuffers, ask
+from rl.weights.tcp import RelayTree
 from rl.weights.transport import VersionGone
 from tests.loops import in_a_loop
 from tests.warm import FORK
@@ -30,6 +32,7 @@ from tests.weights.network import (
     trainer_parts,
     transfer,
 )
+from tests.weights.ranks import of_transport
 
 WAIT_S = 60.0
 PIECE_BYTES = 64
@@ -40,15 +43,20 @@ def small_pieces(monkeypatch):
     monkeypatch.setattr(streams, "PIECE_BYTES", PIECE_BYTES)
 
 
+@pytest.fixture(params=["tcp", "collective"])
+def transport(request):
+    return request.param
+
+
 @pytest.fixture
-def opened(monkeypatch):
+def opened(monkeypatch, transport):
     """Return a function that opens publishers and, by generator, subscribers on hosts."""
     with ExitStack() as ends:
 
         def make(weights, hosts, **options):
             moved = transfer(**{"generators": len(hosts), **options})
             publishers = [
-                TcpPublisher(trainer_parts(weights, rank), moved, rank=rank)
+                of_transport(transport, "Publisher")(trainer_parts(weights, rank), moved, rank=rank)
                 for rank in range(RANKS)
             ]
             addresses = [publisher.address for publisher in publishers]
@@ -57,7 +65,7 @@ def opened(monkeypatch):
                 monkeypatch.setenv(streams.HOST, f"127.0.0.{host}")
                 generators.append(
                     [
-                        TcpSubscriber(
+                        of_transport(transport, "Subscriber")(
                             addresses, live_parts(rank), moved, rank=rank, generator=number
                         )
                         for rank in range(RANKS)
@@ -163,7 +171,7 @@ async def test_a_version_that_is_overwritten_during_a_fetch_is_gone(opened):
 
 @pytest.mark.parametrize("fate", [signal.SIGKILL, signal.SIGSTOP])
 @in_a_loop
-async def test_readers_after_one_that_ends_or_hangs_get_the_whole_version(opened, fate):
+async def test_readers_after_one_that_ends_or_hangs_get_the_whole_version(opened, transport, fate):
     weights = initial()
     publishers, _ = opened(weights, [], generators=3)
     whole = await publish(publishers, 0)
@@ -177,7 +185,7 @@ async def test_readers_after_one_that_ends_or_hangs_get_the_whole_version(opened
     readers = []
     try:
         for number in range(3):
-            readers.append(start_reader(addresses, number, weights))
+            readers.append(start_reader(transport, addresses, number, weights))
             while await said_by(readers[-1]) != f"got {half}":
                 pass
         os.kill(readers[0][0].pid, fate)
@@ -203,10 +211,10 @@ def read(says: Connection, host: str, inputs: tuple[Any, ...]) -> None:
 
 
 async def _read(
-    says: Connection, moved: Any, addresses: list[Any], number: int, weights: Any
+    says: Connection, transport: str, moved: Any, addresses: list[Any], number: int, weights: Any
 ) -> None:
     streams.PIECE_BYTES = PIECE_BYTES
-    tcp.STALL_S = 1.0
+    collective.STALL_S = tcp.STALL_S = 1.0
     arrive = SharedBuffers.arrive
     got = 0
     lock = threading.Lock()
@@ -220,7 +228,9 @@ async def _read(
 
     SharedBuffers.arrive = noted
     subscribers = [
-        TcpSubscriber(addresses, live_parts(rank), moved, rank=rank, generator=number)
+        of_transport(transport, "Subscriber")(
+            addresses, live_parts(rank), moved, rank=rank, generator=number
+        )
         for rank in range(RANKS)
     ]
     await asyncio.gather(*(subscriber.fetch(0) for subscriber in subscribers))
@@ -231,10 +241,10 @@ async def _read(
     await asyncio.sleep(3600)
 
 
-def start_reader(addresses, number, weights):
+def start_reader(transport, addresses, number, weights):
     """Start the process of a generator on a host of its own; return it and what it says."""
     here, there = FORK.Pipe(duplex=False)
-    inputs = (transfer(generators=3, patience=WAIT_S), addresses, number, weights)
+    inputs = (transport, transfer(generators=3, patience=WAIT_S), addresses, number, weights)
     arguments = there, f"127.0.0.{number + 2}", inputs
     process = FORK.Process(target=read, args=arguments, daemon=True)
     process.start()
@@ -254,7 +264,7 @@ def test_memory_is_not_sent_after_it_was_withdrawn():
     buffers.arrive(buffers.pieces)
     here, there = socket.socketpair()
     with ThreadPoolExecutor(1) as pool, here, there:
-        sending = pool.submit(buffers.send, here, buffers.pieces)
+        sending = pool.submit(buffers.send, Link(here), buffers.pieces)
         there.recv(1, socket.MSG_PEEK)  # it has begun
         buffers.withdraw()
         memory.fill_(255)

@@ -16,17 +16,20 @@ PARAMETERS = 300
 
 
 @pytest.mark.parametrize(
-    ("wish", "domains", "has_rdma", "chosen"),
+    ("wish", "domains", "on_gpus", "has_rdma", "chosen"),
     [
-        ("auto", ["a", "a", "a"], True, "shared_memory"),
-        ("auto", ["a", "b", "a"], True, "rdma"),
-        ("auto", ["a", "b", "a"], False, "tcp"),
-        ("torchstore", ["a", "a"], True, "torchstore"),
-        ("shared_memory", ["a", "b"], False, "shared_memory"),
+        ("auto", ["a", "a", "a"], True, True, "shared_memory"),
+        ("auto", ["a", "b", "a"], True, True, "collective"),
+        ("auto", ["a", "b", "a"], False, True, "rdma"),
+        ("auto", ["a", "b", "a"], False, False, "tcp"),
+        ("torchstore", ["a", "a"], True, True, "torchstore"),
+        ("shared_memory", ["a", "b"], True, False, "shared_memory"),
     ],
 )
-def test_one_host_uses_shared_memory_and_several_use_a_network(wish, domains, has_rdma, chosen):
-    assert choose_transport(wish, domains, has_rdma=has_rdma) == chosen
+def test_one_host_uses_shared_memory_and_several_use_a_network(
+    wish, domains, on_gpus, has_rdma, chosen
+):
+    assert choose_transport(wish, domains, on_gpus=on_gpus, has_rdma=has_rdma) == chosen
 
 
 def layout(rank: int) -> tuple[Region, ...]:

@@ -100,9 +100,8 @@ def main(arguments: list[str]) -> None:
 
     async def serve(session: "Session") -> None:
         gateway = make_gateway(session, dialect, sampling, model=own.model_name)
-        numbers = Numbers(own.model_name)
-        page = {"more": [metrics_page(numbers, lambda: session, key)], "registry": numbers.registry}
-        async with serving(gateway, host=own.host, port=own.port, key=key, **page) as url:
+        more = [metrics_page(Numbers(own.model_name), lambda: session, key)]
+        async with serving(gateway, host=own.host, port=own.port, key=key, more=more) as url:
             print(f"serving {own.model_name} on {url}/v1", flush=True)
             await asyncio.Event().wait()
 
@@ -152,8 +151,7 @@ def _serve_clients(
         async with background(server.run()):
             await server.samplers.running.wait()
             more = [metrics_page(numbers, lambda: session, key), *routes_of(server, key)]
-            counted = {"more": more, "registry": numbers.registry}
-            async with serving(gateway, host=host, port=port, key=key, **counted) as url:
+            async with serving(gateway, host=host, port=port, key=key, more=more) as url:
                 names = ", ".join(server.names)
                 print(
                     f"serving {names}: to Tinker's SDK on {url}, to OpenAI's on {url}/v1",

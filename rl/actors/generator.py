@@ -117,6 +117,7 @@ class Generator(Actor):
     serve = _loop_endpoint("serve")
     pull_weights = _loop_endpoint("pull")
     activations = _loop_endpoint("activations")
+    figures = _loop_endpoint("figures")
     take_activations = _loop_endpoint("take_activations")
     close = _loop_endpoint("close")
     layout = _engine_endpoint(
@@ -124,7 +125,6 @@ class Generator(Actor):
     )
     offload = _engine_endpoint(lambda engine: engine.offload())
     onload = _engine_endpoint(lambda engine: engine.onload())
-    figures = _engine_endpoint(lambda engine: engine.figures())
     weight_digests = _engine_endpoint(
         lambda engine, dtype: digests(engine.parameters(), dtype=dtype)
     )
@@ -239,8 +239,7 @@ class GeneratorMesh(Mesh):
         """Return what the engine does now, ``running``, ``queue`` and ``cache``, and what it did
         since its start: :data:`rl.generation.requests.COUNTS`.
         """
-        (found,) = await self.call("figures", rank=0)
-        return dict(found)
+        return (await self.call("figures", rank=0))[0]  # type: ignore[no-any-return]
 
     def take_load(self) -> Metrics:
         """Return ``generator/running``, ``queue`` (waiting requests) and ``cache`` (share of the KV

@@ -111,8 +111,8 @@ class SinksConfig:
         """Return the configs of all sinks."""
         found: list[Sink.Config] = [TensorBoard.Config()] if self.tensorboard else []
         if self.wandb != "off":
-            given = {"project": self.project, "samples": self.wandb_samples}
-            found.append(WeightsAndBiases.Config(mode=self.wandb, **given))
+            options = WeightsAndBiases.Config(mode=self.wandb, project=self.project)
+            found.append(replace(options, samples=self.wandb_samples))
         if self.trackio:
             found.append(Trackio.Config(project=self.project))
         return [*found, *self.custom]

@@ -7,7 +7,7 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -23,9 +23,6 @@ from rl.gateway.protocol import ApiError
 from rl.host.http_server import server_config
 from rl.host.listening import is_loopback, listen, require_key, url_of
 from rl.types import Sequence as Tokens
-
-if TYPE_CHECKING:
-    from prometheus_client import CollectorRegistry
 
 BODY_S = 60.0
 """Time for the body of a request to arrive."""
@@ -85,22 +82,15 @@ async def serving(
     port: int = 0,
     key: str | None = None,
     more: Sequence[BaseRoute] = (),
-    registry: "CollectorRegistry | None" = None,
     given: str = "",
 ) -> AsyncIterator[str]:
     """Serve ``gateway``, and ``more`` routes, while the block runs; yield the URL.
 
-    ``port`` 0 is any free one. ``registry`` counts the requests. Raises ConfigError, which begins
-    with ``given``, if other machines could reach ``host`` without a ``key``, or if the port is
-    taken.
+    ``port`` 0 is any free one. Raises ConfigError, which begins with ``given``, if other machines
+    could reach ``host`` without a ``key``, or if the port is taken.
     """
     require_key(host, key)
-    app = make_app(gateway, key, more)
-    if registry is not None:
-        from prometheus_fastapi_instrumentator import Instrumentator
-
-        Instrumentator(registry=registry).instrument(app)
-    config = server_config(app, stop_s=STOP_S)
+    config = server_config(make_app(gateway, key, more), stop_s=STOP_S)
     with listen(host, port, given) as listener:
         server = _Server(config)
         work = asyncio.create_task(server.serve([listener]))

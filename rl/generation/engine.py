@@ -13,7 +13,7 @@ from rl.compat import vllm_internals
 from rl.errors import RunError
 from rl.generation.expert_records import ExpertRecords
 from rl.generation.generator_config import GeneratorConfig
-from rl.generation.requests import COUNTS, Requests
+from rl.generation.requests import Requests
 from rl.generation.start_vllm import start_vllm
 from rl.host.platform import release_cached_memory
 from rl.model.activations import Activations, Recorder
@@ -31,7 +31,6 @@ from rl.types import (
 )
 
 COLLECTIVE_TIMEOUT_S = 600
-LOAD = ("running", "queue", "cache")
 
 
 class GenerationEngine:
@@ -248,10 +247,6 @@ class GenerationEngine:
         numbers since the start by COUNTS.
         """
         return *vllm_internals.load_of(self._engine), *self._requests.counts.values()
-
-    def figures(self) -> dict[str, float]:
-        """Return ``load`` by names."""
-        return dict(zip((*LOAD, *COUNTS), self.load, strict=True))
 
     def activations(self, sequence: GivenSequence) -> Activations:
         """Return this rank's activations along the tokens of ``sequence``, which are computed as if

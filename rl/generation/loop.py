@@ -10,15 +10,14 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from rl.errors import RunError
-from rl.generation.engine import LOAD, GenerationEngine
-from rl.generation.requests import COUNTS
-from rl.metrics import Metrics, Rule, Value
+from rl.generation.engine import GenerationEngine
+from rl.generation.requests import Loads
+from rl.metrics import Metrics
 from rl.model.activations import Activations
 from rl.types import Completion, GenerationRequest, GivenSequence
 
-HEARTBEAT_S = 1.0  # sleep of a rank without work, below the timeout of collectives
-MEAN_AND_MAX: tuple[Rule, ...] = ("mean", "max")
-SIZE = len(LOAD) + len(COUNTS)
+# sleep of a rank without work, far below the timeout of the collectives that its peers wait in
+HEARTBEAT_S = 1.0
 KEPT_WORK = 1_000  # stretches of work that wait for ``take_work``
 NO_VERSION = -1  # version of a rank that could not pull
 
@@ -86,7 +85,7 @@ class EngineLoop:
         self._visits: list[tuple[Callable[[GenerationEngine], Any], Future]] = []
         self._calls: dict[str, _Call] = {}
         self._pending: set[Future] = set()
-        self._loads: list[tuple[float, ...]] = [(0,) * SIZE]  # from that of the last report on
+        self._loads = Loads()
         self._work: deque[tuple[str, float, float]] = deque(maxlen=KEPT_WORK)
         self._busy_since: float | None = None
         self._activations: Activations | None = None
@@ -126,24 +125,16 @@ class EngineLoop:
         return await asyncio.wrap_future(call.done)
 
     def take_load(self) -> Metrics:
-        """Return the load of this rank, which leads, over the steps since the last call: requests
-        that run and wait, use of the cache, preemptions, and hits in the prefix cache.
+        """Return the load of this rank, which leads, over the steps since the last call: see
+        :meth:`rl.generation.requests.Loads.take`.
         """
         with self._changed:
-            before, *loads = self._loads
-            self._loads = self._loads[-1:]
-        if not loads:
-            return Metrics({})
-        entries = {
-            f"generator/{name}_{rule}": Value.over([float(each) for each in column], rule)
-            for name, column in zip(LOAD, zip(*loads, strict=True), strict=False)
-            for rule in MEAN_AND_MAX
-        }
-        preempted, read, cached, _ = (loads[-1][at] - before[at] for at in range(len(LOAD), SIZE))
-        entries["generator/preemptions"] = Value(preempted, "sum")
-        if read:
-            entries["generator/prefix_hits"] = Value(cached / read, "mean", read)
-        return Metrics(entries)
+            return self._loads.take()
+
+    async def figures(self) -> dict[str, float]:
+        """Return LOAD after the newest step, 0 without requests, and COUNTS since the start."""
+        with self._changed:
+            return self._loads.newest(is_busy=self._busy_since is not None)
 
     def take_work(self) -> list[tuple[str, float, float]]:
         """Return what this rank worked at since the last call: ``generate``, for as long as it had
@@ -300,7 +291,7 @@ class EngineLoop:
                 self._note_work(engine)
                 if engine.leads:
                     with self._changed:
-                        self._loads.append(engine.load)
+                        self._loads.note(engine.load)
                 for request_id, completion in done:
                     self._deliver(request_id, completion)
 

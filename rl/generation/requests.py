@@ -13,14 +13,54 @@ import numpy as np
 from rl.compat import vllm_internals, vllm_masks
 from rl.errors import RunError
 from rl.generation.expert_records import ExpertRecords
+from rl.metrics import Metrics, Rule, Value
 from rl.types import Completion, GenerationRequest, Sampling
 from rl.types.routed_experts import RoutedExperts
 from rl.types.sampling_mask import SamplingMask, encode
 
+MEAN_AND_MAX: tuple[Rule, ...] = ("mean", "max")
 BYTES_OF_A_CHARACTER = 4  # at most, in UTF-8
+LOAD = ("running", "queue", "cache")
+"""Requests that run, requests that wait, and the share of the KV cache in use."""
 COUNTS = ("preemptions", "prompt_tokens", "cached_tokens", "sampled_tokens")
 """Requests that lost their keys and values for lack of room in the cache; tokens of prompts; those
 of them that were in the prefix cache; tokens that were sampled."""
+
+
+class Loads:
+    """Loads of an engine after each step: the numbers of LOAD, then those of COUNTS."""
+
+    def __init__(self) -> None:
+        self._loads: list[Sequence[float]] = [(0.0,) * (len(LOAD) + len(COUNTS))]
+
+    def note(self, load: Sequence[float]) -> None:
+        """Add the load after a step."""
+        self._loads.append(load)
+
+    def newest(self, *, is_busy: bool) -> dict[str, float]:
+        """Return the newest load by name; the numbers of LOAD are 0 unless ``is_busy``."""
+        found = dict(zip((*LOAD, *COUNTS), self._loads[-1], strict=True))
+        return found if is_busy else found | dict.fromkeys(LOAD, 0.0)
+
+    def take(self) -> Metrics:
+        """Return the loads since the last call as metrics: mean and maximum of LOAD, preemptions,
+        and the share of the tokens of prompts that the prefix cache had; nothing without a step.
+        """
+        before, *loads = self._loads
+        self._loads = self._loads[-1:]
+        if not loads:
+            return Metrics({})
+        entries = {
+            f"generator/{name}_{rule}": Value.over([*map(float, column)], rule)
+            for name, column in zip(LOAD, zip(*loads, strict=True), strict=False)
+            for rule in MEAN_AND_MAX
+        }
+        rises = [now - then for now, then in zip(loads[-1], before, strict=True)]
+        preemptions, read, cached, _ = rises[len(LOAD) :]
+        entries["generator/preemptions"] = Value(preemptions, "sum")
+        if read:
+            entries["generator/prefix_hits"] = Value(cached / read, "mean", read)
+        return Metrics(entries)
 
 
 class StopTexts:

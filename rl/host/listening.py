@@ -5,7 +5,7 @@ import ipaddress
 import os
 import socket
 
-from rl.errors import ConfigError, require, said_by
+from rl.errors import ConfigError, require, require_value, said_by
 
 KEY = "TILLER_API_KEY"
 """Variable of the environment with the key that clients have to give."""
@@ -34,22 +34,19 @@ def has_loopback() -> bool:
     return True
 
 
-def address_of(address: str, field: str) -> tuple[str, int]:
-    """Return host and port of HOST:PORT.
+def address_of(address: str, field: str) -> tuple[str, int, str | None]:
+    """Return host and port of HOST:PORT, and the key that the environment has.
 
     Raises ConfigError, naming ``field``, for another text, and for a host that other machines could
     reach without a key.
     """
     host, _, port = address.rpartition(":")
-    require(
-        bool(host) and port.isdecimal() and int(port) < 2**16,
-        f"{field} is {address!r}; it must be HOST:PORT",
-        field=field,
-        fix="set it to an address such as 127.0.0.1:9400",
-    )
+    holds = bool(host) and port.isdecimal() and int(port) < 2**16
+    require_value(holds, field, address, "HOST:PORT, such as 127.0.0.1:9400")
     host = host.strip("[]")
-    require_key(host, os.environ.get(KEY) or None, field)
-    return host, int(port)
+    key = os.environ.get(KEY) or None
+    require_key(host, key, field)
+    return host, int(port), key
 
 
 def require_key(host: str, key: str | None, given: str = "--host") -> None:

@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, Metric, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -13,8 +13,6 @@ from rl.observe.events import Event
 
 NOW = ("running", "queue", "cache", "policy_version")
 """Figures of an engine that rise and fall; all others only rise."""
-
-Family = CounterMetricFamily | GaugeMetricFamily
 
 
 class Numbers(Collector):
@@ -24,7 +22,7 @@ class Numbers(Collector):
         numbers = Numbers("first")
         events.subscribe(numbers.write)
         numbers.engines = await session.pool.figures()
-        answer = numbers.text()
+        answer = generate_latest(numbers.registry)
 
     - The metric ``reward/mean`` is ``tiller_reward_mean{name="reward/mean"}``.
     - The figure ``running`` of a generator is ``tiller_engine_running{process="generator-0"}``.
@@ -45,17 +43,12 @@ class Numbers(Collector):
     def write(self, event: Event) -> None:
         """Take an event: see :class:`rl.observe.events.Events`."""
         kind = event["kind"]
-        if kind != "span":
-            self._counts[kind] += 1
-            self._times[kind] = event["time"]
+        self._counts[kind] += 1
+        self._times[kind] = event["time"]
         if kind in ("metrics", "evaluation"):
             self._rows[kind] = event["metrics"]
 
-    def text(self) -> bytes:
-        """Return all numbers in the text format."""
-        return generate_latest(self.registry)
-
-    def collect(self) -> Iterator[Family]:
+    def collect(self) -> Iterator[Metric]:
         """Yield all numbers, those of one name together."""
         yield _family(GaugeMetricFamily, "info", "name", {self._name: 1})
         yield _family(CounterMetricFamily, "events", "kind", self._counts.copy())
@@ -74,7 +67,7 @@ class Numbers(Collector):
             yield _family(kind, f"engine_{name}", "process", values)
 
 
-def _family(kind: type[Family], name: str, label: str, values: Mapping[str, float]) -> Family:
+def _family(kind: Any, name: str, label: str, values: Mapping[str, float]) -> Metric:
     family = kind(f"tiller_{name}", name, labels=[label])
     for each, value in values.items():
         family.add_metric([each], value)

@@ -118,14 +118,13 @@ def read_rollouts(path: Path) -> list[Chunk]:
     return found
 
 
-def read_samples(path: Path, count: int) -> list[dict[str, Any]]:
+def read_samples(path: Path, count: int) -> list[list[Any]]:
     """Return SAMPLE_COLUMNS of ``count`` rollouts, or fewer, from all parts of a file."""
     import pyarrow.parquet as parquet
 
     table = parquet.read_table(path, columns=[*SAMPLE_COLUMNS])
     every = max(1, -(-len(table) // count))
-    rows: list[dict[str, Any]] = table.take([*range(0, len(table), every)]).to_pylist()
-    return rows
+    return [[*row.values()] for row in table.take([*range(0, len(table), every)]).to_pylist()]
 
 
 def read_groups(path: Path) -> dict[int, list[Rollout]]:

@@ -153,7 +153,7 @@ class WeightsAndBiases(Sink):
             path = RolloutFolder(self._folder / name).path(step)
             if path.exists():
                 self._unread.remove((name, step))
-                rows = [[*row.values()] for row in read_samples(path, self.config.samples)]
+                rows = read_samples(path, self.config.samples)
                 table = wandb.Table(columns=[*SAMPLE_COLUMNS], data=rows)
                 self._run.log({"step": step, f"samples/{name}": table})
 

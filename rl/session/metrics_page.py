@@ -1,16 +1,15 @@
 """The page ``/metrics``, which Prometheus reads."""
 
-import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from rl.gateway.http import admit, serving
-from rl.host.listening import KEY, address_of
+from rl.host.listening import address_of
 from rl.observe.events import Events
 from rl.observe.prometheus import Numbers
 from rl.session.session import Session
@@ -25,7 +24,7 @@ def metrics_page(numbers: Numbers, session: Callable[[], Session | None], key: s
         admit(request, key, "a page")
         current = session()
         numbers.engines = {} if current is None else await current.pool.figures()
-        return Response(numbers.text(), headers={"content-type": CONTENT_TYPE_LATEST})
+        return Response(generate_latest(numbers.registry), media_type=CONTENT_TYPE_LATEST)
 
     return Route("/metrics", answer)
 
@@ -37,8 +36,7 @@ async def metrics_server(
     """Serve the page of the run ``name`` at ``address``, that of ``sinks.prometheus``, while the
     block runs.
     """
-    host, port = address_of(address, "sinks.prometheus")
-    key = os.environ.get(KEY) or None
+    host, port, key = address_of(address, "sinks.prometheus")
     numbers = Numbers(name)
     events.subscribe(numbers.write)
     page = metrics_page(numbers, session, key)

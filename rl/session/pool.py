@@ -87,20 +87,16 @@ class GeneratorPool:
         """Return the figures of each generator that runs and answers soon, by its name: see
         :meth:`rl.actors.generator.GeneratorMesh.figures`.
         """
-        asked = {
-            mesh: asyncio.create_task(unless_lost(mesh, mesh.figures()))
-            for mesh in self.meshes
-            if mesh.is_running
-        }
-        if asked:
-            await asyncio.wait(asked.values(), timeout=FIGURES_S)
-        found = {}
-        for mesh, task in asked.items():
-            if task.done() and task.exception() is None and (figures := task.result()):
+
+        async def ask(mesh: GeneratorMesh) -> dict[str, float]:
+            async with asyncio.timeout(FIGURES_S):
                 version = -1 if mesh.version is None else mesh.version
-                found[mesh.name] = {**figures, "policy_version": version}
-            task.cancel()
-        return found
+                return {**await mesh.figures(), "policy_version": version}
+
+        running = [mesh for mesh in self.meshes if mesh.is_running]
+        answers = await asyncio.gather(*map(ask, running), return_exceptions=True)
+        found = zip(running, answers, strict=True)
+        return {mesh.name: each for mesh, each in found if not isinstance(each, BaseException)}
 
     async def connect(self) -> str:
         """Bring all generators the trainer's weights and send them requests; return the plan."""

@@ -151,7 +151,7 @@ async def crowded(loop):
     await loop.run_between_steps(lambda engine: pool.free_blocks(taken))
     for name in ("r", "s"):
         await loop.generate([request(name, [3] * 70, max_tokens=1)])
-    return dict(loop.take_load()), await loop.run_between_steps(lambda engine: engine.figures())
+    return dict(loop.take_load()), await loop.figures()
 
 
 async def measured(loop):

@@ -64,7 +64,7 @@ def test_a_run_serves_its_newest_metrics_and_the_figures_of_its_generators(run, 
 @pytest.mark.parametrize(
     ("address", "message"),
     [
-        ("9400", "sinks.prometheus is '9400'; it must be HOST:PORT"),
+        ("9400", "sinks.prometheus is '9400'; it must be HOST:PORT, such as"),
         ("localhost:x", "sinks.prometheus is 'localhost:x'; it must be HOST:PORT"),
         ("0.0.0.0:9400", "sinks.prometheus 0.0.0.0: other machines can reach it; set TILLER_API"),
     ],

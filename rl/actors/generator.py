@@ -12,6 +12,7 @@ from rl.actors.group import Timed
 from rl.actors.mesh import Mesh, log, log_memory
 from rl.generation.generator_config import GeneratorConfig, environment, shared_memory
 from rl.host.platform import bind_to_device, has_rdma, memory_domain
+from rl.host.profiler import begin_profile, end_profile
 from rl.metrics import Metrics
 from rl.model.activations import Activations, joined
 from rl.model.digest import digests
@@ -125,6 +126,8 @@ class Generator(Actor):
     )
     offload = _engine_endpoint(lambda engine: engine.offload())
     onload = _engine_endpoint(lambda engine: engine.onload())
+    begin_profile = _engine_endpoint(lambda _, *args: begin_profile(*args))
+    end_profile = _engine_endpoint(lambda _, *args: end_profile(*args))
     weight_digests = _engine_endpoint(
         lambda engine, dtype: digests(engine.parameters(), dtype=dtype)
     )

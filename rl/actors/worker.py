@@ -19,6 +19,7 @@ from torchtitan.config import Configurable
 
 from rl.actors.group import Timed
 from rl.actors.mesh import Mesh, log_memory
+from rl.host import profiler
 from rl.host.platform import allocator_variables, bind_to_device, peak_memory, thread_variables
 from rl.metrics import Metrics, Value
 from rl.model.activations import Activations, Recorder, joined
@@ -127,7 +128,12 @@ class ModelWorker(Actor):
     drop_adapter = _endpoint("engine.adapters.drop", adapter="used")
     merge = _endpoint("engine.adapters.merge", changes=True)
     export_hf = _endpoint("_export_hf", changes=True)
+    begin_profile = _endpoint("_begin_profile")
+    end_profile = _endpoint("_end_profile")
     close = _endpoint("_close")
+
+    _begin_profile = staticmethod(profiler.begin_profile)
+    _end_profile = staticmethod(profiler.end_profile)
 
     def _having(self, source: Source, adapter: str) -> AbstractContextManager[None]:
         """Put an adapter into the model, or its weights while the block runs: see ``_endpoint``."""

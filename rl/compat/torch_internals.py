@@ -30,7 +30,22 @@ RELIES_ON = (
     "torch:_foreach_mul_",
     # torch has no public way to choose oneDNN for a product
     "torch:ops.mkldnn._linear_pointwise(X, W, B, attr, scalars, algorithm)",
+    # torch has no public name for the history of allocations
+    "torch.cuda.memory:_record_memory_history(enabled, stacks)",
+    "torch.cuda.memory:_dump_snapshot(filename)",
 )
+
+
+def record_memory(enabled: bool) -> None:
+    """Begin or stop to record the history of allocations on the GPU, with Python's stacks alone:
+    those of C++ take minutes to write.
+    """
+    torch.cuda.memory._record_memory_history("all" if enabled else None, stacks="python")
+
+
+def write_memory(path: str) -> None:
+    """Write the history of allocations for pytorch.org/memory_viz."""
+    torch.cuda.memory._dump_snapshot(path)
 
 
 def local_tensor(parameter: torch.Tensor) -> torch.Tensor:

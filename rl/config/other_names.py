@@ -1,7 +1,7 @@
 """Names of other trainers for Tiller's fields. They are refused with Tiller's name.
 
 TRL's names are those of its GRPOConfig, SFTConfig and DPOConfig; verl's and prime-rl's are the
-paths of their config files.
+paths of their config files, and torchtitan's those of its trainer's.
 """
 
 import re
@@ -50,6 +50,9 @@ OTHER_NAMES = {
     "trainer.save_freq": "trainer.checkpoint.interval",
     "trainer.test_freq": "evaluation.every",
     "trainer.val_before_train": "evaluation.at_start",
+    # torchtitan
+    "profiler.enable_profiling": "profile",
+    "profiler.enable_memory_snapshot": "profile.memory",
     # prime-rl
     "seq_len": "model.max_seq_len",
     "max_async_level": "rollout.max_staleness",

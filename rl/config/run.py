@@ -119,6 +119,22 @@ class SinksConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class ProfileConfig:
+    """Profiles of chosen ranks in chosen steps, by torch's profiler."""
+
+    steps: Annotated[tuple[int, ...], at_least(1)] = ()
+    """Steps to profile. The run folder gets their traces, which the timeline page of ``rl.view``
+    opens. A profiled step takes longer, and so does the next one, during which the traces are
+    written."""
+
+    ranks: tuple[str, ...] = ("trainer[0]", "generator-0[0]")
+    """Ranks to profile, by their names on the timeline."""
+
+    memory: bool = True
+    """Whether to record allocations too, and on GPUs a memory snapshot."""
+
+
+@dataclass(kw_only=True, slots=True)
 class RunConfig:
     """Config of a run of any trainer."""
 
@@ -134,6 +150,7 @@ class RunConfig:
     watchdog: Annotated[WatchdogConfig, COSMETIC] = field(default_factory=WatchdogConfig)
     sinks: Annotated[SinksConfig, COSMETIC] = field(default_factory=SinksConfig)
     record: Annotated[RecordConfig, COSMETIC] = field(default_factory=RecordConfig)
+    profile: Annotated[ProfileConfig, COSMETIC] = field(default_factory=ProfileConfig)
     hardware: Annotated[HardwareConfig, PERFORMANCE] = field(default_factory=HardwareConfig)
     slurm: Annotated[SlurmConfig, PERFORMANCE] = field(default_factory=SlurmConfig)
     kubernetes: Annotated[KubernetesConfig, PERFORMANCE] = field(default_factory=KubernetesConfig)
@@ -194,6 +211,15 @@ class RunConfig:
             self.trainer, parallelism=parallelism, checkpoint=checkpoint, router_replay="none"
         )
         return Role("reference", trainer, self.model)
+
+    def rank_names(self) -> list[str]:
+        """Return the names of the ranks of all models and generators at the start."""
+        meshes = {name: role.trainer.ranks for name, role in self.models().items()}
+        if (sampling := self.sampling_run()) is not None:
+            generator = sampling.generator
+            numbers = range(generator.replicas)
+            meshes |= {f"generator-{n}": generator.tensor_parallel_degree for n in numbers}
+        return [f"{name}[{rank}]" for name, ranks in meshes.items() for rank in range(ranks)]
 
     def sampling_run(self) -> "SamplingRunConfig | None":
         """Return the config of a run that samples with the same generators; None if the run has no

@@ -66,7 +66,7 @@ class ServeConfig(RunConfig):
 
     def unused(self) -> dict[str, str]:
         """Return the fields and sections that change nothing in a server, each with the reason."""
-        names = ("steps", "export_every", "quiet", "watchdog", "sinks", "record")
+        names = ("steps", "export_every", "quiet", "watchdog", "sinks", "record", "profile")
         of_steps = ("trainer.optimizer", "trainer.lr_scheduler", "trainer.training.max_norm")
         return (
             dict.fromkeys(names, NO_RUN)

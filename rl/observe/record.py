@@ -44,6 +44,7 @@ class RunRecord:
                            were dropped, by reason, and the number of prompts in each state
     ``evaluations.jsonl``  one object per evaluation, with the step of the evaluated weights
     ``evaluations/``       one Parquet file per evaluation: its rollouts
+    ``profiles/``          one folder per profiled step, written by the ranks
     ``checkpoints/``       written by the trainer
     ``logs/``              one file per process; ``run.log``: messages of the run, with times
     ``summary.json``       results of a finished run
@@ -81,6 +82,7 @@ class RunRecord:
         self.rollouts = RolloutFolder(self.folder / "rollouts")
         self.ledger_path = self.folder / "ledger.jsonl"
         self.evaluations_path = self.folder / "evaluations.jsonl"
+        self.profiles = StepFolders(self.folder / "profiles")
         self.evaluated = RolloutFolder(self.folder / "evaluations")
         self._spans: list[str] = []
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="rollouts")
@@ -235,6 +237,7 @@ class RunRecord:
                 os.truncate(self.events_path, end)
         self.rollouts.drop_after(step)
         self.evaluated.drop_after(step)
+        self.profiles.forget_after(step)
         rows = [self.metrics_path, self.digests_path, self.ledger_path, self.evaluations_path]
         for path in rows:
             keep = 0

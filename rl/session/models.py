@@ -92,7 +92,7 @@ class Models:
             self._residency.forget(role)
 
     @property
-    def _present(self) -> dict[str, WorkerGroup]:
+    def present(self) -> dict[str, WorkerGroup]:
         """Worker groups whose processes run from ``start`` to ``stop``, by role."""
         return {role: group for role, group in self._groups.items() if role not in self._aside}
 
@@ -101,7 +101,7 @@ class Models:
 
     async def start_models(self) -> None:
         """Start every model that is not running; models that share devices start one by one."""
-        lost = [role for role, group in self._present.items() if not group.is_running]
+        lost = [role for role, group in self.present.items() if not group.is_running]
         for role in lost:
             self._residency.forget(role)
         async with background() as work:

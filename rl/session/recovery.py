@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Awaitable
 from typing import TypeVar
 
-from rl.actors.generator import GeneratorMesh
+from rl.actors.mesh import Mesh
 from rl.errors import ActorFailure, RankLost, RunError
 from rl.observe.events import Events
 
@@ -50,10 +50,8 @@ class Recovery:
         self._events.emit("lost", process=generator or failure.actor, text=text)
 
 
-async def unless_lost(mesh: GeneratorMesh, call: Awaitable[T]) -> T | None:
-    """Return the result of a call to a generator; None if the generator is lost, since its pool
-    starts it again.
-    """
+async def unless_lost(mesh: Mesh, call: Awaitable[T]) -> T | None:
+    """Return the result of a call to a mesh; None if the mesh is lost, which others handle."""
     try:
         return await call
     except RankLost as lost:

@@ -146,7 +146,7 @@ class Session(Models):
         try:
             await self.start()
             self._events.note("loading weights")
-            for role in self._present:
+            for role in self.present:
                 await self.load(role=role)
             await self.connect()
             async with self.running():
@@ -180,7 +180,7 @@ class Session(Models):
         If a model is lost, cancel the block and raise that failure.
         """
         generators = [self.pool.run(), self._push.run()] if self.config.generator else []
-        models = [_raise_failure(group) for group in self._present.values()]
+        models = [_raise_failure(group) for group in self.present.values()]
         async with background(*generators, *models):
             yield
 
@@ -194,7 +194,7 @@ class Session(Models):
 
     async def close(self) -> None:
         """Let every engine clean up, after saves that are still being written."""
-        models = asyncio.gather(*(group.close() for group in self._present.values()))
+        models = asyncio.gather(*(group.close() for group in self.present.values()))
         await self.pool.close()
         await models
 
@@ -375,7 +375,7 @@ class Session(Models):
         return {mesh.name: mesh.version for mesh in self.pool.meshes}
 
     def __repr__(self) -> str:
-        meshes = (*self._present.values(), *self.pool.meshes)
+        meshes = (*self.present.values(), *self.pool.meshes)
         state = "open" if all(each.is_running for each in meshes) else "not open"
         version = f"policy version {self.version}, " if self.has("trainer") else ""
         return f"<Session, {state}: {self._meshes()}, {version}folder {self.folder}>"

@@ -15,6 +15,7 @@ from rl.observe.progress import Progress
 from rl.observe.record import RunRecord
 from rl.observe.spans import Stopwatch
 from rl.session.concurrency import Signal, background
+from rl.session.profiles import profiled
 from rl.session.session import Session
 from rl.session.session_config import SessionConfig
 from rl.trainers.failed_call import FailedCall
@@ -252,14 +253,28 @@ class Run:
         trainer = self.trainer
         self.is_training = True
         self.watch.lap()
-        async with background(self.report.look_for_stalls()):
+        async with background(self.report.look_for_stalls()), AsyncExitStack() as profile:
+            await self._profile(profile)
             while trainer.step < trainer.total_steps and await trainer.train_step():
+                await self._profile(profile)
                 await trainer.after_step()
                 if self._is_due(trainer.step):
                     await self.save_checkpoint()
                 await self._export_if_due(trainer.step)
         await self.save_checkpoint()
         await trainer.wind_down()
+
+    async def _profile(self, profile: AsyncExitStack) -> None:
+        """End the profile of the step before; begin that of the next one if the config says so."""
+        await profile.aclose()
+        config = self.config.profile
+        step = self.trainer.step + 1
+        if step in config.steps:
+            meshes = [*self.session.present.values(), *self.session.pool.meshes]
+            folder = self.record.profiles.path(step)
+            begun = profiled(meshes, config.ranks, folder, memory=config.memory)
+            await profile.enter_async_context(begun)
+            self.events.note(f"profiling step {step} into {folder}")
 
     @contextmanager
     def step_calls(self) -> Iterator[None]:

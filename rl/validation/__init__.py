@@ -179,6 +179,16 @@ def _validate_sinks(config: RunConfig) -> None:
         address_of(config.sinks.prometheus, "sinks.prometheus")
 
 
+def _validate_profile(config: RunConfig) -> None:
+    profile = config.profile
+    last = max(profile.steps, default=0)
+    rule = f"at most steps={config.steps}"
+    check(config, "profile.steps", last <= config.steps or config.optimizer_steps is None, rule)
+    known = config.rank_names()
+    holds = profile.ranks == type(profile)().ranks or {*profile.ranks} <= {*known}
+    check(config, "profile.ranks", holds, f"ranks of the run, of which the first is {known[0]!r}")
+
+
 def _validate_examples(config: SFTConfig | PreferenceConfig) -> None:
     room = shape_of(config.model).max_seq_len
     longest = config.longest
@@ -241,7 +251,7 @@ CHECKS: dict[type, list[Callable[[Any], None]]] = {
         *(validate_types, validate_numbers, find_models, validate_unused, validate_folders),
         *(validate_layouts, _validate_cuda, _validate_checkpoint, _validate_training_modes),
         *(validate_optimizers, _validate_schedules, _validate_lora, _validate_balance),
-        *(_validate_watchdog, _validate_slurm, _validate_sinks),
+        *(_validate_watchdog, _validate_slurm, _validate_sinks, _validate_profile),
     ],
     DatasetRunConfig: [validate_nodes, validate_devices, _validate_examples],
     SFTConfig: [_validate_supervision],

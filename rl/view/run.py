@@ -90,11 +90,22 @@ class Run:
             return {"curves": found}
 
     def timeline(self, first: int, count: int) -> dict[str, Any]:
-        """Return the spans of ``count`` steps from ``first`` on."""
+        """Return the spans of ``count`` steps from ``first`` on, and the files of their profiles,
+        each with its step.
+        """
         count = min(max(count, 1), 50)
+        files = [
+            (step, path.name)
+            for step in range(first, first + count)
+            for path in sorted(self.profile(step).glob("[!.]*"))
+        ]
         with self._lock:
             self._events.update()
-            return self._events.timeline(first, first + count - 1)
+            return self._events.timeline(first, first + count - 1) | {"profiles": files}
+
+    def profile(self, step: int) -> Path:
+        """Return the folder of the profile of ``step``, whether it exists or not."""
+        return self.folder / "profiles" / f"step-{step}"
 
     def evaluations(self) -> dict[str, Any]:
         """Return the curves of all numbers of evaluations."""

@@ -16,7 +16,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, RedirectResponse, Response
+from starlette.responses import FileResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
@@ -107,6 +107,13 @@ def make_app(runs: Sequence[Run], key: str | None = None) -> Starlette:
             return _json({"error": said_by(error)}, 400)
         return _json(content)
 
+    async def profile(request: Request) -> Response:
+        given = request.path_params
+        found = [run.profile(given["step"]) / given["file"] for run in runs[given["run"] :][:1]]
+        if not found or not found[0].is_file():
+            raise HTTPException(404)
+        return FileResponse(found[0], headers={"content-encoding": "identity"})
+
     async def enter(request: Request) -> Response:
         body = b""
         async for part in request.stream():
@@ -125,6 +132,7 @@ def make_app(runs: Sequence[Run], key: str | None = None) -> Starlette:
     return Starlette(
         routes=[
             Route("/api/{name}", data),
+            Route("/profiles/{run:int}/{step:int}/{file}", profile),
             Route("/key", enter, methods=["POST"]),
             Mount("/", StaticFiles(directory=PAGE, html=True)),
         ],

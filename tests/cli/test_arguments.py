@@ -89,8 +89,8 @@ REFUSED = {
     "trainer.float8:liner": "trainer.float8:liner: there is no such option; did you mean "
     "trainer.float8:linear or trainer.float8:none or --trainer.float8? a field is given as --FIELD "
     "VALUE",
-    "steps=3": "steps: there is no such option; did you mean --steps? a field is given as --FIELD "
-    "VALUE",
+    "steps=3": "steps: there is no such option; did you mean --steps or --profile.steps? a field "
+    "is given as --FIELD VALUE",
     "--steps": "--steps needs a value",
     "--steps two": "--steps: invalid literal for int() with base 10: 'two'",
     "--algorithm dapoo": "--algorithm is 'dapoo'; did you mean dapo or dppo or ppo? allowed are "

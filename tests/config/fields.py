@@ -198,6 +198,8 @@ trainers/test_cached_reference.py
   test_scores_that_were_computed_once_give_the_loss_of_those_of_each_step:
     InitialPolicyConfig scores
 trainers/test_conformance.py
+  test_chosen_ranks_are_profiled_in_chosen_steps_with_their_memory:
+    ProfileConfig steps ranks memory
   test_the_model_is_exported_every_so_many_steps: RunConfig export_every
 trainers/test_loop.py
   test_checkpoints_are_saved_when_the_config_asks_for_them:

@@ -81,6 +81,7 @@ _SERVE: dict[str, tuple[object, str]] = {
     "watchdog.stalled": ("warn", _NO_RUN),
     "sinks.tensorboard": (True, _NO_RUN),
     "record.digests": (False, _NO_RUN),
+    "profile.memory": (False, _NO_RUN),
     "slurm.partition": ("gpu", _ONE_HOST),
     "kubernetes.image": ("tiller", _ONE_HOST),
     "trainer.lr_scheduler.warmup_steps": (7, _CLIENTS),

@@ -82,6 +82,8 @@ REFUSED: list[tuple[Edits, str]] = [
     ),
     ({"weights.transport": "rdma", "weights.fan_out": 2}, "1 with weights.transport='rdma'"),
     ({"watchdog.entropy_min": 0.5, "watchdog.entropy_max": 0.4}, "0 or above entropy_min=0.5"),
+    ({"profile.steps": (3, 201)}, "at most steps=200"),
+    ({"profile.ranks": ("trainer[1]",)}, r"ranks of the run, of which the first is 'trainer\[0\]'"),
     ({"watchdog.drift": "warning"}, "'ignore' or 'warn' or 'fail'"),
     ({"slurm.time": "1h"}, "empty, or minutes, minutes:seconds, hours:minutes:seconds or"),
     *(

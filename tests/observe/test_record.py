@@ -99,6 +99,8 @@ def test_resuming_drops_rows_after_the_checkpoint(record, step):
     fill(record, 5)
     record.write_summary({})
     record.write_failure({})
+    for profiled in (1, 4):
+        record.profiles.path(profiled).mkdir(parents=True)
     record.drop_after(step)
     kept = list(range(1, min(step, 5) + 1))
     assert [row["step"] for row in lines(record.metrics_path)] == kept
@@ -107,6 +109,7 @@ def test_resuming_drops_rows_after_the_checkpoint(record, step):
     assert [row["step"] for row in record.read_evaluations()] == [
         number for number in kept if number % 2 == 0
     ]
+    assert record.profiles.steps() == [each for each in (1, 4) if each <= step]
     assert not (record.folder / "failure.json").exists()
     assert not (record.folder / "summary.json").exists()
 

@@ -4,6 +4,9 @@ The tests of a kind share one trainer of real engines, in the order of this file
 are long train from datasets as the preference trainer does.
 """
 
+import gzip
+import json
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -50,6 +53,8 @@ def run(request, model, tmp_path_factory):
     config = config_of(request.param, model, tmp_path_factory.mktemp("run") / "run", STEPS)
     config.trainer.checkpoint.keep_latest_k = 3
     config.export_every = 2
+    config.profile.steps = (2, 3)
+    config.profile.ranks = ("trainer[0]",) + ("generator-0[0]",) * (request.param == "rl")
     rank_variables()  # the server of the ranks stays
     before = descendants()
     run = Run(request.param, config)
@@ -69,6 +74,18 @@ def test_the_state_is_that_of_the_last_step_and_the_newest_checkpoints_are_kept(
     assert (run.trained.step, run.trained.version, len(run.whole)) == (STEPS, STEPS, STEPS)
     assert any(name.startswith("eval/") for name in run.trained.metrics)
     assert run.trainer.run.checkpoints.complete() == [2, 3, 4]
+
+
+def test_chosen_ranks_are_profiled_in_chosen_steps_with_their_memory(run):
+    folder = run.trainer.run.record.folder / "profiles"
+    assert sorted(path.name for path in folder.iterdir()) == ["step-2", "step-3"]
+    works = {"trainer[0]": "Optimizer.step", "generator-0[0]": "aten::"}
+    for rank in run.trainer.arguments.profile.ranks:
+        paths = [folder / step / f"{rank}.json.gz" for step in ("step-2", "step-3")]
+        traces = [gzip.decompress(path.read_bytes()) for path in paths]
+        names = {event["name"] for each in traces for event in json.loads(each)["traceEvents"]}
+        assert "[memory]" in names and any(each.startswith(works[rank]) for each in names), rank
+    assert len([*folder.glob("*/*")]) == 2 * len(run.trainer.arguments.profile.ranks)
 
 
 def test_the_model_is_exported_every_so_many_steps(run, tmp_path):

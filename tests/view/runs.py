@@ -1,5 +1,6 @@
 """Run folders as runs write them, made in a moment."""
 
+import gzip
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -61,6 +62,7 @@ def make_run(
             folder / "evaluations" / f"step-{step}.parquet", place=place, text=text[:2000]
         )
     make_tokenizer(folder / "tokenizer")
+    write_profile(folder, 7, name=f"aten::mm {text[:100]}")
     for step in range(steps - recorded + 1, steps + 1):
         path = folder / "rollouts" / f"step-{step}.parquet"
         path.parent.mkdir(exist_ok=True)
@@ -70,6 +72,32 @@ def make_run(
     else:
         write_json(folder / "failure.json", failure)
     return folder
+
+
+def write_profile(folder: Path, step: int, *, kernels: int = 3, name: str = "aten::mm") -> None:
+    """Write a trace of torch's profiler: an optimizer's step with products that each launch a
+    kernel, 1 ms apart and 0.5 ms long, and the memory that they allocate.
+    """
+    spans = [("user_annotation", 1, "Optimizer.step", 0, 1000 * kernels)]
+    memory = []
+    for number in range(kernels):
+        begin = 1000 * number + 100
+        spans.append(("cpu_op", 1, name, begin, 500))
+        spans.append(("cpu_op", 1, "aten::resize_", begin + 100, 100))
+        spans.append(("kernel", 7, "gemm", begin + 600, 200))
+        args = {"Device Type": 0, "Device Id": -1, "Total Allocated": 2**20 * (number + 1)}
+        memory.append({"ph": "i", "name": "[memory]", "pid": 1, "ts": begin, "args": args})
+    named = {"ph": "M", "name": "thread_name", "pid": 1, "tid": 1, "args": {"name": "thread 1"}}
+    whole = {"ph": "X", "cat": "Trace", "name": "all", "pid": "x", "tid": "x", "ts": 0, "dur": 1e6}
+    events = [
+        {"ph": "X", "cat": cat, "pid": 1, "tid": tid, "name": name, "ts": ts, "dur": dur}
+        for cat, tid, name, ts, dur in spans
+    ]
+    path = folder / "profiles" / f"step-{step}"
+    path.mkdir(parents=True)
+    content = json.dumps({"traceEvents": [named, whole, *events, *memory]})
+    (path / "trainer[0].json.gz").write_bytes(gzip.compress(content.encode()))
+    (path / "trainer[0].pickle").write_bytes(b"snapshot")
 
 
 def line(row: dict) -> str:

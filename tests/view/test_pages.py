@@ -126,6 +126,33 @@ def test_the_timeline_has_the_spans_of_a_step(page):
     assert count(page, "#spans rect") == 40
 
 
+def test_a_profile_is_opened_from_the_timeline(page):
+    page.turn("#/timeline?run=0&step=6")
+    assert count(page, "#profiles") == 0
+    page.turn("#/timeline?run=0&step=7")
+    page.value("document.querySelector('#profiles a').click()")
+    page.wait("document.querySelector('#flames') !== null")
+    assert text(page, "main .bar b") == "trainer[0]"
+    assert count(page, "#flames rect") == 10
+    rows = page.value(
+        "[...document.querySelectorAll('#operators tbody tr')].map((row) => "
+        "[...row.cells].map((cell) => cell.innerText))"
+    )
+    assert rows == [
+        ["Optimizer.step", "CPU", "1", "1.5 ms", "41.7 %", "3 ms"],
+        ["aten::mm the answer", "CPU", "3", "1.2 ms", "33.3 %", "1.5 ms"],
+        ["gemm", "GPU", "3", "600 µs", "16.7 %", "600 µs"],
+        ["aten::resize_", "CPU", "3", "300 µs", "8.3 %", "300 µs"],
+    ]
+    assert "3" in text(page, ".chart .head")  # MiB
+    page.value("document.querySelectorAll('#flames rect')[1].dispatchEvent(new Event('click'))")
+    page.wait("document.querySelectorAll('#flames rect').length === 3")
+    page.value("document.querySelector('main button').click()")
+    page.wait("document.querySelectorAll('#flames rect').length === 10")
+    links = page.value("[...document.querySelectorAll('a[download]')].map((each) => each.download)")
+    assert links == ["step-7-trainer[0].json.gz", "trainer[0].pickle"]
+
+
 def test_rollouts_are_filtered_sorted_and_opened(page):
     page.turn("#/rollouts?run=0&step=20")
     assert count(page, "tbody tr") == 8
@@ -278,6 +305,8 @@ def test_hostile_text_is_shown_as_text(page):
     assert "onerror=alert(1)" in text(page)
     page.turn("#/evaluation?run=1")
     assert "<script>" in text(page, "#changed")
+    page.turn("#/timeline?run=1&step=7&profile=trainer%5B0%5D.json.gz")
+    assert "<script>" in text(page, "#operators")
 
 
 def test_a_text_of_ten_megabytes_is_cut(page):

@@ -68,6 +68,12 @@ def test_every_answer_is_json(client, path, key):
         ("/nothing.js", 404),
         ("/..%2f__main__.py", 404),
         ("/api/table?step=999", 200),
+        ("/profiles/0/7/trainer%5B0%5D.json.gz", 200),
+        ("/profiles/0/7/trainer%5B0%5D.pickle", 200),
+        ("/profiles/0/7/trainer%5B1%5D.pickle", 404),
+        ("/profiles/2/7/trainer%5B0%5D.pickle", 404),
+        ("/profiles/0/7/..", 404),
+        ("/profiles/0/7/..%2f..%2f..%2fconfig.json", 404),
     ],
 )
 def test_wrong_addresses_are_answered(client, path, status):

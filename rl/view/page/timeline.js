@@ -126,6 +126,9 @@ async function timeline(view) {
     el("span", { class: "grow" }),
     link("rollouts", { run: view.run, step }, "rollouts of this step"));
   if (data.error) return [controls, note(data.error, "warn")];
+  if (query.profile) return profile(view, data.profiles);
+  const profiles = profileLinks(view, data.profiles);
+  if (profiles.length) controls.append(el("span", { id: "profiles" }, "profiles:", ...profiles));
   const rows = lanes(data.spans);
   if (!rows.length) return [controls, note("events.jsonl has no spans of this step")];
   const [begin] = range(data.spans.map((span) => span[2]));

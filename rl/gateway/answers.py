@@ -204,14 +204,15 @@ def until(holds: Callable[[list[int]], bool], completion: Completion) -> Complet
 
 
 def _by_word(row: dict[str, Any]) -> dict[str, float] | None:
-    """Return the log-probs at a token by text: its own, and the highest of each other text; None
-    for the first token of a prompt, which has none.
+    """Return the log-probs at a token by text: the highest of each text, of which its own is one;
+    None for the first token of a prompt, which has none.
     """
     if row["logprob"] is None:
         return None
     found: dict[str, float] = {}
     for each in [row, *row["top_logprobs"]]:
-        found.setdefault(each["token"], each["logprob"])
+        word = each["token"]
+        found[word] = max(each["logprob"], found.get(word, each["logprob"]))
     return found
 
 

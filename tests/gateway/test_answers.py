@@ -182,6 +182,7 @@ async def test_log_probs_belong_to_the_sampled_tokens_and_to_the_most_likely_one
 @pytest.mark.parametrize("count", [0, 3])
 @awaited
 async def test_completions_have_the_most_likely_tokens_by_text(count, stream):
+    """Of tokens with one text, the most likely one counts: clients look for the greedy one."""
     policy = Policy(["plain"])
     async with server(policy) as (_, _, client):
         answer = await client.completions.create(
@@ -198,7 +199,7 @@ async def test_completions_have_the_most_likely_tokens_by_text(count, stream):
     rows = zip(found.top_logprobs, completion.tokens, completion.logprobs, strict=True)
     for top, token, logprob in rows:
         words = [qwen3().decode([token + more]) for more in range(count)]
-        assert top == {words[2]: -2.5, words[1]: -1.5, words[0]: logprob}
+        assert top == {words[2]: -2.5, words[1]: -1.5, words[0]: max(logprob, -0.5)}
 
 
 @STREAM
@@ -229,6 +230,7 @@ async def test_an_echo_begins_with_the_prompt_and_its_log_probs(prompt, count, s
         assert found.top_logprobs is None
         return
     assert found.top_logprobs[0] is None
-    for top, token, logprob in zip(found.top_logprobs, tokens, found.token_logprobs, strict=True):
+    rows = [*zip(found.top_logprobs, tokens, found.token_logprobs, strict=True)]
+    for top, token, logprob in rows[1:]:
         words = [qwen3().decode([token + more]) for more in range(2)]
-        assert top in (None, {words[1]: -1.5, words[0]: logprob})
+        assert top == {words[1]: -1.5, words[0]: max(logprob, -0.5)}

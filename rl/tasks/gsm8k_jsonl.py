@@ -26,6 +26,8 @@ ANSWERS = ("ground_truth", "answer", "solution")
 BOX = r"\boxed"
 LAST = 1000
 """Size of the end of a text in which a box is looked for, in characters."""
+HUGE = re.compile(r"!|\^\{[^}]*\^|\^\w\^|\d{5}|\\(?:binom|sum|prod|int)")
+"""Signs of an expression that algebra might compute for hours."""
 REFERENCE = re.compile(rf"####\s*\$?({NUMBER})\s*$")
 LONGEST_VALUE = 40
 
@@ -35,7 +37,7 @@ class Gsm8kJsonl(ChatJsonl):
 
     Rows of MATH (``problem``, and ``solution`` with ``\boxed{…}``) and of DAPO-Math (``prompt``,
     and ``reward_model`` with ``ground_truth``) are read too. Answers that are numbers or fractions
-    are compared as numbers, others as LaTeX without its spaces and sizes.
+    are compared as numbers, others as LaTeX without its spaces and sizes, or by algebra.
 
     Tokenizer and chat template are those of ``model.hf_path``.
     """
@@ -46,6 +48,10 @@ class Gsm8kJsonl(ChatJsonl):
             "Think step by step, then give the answer on a line of its own, as: #### NUMBER"
         )
         """Text that follows each question in the user's message."""
+
+        symbolic: bool = False
+        """Whether answers that are no numbers are also right if math-verify finds them equal to the
+        reference by algebra, as ``x(x+1)`` and ``x^2+x``."""
 
     config: Config
     can_only_score: ClassVar[bool] = True
@@ -71,6 +77,8 @@ class Gsm8kJsonl(ChatJsonl):
             answer = marked_expression(text)
             marked = answer is not None
             correct = answer == prompt.answer
+            if self.config.symbolic and answer and not (correct or HUGE.search(answer)):
+                correct = same_value(answer, prompt.answer)
         metrics = {"answered": float(answer is not None), "format": float(marked)}
         return Score(reward=float(correct), correct=correct, metrics=metrics)
 
@@ -139,10 +147,10 @@ def marked_expression(text: str) -> str | None:
 
 
 def same_value(answer: str, reference: str) -> bool:
-    """Whether two values are equal as numbers: 0.5 is 1/2, and 42.0 is 42."""
+    """Whether two values or expressions are equal: 0.5 is 1/2, and 42.0 is 42."""
     from math_verify import verify
 
-    # Its timeouts are signals, which only the main thread may set. All values here are short.
+    # Its timeouts are signals, which only the main thread may set. No value here is huge.
     return verify(_parse(reference), _parse(answer), timeout_seconds=None)
 
 

@@ -135,7 +135,7 @@ def test_an_algorithm_is_chosen_by_its_name_and_later_fields_change_it():
     ("arguments", "said"),
     [
         ("--config quikstart", r"did you mean quickstart or tool_quickstart\? .*_jsonl, "),
-        ("--config xyzzy", "there is no such config; the configs are dpo_jsonl, "),
+        ("--config xyzzy", "there is no such config; the configs are aime_2024, "),
         ("--config no.such.config", r"cannot import no.such \(.*\); is its folder on PYTHONPATH"),
         *(
             (given, r"--config NAME is missing; for example .*\nconfigs: (.|\n)*quickstart")

@@ -163,6 +163,7 @@ tasks/test_gsm8k_jsonl.py
   test_prompts_are_the_chat_template_with_the_question_in_it:
     ChatTask.Config system_prompt instruction enable_thinking
     Gsm8kJsonl.Config instruction
+  test_expressions_are_compared_by_algebra_if_the_config_says_so: Gsm8kJsonl.Config symbolic
 tasks/test_mixture.py
   test_prompts_of_a_task_are_those_of_its_own_seed: CopyDigits.Config digits
   test_fields_of_inner_tasks_weights_and_stages_are_given_on_the_command_line:
@@ -170,6 +171,8 @@ tasks/test_mixture.py
   test_each_task_shows_its_prompts_in_order_across_stages: Mixture.Config weights
   test_held_out_prompts_are_of_all_tasks_in_proportion_to_their_shares_of_the_stages:
     Mixture.Config held_out_weights
+tasks/test_multiple_choice.py
+  test_choices_of_gpqa_are_in_an_order_of_the_question_alone: MultipleChoice.Config instruction
 tasks/test_python_puzzles.py
   test_score_is_the_share_of_tests_that_pass: PythonPuzzles.Config all_or_nothing instruction
   test_a_solution_has_the_time_and_the_memory_of_the_config: PythonPuzzles.Config seconds memory_mib

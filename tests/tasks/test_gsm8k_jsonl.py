@@ -166,6 +166,26 @@ def test_the_reward_is_one_for_the_right_number_and_zero_otherwise(tiny):
     assert task.score(prompt, "", SILENT).metrics["answered"] == 0.0
 
 
+EQUAL = {
+    r"x(x+1)": r"\boxed{x^2 + x}",
+    r"\frac{\sqrt{3}}{2}": r"\boxed{\sqrt{3}/2}",
+    r"(3,\frac{1}{2})": r"\boxed{(3, 0.5)}",
+    r"\{1,2\}": r"\boxed{\{2, 1\}}",
+}
+
+
+def test_expressions_are_compared_by_algebra_if_the_config_says_so(tiny, tmp_path):
+    rows = [{"problem": f"{answer}?", "answer": rf"\boxed{{{answer}}}"} for answer in EQUAL]
+    path = write(tmp_path / "math.jsonl", *rows)
+    for symbolic in (False, True):
+        task = build(tiny, path=path, held_out_fraction=1.0, symbolic=symbolic)
+        prompts = task.eval_prompts(9)
+        for prompt, answer in zip(prompts, EQUAL.values(), strict=True):
+            assert task.score(prompt, answer, SILENT).correct == symbolic
+        for wrong in (r"\boxed{x^2+1}", r"\boxed{9^{9^{9^9}}}", r"\boxed{999!!}", r"\boxed{", ""):
+            assert not any(task.score(prompt, wrong, SILENT).correct for prompt in prompts)
+
+
 def test_a_reward_worker_scores_without_reading_the_data(tiny):
     config = Gsm8kJsonl.Config(path="/nowhere/x.jsonl")
     model = ModelConfig(hf_path=str(tiny[0]))

@@ -63,7 +63,7 @@ def bind_to_device() -> None:
     Does nothing without CUDA. No test runs CUDA.
     """
     if device_type() == "cuda":
-        gpu = torch.cuda.get_device_properties(int(os.environ["LOCAL_RANK"]))
+        gpu: Any = torch.cuda.get_device_properties(int(os.environ["LOCAL_RANK"]))
         bind_to(f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0")
 
 

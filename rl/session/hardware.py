@@ -118,7 +118,7 @@ class HardwareConfig:
     """Bandwidth from a device to other nodes, in GB/s in one direction. 0 uses the data sheet's."""
 
     host_memory_gib: Annotated[float, _FIGURE] = 0.0
-    """Memory of a node in GiB, for all its ranks. 0 for the least that a node of this job has;
+    """Memory of a node in GiB, for all its ranks. 0 for the least that a node of the Slurm job has;
     outside a job for that of the current host, or for 2048 if the host lacks the device."""
 
     training_efficiency: Annotated[float, above(0, 1)] = 0.4

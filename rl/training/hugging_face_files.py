@@ -1,6 +1,7 @@
 """Tensors of a Hugging Face folder, from the headers of its safetensors files."""
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,6 +52,7 @@ def check_folder(
         f"{folder} holds {len(stored)} tensors, fewer than num_hidden_layers={layers} times "
         f"num_experts={experts}",
     )
+    shape = replace(shape, expert_bias=shape.expert_bias and has_biases(stored))
     wanted = hugging_face_tensors(shape)
     if head == "values":
         wanted.pop(HEAD, None)
@@ -69,6 +71,11 @@ def check_folder(
     check_tensors(folder, stored, wanted)
     if head == "logprobs" and shape.tie_embeddings and HEAD in stored:
         _check_tied_head(folder, stored)
+
+
+def has_biases(stored: Iterable[str]) -> bool:
+    """Return whether the biases of routers are among the tensors ``stored``, by name."""
+    return any(name.endswith(EXPERT_BIAS) for name in stored)
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
@@ -110,11 +117,6 @@ def check_tensors(folder: Path, stored: dict[str, StoredTensor], wanted: Shapes)
     """Raise ConfigError, naming file and tensor, unless the ``stored`` tensors have the
     names and shapes of ``wanted``, and readable dtypes.
     """
-    wanted = {
-        name: shape
-        for name, shape in wanted.items()
-        if name in stored or not name.endswith(EXPERT_BIAS)
-    }
     missing = [name for name in wanted if name not in stored]
     require(
         missing != [SCORE],

@@ -22,8 +22,8 @@ from rl.model.shape import ModelShape, family_of, hf_config
 from rl.model.shards import Box, Shards
 from rl.training.all_ranks import on_every_rank, on_first_rank
 from rl.training.engine import TrainingEngine
-from rl.training.hugging_face_files import check_tensors, files_of, stored_tensors
-from rl.training.hugging_face_names import EXPERT_BIAS, SCORE, HuggingFaceNames, Shapes, TensorPiece
+from rl.training.hugging_face_files import check_tensors, files_of, has_biases, stored_tensors
+from rl.training.hugging_face_names import SCORE, HuggingFaceNames, Shapes, TensorPiece
 from rl.training.lora import peft_adapter, write_peft
 from rl.training.sharded_model import named_weights, shards_of
 from rl.training.value_head import ValueHead
@@ -108,7 +108,7 @@ class HuggingFaceFolders:
         shards = shards_of(self._model)
         if self._has_values and SCORE not in stored:  # a language model: the head stays 0
             del shards["lm_head.weight"]
-        if not any(name.endswith(EXPERT_BIAS) for name in stored):  # the biases stay 0
+        if not has_biases(stored):  # they stay 0
             shards = {name: shards[name] for name in shards if not name.endswith("expert_bias")}
         check_tensors(folder, stored, self._tensors(shards))
         files = {name: tensor.file for name, tensor in stored.items()}

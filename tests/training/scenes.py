@@ -107,8 +107,8 @@ def engine_of(
     **trainer: Any,
 ) -> TrainingEngine:
     """Return an engine with random weights three times torchtitan's, so that some tokens are more
-    likely, and biases and sinks that are not 0. It computes with the experts that a batch has,
-    and balances experts.
+    likely, and biases and sinks that are not 0. It computes with the experts that a batch has, and
+    balances them.
     """
     replay = "generator" if model.num_experts else "none"
     balance = BalanceConfig(loss_coefficient=BALANCE if model.num_experts else 0.0)

@@ -69,6 +69,7 @@ def main() -> None:
             joint = draws.choice(["", " "])
             text = joint.join(draws.choices(PARTS, k=draws.randint(0, 7)))
             text = f'"{text}"' if draws.random() < 0.1 else text
+            text = text.upper() if draws.random() < 0.1 else text
             strict = ours.follows(text, name, options)
             loose = any(ours.follows(each, name, options) for each in ours.loosened(text))
             theirs = [

@@ -167,7 +167,7 @@ def greedy(server: Server, question: str) -> str:
 
 def evaluated(model: Path, config: str, path: str, *arguments: str) -> dict[str, float]:
     """Return the scores of ``rl.evaluate``."""
-    source = ["--task.path", path, "--task.split", "", "--task.enable_thinking", "True"]
+    source = ["--task.path", path, "--task.split", "", "--task.enable_thinking"]
     command = [model, "--config", config, "--json", *source, *LIMITS, *arguments]
     return json.loads(python("rl.evaluate", *command).splitlines()[-1])
 
@@ -221,7 +221,7 @@ def test_log_probs_of_choices_and_texts_are_those_of_transformers(lm_eval, serve
     }
     found, samples = lm_eval.scores(served.url, model, "local-completions", tasks)
     tokenizer = AutoTokenizer.from_pretrained(model)
-    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).requires_grad_(False)
 
     def logprobs(text: str, given: str) -> tuple[float, bool]:
         """Return the log-prob of ``text`` after ``given``, and whether greedy decoding says it."""

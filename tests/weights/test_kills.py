@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rl.errors import RunError
-from rl.weights import streams
+from rl.weights import collective, streams, tcp
 from rl.weights.transport import open_publisher, open_subscriber
 from tests.warm import FORK
 from tests.weights.network import RANKS, SHAPES, live_parts, same, trainer_parts, transfer
@@ -21,6 +21,7 @@ GENERATORS = 3
 KILL_EVERY = 4
 WAIT_S = 60.0
 TRIES = 3
+STALL_S = 2.0
 
 
 def weights_of(version: int) -> dict[str, torch.Tensor]:
@@ -31,6 +32,7 @@ def generate(says: Connection, moved: Any, addresses: list[Any], number: int) ->
     """Pull each version that is asked for; answer whether the parameters are those of it."""
     os.environ[streams.HOST] = f"127.0.0.{number + 2}"
     streams.PIECE_BYTES = 64
+    collective.STALL_S = tcp.STALL_S = STALL_S
     shards = [live_parts(rank) for rank in range(RANKS)]
     subscribers = [
         open_subscriber(moved, addresses, parts, generator=number, rank=rank)
@@ -90,6 +92,7 @@ class Generator:
 )
 def test_no_push_is_wrong_or_hangs_while_generators_are_killed(transport, pushes, monkeypatch):
     monkeypatch.setattr(streams, "PIECE_BYTES", 64)
+    monkeypatch.setattr(collective, "STALL_S", STALL_S)
     asyncio.run(push_and_kill(transport, pushes))
 
 

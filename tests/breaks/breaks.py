@@ -152,9 +152,34 @@ BREAKS = (
     ),
     Break(
         "rl/training/adapters.py",
-        "draw(full[: config.rank], init,",
-        "draw(full, init,",
+        "draw(used, initializers",
+        "draw(full, initializers",
         "training/test_adapters.py",
+    ),
+    Break(
+        "rl/model/expert_adapters.py",
+        "[Partial() if each.is_replicate() else each for each in factor.placements]",
+        "[*factor.placements]",
+        "training/test_lora.py",
+    ),
+    Break(
+        "rl/training/lora.py",
+        "b.permute(1, 2, 0).flatten(1)",
+        "b.permute(1, 0, 2).flatten(1)",
+        "training/test_peft.py",
+    ),
+    Break(
+        "rl/training/lora.py",
+        "whole = a[expert].mT",
+        "whole = a[0].mT if expert else a.mT",
+        "training/test_peft.py",
+    ),
+    Break(
+        "rl/training/lora.py",
+        "[:2] == (experts, rows)",
+        "[0] == experts",
+        "training/test_lora.py",
+        long=True,
     ),
     Break(
         "rl/training/checkpoint.py",

@@ -47,6 +47,8 @@ CRITIC.algorithm.advantage = GAE.Config()
 CRITIC.critic.parallelism = LAYOUTS["tp2"].parallelism
 ADAPTED = config_of(TIED, "fsdp2")
 ADAPTED.trainer.lora = LoRAConverter.Config(rank=8, alpha=16.0)
+ADAPTED_EXPERTS = config_of(EXPERTS, "fsdp2_tp2")
+ADAPTED_EXPERTS.trainer.lora = LoRAConverter.Config(rank=8, alpha=16.0)
 CASES = {
     "one rank, tied": (config_of(TIED), "trainer"),
     "one rank, untied": (config_of(UNTIED), "trainer"),
@@ -57,9 +59,10 @@ CASES = {
     "CP 2": (config_of(UNTIED, "cp2"), "trainer"),
     "experts, EP 2": (config_of(EXPERTS, "ep2"), "trainer"),
     "adapters, FSDP 2": (ADAPTED, "trainer"),
+    "experts with adapters, FSDP 2 x TP 2": (ADAPTED_EXPERTS, "trainer"),
     "critic, TP 2": (CRITIC, "critic"),
 }
-TOGETHER = [name for name in CASES if name.startswith(("FSDP 2 x", "CP", "exp", "ada", "cri"))]
+TOGETHER = [name for name in CASES if name.startswith(("FSDP 2 x", "CP", "experts,", "ada", "cri"))]
 """Cases that hold every dimension. Others are for the long tests."""
 
 

@@ -1,13 +1,16 @@
 """Adapters of experts have the gradient of the weights that they are merged into."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.config import CompileConfig
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
+from rl.model.expert_adapters import groups_of, low_rank
 from rl.training.sharded_model import is_adapter
 from tests.training.batches import ragged_batch
 from tests.training.ranks import in_layout
@@ -98,3 +101,18 @@ def test_states_and_snapshots_of_any_layout_are_read_on_one_rank(once, folder, m
         checkpointer.load_state(Path(origin) / source, source == "state")
         assert unequal(trained(engine, source), answers[0]["weights"]) == []
     checkpointer.close()
+
+
+def test_grouped_products_of_cuda_add_what_plain_products_add():
+    """CPU has the forward pass of both. The rank is filled up for the former."""
+    generator = torch.Generator().manual_seed(0)
+    x, a, b = (
+        torch.randn(shape, generator=generator).bfloat16()
+        for shape in ((11, 16), (3, 16, 4), (3, 24, 4))
+    )
+    named = [SimpleNamespace(w=factor) for factor in (a, b)]
+    experts = SimpleNamespace(lora_a=named[0], lora_b=named[1], _lora_scaling=0.5)
+    counts = torch.tensor([5, 0, 6])
+    plain = low_rank(experts, "w", x, groups_of(x, counts))
+    grouped = low_rank(experts, "w", x, counts.cumsum(0, dtype=torch.int32))
+    torch.testing.assert_close(grouped, plain, rtol=0.02, atol=0.02)

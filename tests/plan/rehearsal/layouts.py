@@ -25,6 +25,7 @@ LAYOUTS = {
     "no checkpointing": f"{DENSE} trainer.activation-checkpoint:none",
     "float32": f"{DENSE} --trainer.training.mixed_precision_param float32",
     "adapters": f"{DENSE} trainer.lora:on",
+    "adapters of experts": f"{EXPERTS} trainer.lora:on",
 }
 
 TOGETHER = ("FSDP 8, varlen", "CP 2 x TP 2")

@@ -1,5 +1,7 @@
 """vLLM's kernels, as functions and as a module."""
 
+from typing import Any
+
 import torch
 from torch import nn
 from vllm import _custom_ops
@@ -43,6 +45,7 @@ class PackedWeight(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.handler: Any = None
         # a tensor: compiled code would treat a number as a constant
         self.register_buffer(
             "address", torch.zeros((), dtype=torch.int64, device="cpu"), persistent=False
@@ -53,7 +56,7 @@ class PackedWeight(nn.Module):
         self.address.copy_(self.handler.handler_tensor)
 
     def empty(self) -> None:
-        del self.handler
+        self.handler = None
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         out = x.new_empty(*x.shape[:-1], self.handler.n)

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torchtitan.models.common.token_dispatcher import LocalDispatchMetadata, LocalTokenDispatcher
 from torchtitan.models.qwen3 import Qwen3Model
 from torchtitan.protocols.module import Module
 from vllm.compilation.decorators import support_torch_compile
@@ -36,6 +35,7 @@ from rl.compat.vllm_kernels import can_pack
 from rl.generation.expert_records import keep_choices
 from rl.generation.kernels import KernelRoPE, pack, unpack, use_kernels
 from rl.model.decoder import RotaryEmbedding, SinkAttention, decoder_config
+from rl.model.experts import OwnExperts
 from rl.model.shape import ModelShape
 from rl.model.shards import Layout, local_shapes
 from rl.model.tp_plan import generator_layout
@@ -88,30 +88,6 @@ class PagedAttention(Module):
         return out.view(q_BLNH.shape)
 
 
-class OwnExperts(LocalTokenDispatcher):
-    """Dispatcher of tokens to this rank's experts, if the ranks divide whole experts."""
-
-    def __init__(self, shape: ModelShape, *, tp: int, rank: int):
-        experts = shape.num_experts
-        super().__init__(self.Config(num_experts=experts, top_k=shape.experts_per_token))
-        held = shape.num_experts // tp
-        self.own = slice(rank * held, (rank + 1) * held)
-
-    def dispatch(self, x_TD: torch.Tensor, *routing: torch.Tensor) -> tuple:
-        """Dispatch as torchtitan does, but only to this rank's experts; this synchronizes with the
-        device.
-        """
-        sorted_ND, counts_E, metadata = super().dispatch(x_TD, *routing)
-        first = int(counts_E[: self.own.start].sum())
-        count = int(counts_E[self.own].sum())
-        mine = slice(first, first + count)
-        own_metadata = LocalDispatchMetadata(
-            token_indices_experts_sorted_N=metadata.token_indices_experts_sorted_N[mine],
-            topk_scores_experts_sorted_N=metadata.topk_scores_experts_sorted_N[mine],
-        )
-        return sorted_ND[mine], counts_E[self.own], own_metadata
-
-
 def local_model(vllm_config: VllmConfig) -> Qwen3Model:
     """Return this rank's shard of the model that ``vllm_config.additional_config`` describes.
 
@@ -149,7 +125,7 @@ def local_model(vllm_config: VllmConfig) -> Qwen3Model:
         _add_collectives(model)
     if options["expert_parallel"]:
         for layer in model.layers.values():
-            layer.moe.routed_experts.token_dispatcher = OwnExperts(shape, tp=tp, rank=rank)
+            layer.moe.routed_experts.token_dispatcher = OwnExperts(shape, ranks=tp, rank=rank)
     if options["record_experts"]:
         tokens = vllm_config.scheduler_config.max_num_batched_tokens
         with device:

@@ -75,9 +75,16 @@ def _layout(weight: SpmdLayout, dim: int) -> SpmdLayout:
     return expert_param_placement_dense(tp_placement=spmd.S(1) if cut == spmd.S(dim) else spmd.R)
 
 
+def is_grouped(x: torch.Tensor) -> bool:
+    """Return whether the experts compute ``x`` in grouped products, whose offsets stay on the
+    device: in bfloat16 on CUDA.
+    """
+    return x.is_cuda and x.dtype == torch.bfloat16
+
+
 def groups_of(x: torch.Tensor, counts: torch.Tensor) -> Groups:
     """Return the groups of the rows of ``x``; ``counts``, int64 [experts], has their sizes."""
-    if x.is_cuda and x.dtype == torch.bfloat16:
+    if is_grouped(x):
         return counts.cumsum(0, dtype=torch.int32)
     sizes: list[int] = counts.tolist()
     return sizes

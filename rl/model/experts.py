@@ -2,15 +2,67 @@
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torchtitan.models.common.moe import GroupedExperts
+from torchtitan.models.common.token_dispatcher import LocalDispatchMetadata, LocalTokenDispatcher
 from torchtitan.protocols.module import Module
 
-from rl.model.expert_adapters import add_adapters, grouped_products, groups_of, low_rank
+from rl.model.expert_adapters import (
+    add_adapters,
+    grouped_products,
+    groups_of,
+    is_grouped,
+    low_rank,
+)
+from rl.model.shape import ModelShape
+
+
+class OwnExperts(LocalTokenDispatcher):
+    """Dispatcher of tokens to this rank's experts, if ``ranks`` divide whole experts."""
+
+    def __init__(self, shape: ModelShape, *, ranks: int, rank: int):
+        experts = shape.num_experts
+        super().__init__(self.Config(num_experts=experts, top_k=shape.experts_per_token))
+        self.held = experts // ranks
+        self.own = slice(rank * self.held, (rank + 1) * self.held)
+
+    def dispatch(
+        self, x_TD: torch.Tensor, scores_TK: torch.Tensor, ids_TK: torch.Tensor, *counts: Any
+    ) -> tuple:
+        """Dispatch as torchtitan does, but only to this rank's experts.
+
+        For grouped products all tokens stay in the result, so that no shape depends on the choice
+        of experts. The tokens of other ranks' experts come last, with weights of 0. Otherwise they
+        are left out, which synchronizes with the device.
+        """
+        if is_grouped(x_TD):
+            ids_TK = (ids_TK - self.own.start) % self.num_experts
+            scores_TK = scores_TK.masked_fill(ids_TK >= self.held, 0)
+        sorted_ND, counts_E, metadata = super().dispatch(x_TD, scores_TK, ids_TK, *counts)
+        own_E = counts_E[self.own]
+        if is_grouped(x_TD):
+            return sorted_ND, own_E, metadata
+        first = int(counts_E[: self.own.start].sum())
+        mine = slice(first, first + int(own_E.sum()))
+        own_metadata = LocalDispatchMetadata(
+            token_indices_experts_sorted_N=metadata.token_indices_experts_sorted_N[mine],
+            topk_scores_experts_sorted_N=metadata.topk_scores_experts_sorted_N[mine],
+        )
+        return sorted_ND[mine], own_E, own_metadata
+
+    def combine(
+        self, routed_output_RD: torch.Tensor, metadata: LocalDispatchMetadata, x_TD: torch.Tensor
+    ) -> torch.Tensor:
+        """Combine as torchtitan does; outputs with weights of 0 may be any number."""
+        if is_grouped(x_TD):
+            unused_R = metadata.topk_scores_experts_sorted_N == 0
+            routed_output_RD = routed_output_RD.masked_fill(unused_R.unsqueeze(1), 0)
+        return super().combine(routed_output_RD, metadata, x_TD)
 
 
 class Experts(GroupedExperts):
@@ -37,11 +89,11 @@ class Experts(GroupedExperts):
         """Return the experts' outputs [R, D] for tokens [R, D], which are sorted by expert.
 
         ``num_tokens_per_expert_E``, int64 [E], has the number of tokens of each expert of this
-        rank.
+        rank. Outputs of further tokens, which only grouped products can have, are undefined.
         """
         if hasattr(self, "lora_a"):
             return self._adapted(x_RD, num_tokens_per_expert_E)
-        if x_RD.is_cuda and x_RD.dtype == torch.bfloat16:
+        if is_grouped(x_RD):
             return super().forward(x_RD, num_tokens_per_expert_E)
         weights = _local(self.w1_EFD, self.w3_EFD, self.w2_EDF)
         # The backward pass of torch._grouped_mm on CPU refuses many shapes and strides.
@@ -106,12 +158,15 @@ class ClampedExperts(GroupedExperts):
         self, x: torch.Tensor, counts: torch.Tensor, name: str, bias: torch.Tensor
     ) -> torch.Tensor:
         weight = next(_local(getattr(self, name)))
-        if x.is_cuda and x.dtype == torch.bfloat16:
-            products = self._grouped_mm(A=x, B_t=weight, offs=counts.cumsum(0, dtype=torch.int32))
-            outputs = products + bias.repeat_interleave(counts, 0, output_size=len(x))
+        if is_grouped(x):
+            ends = counts.cumsum(0, dtype=torch.int32)
+            rows = torch.arange(len(x), dtype=torch.int32, device=x.device)
+            experts = torch.searchsorted(ends, rows, right=True).clamp(max=len(ends) - 1)
+            products = self._grouped_mm(A=x, B_t=weight, offs=ends)
+            outputs = products + bias.index_select(0, experts)
         else:
-            experts = zip(x.split(counts.tolist()), weight, bias, strict=True)
-            outputs = torch.cat([rows @ w + b for rows, w, b in experts])
+            parts = zip(x.split(counts.tolist()), weight, bias, strict=True)
+            outputs = torch.cat([rows @ w + b for rows, w, b in parts])
         if not hasattr(self, "lora_a"):
             return outputs
         return outputs + low_rank(self, name, x, groups_of(x, counts))

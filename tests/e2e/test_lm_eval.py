@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.bench.programs import module, python
@@ -145,7 +146,13 @@ def lm_eval(tmp_path_factory) -> LmEval:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"))
+    """Folder of a model that often says digits."""
+    folder = make_model(tmp_path_factory.mktemp("model"))
+    digits = AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids([*"0123456789"])
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"][digits] *= 3  # tied to the head
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
 @pytest.fixture(scope="module")

@@ -358,6 +358,8 @@ def away_and_back(engine) -> dict[str, Any]:
     with used_memory():
         engine.onload()
     engine.onload()
+    engine.offload()  # without weights
+    engine.onload()
     report["lost"] = engine.version is None and all(tensor.isnan().all() for tensor in live)
     report["empty"] = not any(cache.any() for cache in caches)
     return report | {"back": held([*live, *caches])}

@@ -24,8 +24,9 @@ PROMPT = [*range(60), *range(10)]
 LONG = [*range(60)] * 4
 """Model Runner V2 computes this prompt in two steps."""
 FORMS = {
-    "uint16": replace(EXPERTS, num_experts=300, moe_hidden_dim=32),
-    "parts of experts": NARROW,
+    "uint16": (replace(EXPERTS, num_experts=300, moe_hidden_dim=32), {"expert_parallel": False}),
+    "parts of experts": (NARROW, {"expert_parallel": False}),
+    "compiled": (EXPERTS, {"expert_parallel": False, "enforce_eager": False}),
 }
 
 
@@ -75,9 +76,9 @@ def test_cached_prefixes_have_the_experts_that_computed_them(generators, policy)
 @pytest.mark.long
 @pytest.mark.parametrize("form", FORMS)
 def test_other_forms_of_the_model_record_their_experts(two_ranks, form):
-    model = FORMS[form]
+    model, changes = FORMS[form]
     policy = Policy(model, seed=2)
-    two_ranks.rebuild(model, expert_parallel=False)
+    two_ranks.rebuild(model, **changes)
     two_ranks.run(push, policy.weights, 1)
     test_cached_prefixes_have_the_experts_that_computed_them(two_ranks, policy)
     two_ranks.rebuild(NARROW)
@@ -105,7 +106,7 @@ def experts(policy: Policy, prompt: list[int], tokens: list[int]) -> np.ndarray:
 def experts_of_swaps(
     policies: list[Policy], prompt: list[int], tokens: list[int], drawn: list[int]
 ) -> list[np.ndarray]:
-    """The experts that each policy chooses if each continues on the KV cache of the previous one."""
+    """The experts that each policy chooses, each on the KV cache of the previous one."""
     with chosen(policies) as found:
         logprobs_of_swaps(policies, prompt, tokens, drawn)
     return [torch.stack(each, 1).numpy() for each in found]

@@ -2,12 +2,21 @@
 learn nothing.
 """
 
+import copy
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.common.moe import GroupedExperts
+from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
 
-from rl.model.experts import ClampedExperts, Experts
+from rl.generation.expert_records import keep_choices
+from rl.model.decoder import decoder_config
+from rl.model.experts import ClampedExperts, Experts, OwnExperts
+from rl.model.shape import ModelConfig, shape_of
 
 COUNTS = {
     "some are idle": (3, 0, 4, 0),
@@ -18,6 +27,10 @@ COUNTS = {
 
 
 SIZES = {"dim": 16, "hidden_dim": 24, "num_experts": 4}
+TOP_2 = {"num_experts": 4, "top_k": 2}
+MODEL = ModelConfig(
+    dim=64, n_layers=2, num_experts=4, experts_per_token=2, moe_hidden_dim=32, max_seq_len=64
+)
 
 
 def experts_of(dtype: torch.dtype, *, clamped: bool = False) -> torch.nn.Module:
@@ -78,3 +91,58 @@ def test_bfloat16_outputs_equal_torchtitans():
     x = torch.randn(7, 16).bfloat16()
     counts = torch.tensor([3, 0, 4, 0])
     torch.testing.assert_close(experts(x, counts), GroupedExperts.forward(experts, x, counts))
+
+
+@pytest.mark.parametrize("clamped", [False, True], ids=["plain", "clamped"])
+@pytest.mark.parametrize("idle", [(), (0, 1), (1, 2, 3)])
+def test_ranks_that_compute_their_own_experts_add_up_to_all_of_them(clamped, idle, monkeypatch):
+    """Grouped products, here on a CPU."""
+    whole = experts_of(torch.bfloat16, clamped=clamped)
+    x = torch.randn(9, 16).bfloat16()
+    likes = torch.rand(9, 4)
+    likes[:, idle] -= 9.0
+    weights, ids = likes.softmax(1).topk(2)
+    routing = (weights, ids, ids.flatten().bincount(minlength=4))
+
+    def output(experts: torch.nn.Module, dispatcher: LocalTokenDispatcher) -> torch.Tensor:
+        rows, counts, metadata = dispatcher.dispatch(x, *routing)
+        computed = experts(rows, counts)
+        computed[counts.sum() :] = torch.nan  # undefined on CUDA
+        return dispatcher.combine(computed, metadata, x)
+
+    with torch.no_grad():
+        wanted = output(whole, LocalTokenDispatcher(LocalTokenDispatcher.Config(**TOP_2)))
+        monkeypatch.setattr("rl.model.experts.is_grouped", lambda x: True)
+        ranks = [OwnExperts(shape_of(MODEL), ranks=2, rank=rank) for rank in range(2)]
+        parts = [output(part_of(whole, each.own), each) for each in ranks]
+    torch.testing.assert_close(sum(parts), wanted, rtol=2e-2, atol=5e-2)
+
+
+def part_of(experts: torch.nn.Module, own: slice) -> torch.nn.Module:
+    """A copy of the module with ``own`` of the experts."""
+    parts = {name: torch.nn.Parameter(each[own]) for name, each in experts.named_parameters()}
+    experts = copy.copy(experts)
+    experts._parameters = parts
+    return experts
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("family", [MODEL.family, "gpt_oss"])
+def test_grouped_products_and_records_ask_a_device_for_no_number(family, ranks, monkeypatch):
+    """Graphs can capture them. Other products cannot be computed without numbers."""
+    shape = shape_of(replace(MODEL, family=family))
+    attention = ScaledDotProductAttention.Config()
+    model = decoder_config(shape, fuse_qkv=True, inner_attention=attention).build().bfloat16()
+    keep_choices(model, shape, tokens=32)
+    for layer in model.layers.values():
+        routed = layer.moe.routed_experts
+        if ranks == 2:
+            routed.token_dispatcher = OwnExperts(shape, ranks=2, rank=1)
+            routed.inner_experts = part_of(routed.inner_experts, routed.token_dispatcher.own)
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+            x = torch.randn(1, 24, 64, dtype=torch.bfloat16)
+            with monkeypatch.context() as patched:
+                patched.setattr("rl.model.experts.is_grouped", lambda x: True)
+                assert layer.moe(x).shape == x.shape
+            with pytest.raises(DataDependentOutputException):
+                layer.moe(x)

@@ -43,7 +43,7 @@ class _Record:
 
     first: int
     rows: list[np.ndarray] = field(default_factory=list)
-    """Experts of the tokens that each draw was the first to follow."""
+    """Experts of the tokens that no earlier draw followed, for each draw."""
 
 
 class ExpertRecords:

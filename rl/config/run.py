@@ -13,7 +13,13 @@ from rl.model.shape import ModelConfig
 from rl.observe.sinks import Sink
 from rl.observe.trackers import TensorBoard, Trackio, WeightsAndBiases
 from rl.session.hardware import HardwareConfig
-from rl.session.session_config import Colocate, DeadlineConfig, Role, SessionConfig
+from rl.session.session_config import (
+    Colocate,
+    DeadlineConfig,
+    ProfileConfig,
+    Role,
+    SessionConfig,
+)
 from rl.training.trainer_config import TrainerConfig
 from rl.types.rules import COSMETIC, NUMERICS, PERFORMANCE, SECONDS, at_least, between
 from rl.weights.transport import WeightPushConfig
@@ -116,22 +122,6 @@ class SinksConfig:
         if self.trackio:
             found.append(Trackio.Config(project=self.project))
         return [*found, *self.custom]
-
-
-@dataclass(kw_only=True, slots=True)
-class ProfileConfig:
-    """Profiles of chosen ranks in chosen steps, by torch's profiler."""
-
-    steps: Annotated[tuple[int, ...], at_least(1)] = ()
-    """Steps to profile. The run folder gets their traces, which the timeline page of ``rl.view``
-    opens. A profiled step takes longer, and so does the next one, during which the traces are
-    written."""
-
-    ranks: tuple[str, ...] = ("trainer[0]", "generator-0[0]")
-    """Ranks to profile, by their names on the timeline."""
-
-    memory: bool = True
-    """Whether to record allocations too, and on GPUs a memory snapshot."""
 
 
 @dataclass(kw_only=True, slots=True)

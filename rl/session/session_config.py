@@ -57,6 +57,22 @@ def records_experts(generator: GeneratorConfig, trainer: TrainerConfig | None) -
     return trainer is not None and trainer.router_replay == "generator"
 
 
+@dataclass(kw_only=True, slots=True)
+class ProfileConfig:
+    """Profiles of chosen ranks in chosen steps, by torch's profiler."""
+
+    steps: Annotated[tuple[int, ...], at_least(1)] = ()
+    """Steps to profile. The run folder gets their traces, which the timeline page of ``rl.view``
+    opens. A profiled step takes longer, and so does the next one, during which the traces are
+    written."""
+
+    ranks: tuple[str, ...] = ("trainer[0]", "generator-0[0]")
+    """Ranks to profile, by their names on the timeline."""
+
+    memory: bool = True
+    """Whether to record allocations too, and on GPUs a memory snapshot."""
+
+
 @dataclass(frozen=True, slots=True)
 class Role:
     """A model with a mesh of its own."""

@@ -270,10 +270,8 @@ class Run:
         config = self.config.profile
         step = self.trainer.step + 1
         if step in config.steps:
-            meshes = [*self.session.present.values(), *self.session.pool.meshes]
             folder = self.record.profiles.path(step)
-            begun = profiled(meshes, config.ranks, folder, memory=config.memory)
-            await profile.enter_async_context(begun)
+            await profile.enter_async_context(profiled(self.session, config, folder))
             self.events.note(f"profiling step {step} into {folder}")
 
     @contextmanager

@@ -249,7 +249,7 @@ class TrainerConfig:
     are those that the generator computed each token with, with weights from the policy's own
     routers; tokens without a record go to experts that these choose."""
 
-    balance: BalanceConfig = field(default_factory=BalanceConfig)
+    balance: Annotated[BalanceConfig, NUMERICS] = field(default_factory=BalanceConfig)
     """Balance of the experts."""
 
     compile: titan.CompileConfig = field(default_factory=titan.CompileConfig)

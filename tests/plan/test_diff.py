@@ -25,9 +25,9 @@ PERFORMANCE = """
     trainer.prompt_sharing
     generator.replicas generator.nodes generator.tensor_parallel_degree generator.expert_parallel
     generator.max_* generator.kv_cache_gib generator.gpu_memory_utilization generator.enforce_eager
-    generator.block_size generator.prefix_caching weights.transport weights.delta
-    weights.fan_out hardware* slurm* kubernetes* colocate record.digests
-    roles.teacher.model.attention roles.teacher.model.max_seq_len
+    generator.block_size generator.prefix_caching generator.record_experts
+    weights.transport weights.delta weights.fan_out hardware* slurm* kubernetes* colocate
+    record.digests roles.teacher.model.attention roles.teacher.model.max_seq_len
 """
 COSMETIC = """
     rollout.max_lost record record.rollouts record.sample record.max_gib
@@ -35,8 +35,8 @@ COSMETIC = """
     trainer.checkpoint trainer.checkpoint.enable* trainer.checkpoint.folder
     trainer.checkpoint.interval trainer.checkpoint.keep_latest_k
     weights.digests weights.min_gb_s weights.canary_tolerance
-    evaluation* watchdog* sinks* deadlines deadlines.start deadlines.call deadlines.heartbeat
-    deadlines.push max_restarts export_every output_dir resume quiet
+    evaluation* watchdog* sinks* profile* deadlines deadlines.start deadlines.call
+    deadlines.heartbeat deadlines.push max_restarts export_every output_dir resume quiet
 """
 MIXED = [
     "",

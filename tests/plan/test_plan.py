@@ -24,7 +24,11 @@ BILLIONS = {
 }
 
 
-RL_CONFIGS = [name for name, make in shipped_configs().items() if isinstance(make(), RLConfig)]
+RL_CONFIGS = [
+    name
+    for name, make in shipped_configs().items()
+    if isinstance(make(), RLConfig) and not make.__module__.endswith(".benchmarks")
+]
 
 
 @pytest.mark.parametrize("config", RL_CONFIGS)

@@ -186,7 +186,7 @@ def test_an_adapter_equals_that_of_a_trainer_of_its_rank(folder, model):
     ours, theirs = (trained(each, "own") for each in (wide, narrow))
     for key, weight in theirs.items():
         mine, weight = by_rank(ours[key], key)[:2], by_rank(weight, key)
-        assert (mine - weight).abs().max() <= 1e-5 * weight.abs().max()
+        assert (mine - weight).abs().max() <= 1e-4 * weight.abs().max()
 
 
 @pytest.mark.parametrize("model", MODELS)

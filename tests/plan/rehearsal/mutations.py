@@ -61,9 +61,9 @@ MUTATIONS = {
         METRICS, "torch.zeros_like(weight)", "torch.zeros((), dtype=torch.float64)", "device"
     ),
     "a host tensor in a collective": Mutation(
-        "rl.training.token_metrics:over_ranks",
-        "device=get_local_device()",
-        'device="cpu"',
+        "rl.training.engine:TrainingEngine._micro_batches",
+        "int(over_ranks(self._batch_group, len(planned), dist.ReduceOp.MAX))",
+        "dist.all_reduce(torch.ones(1), group=self._batch_group) or 1",
         "NCCL refuses tensors of",
     ),
     "a product of two dtypes": Mutation(

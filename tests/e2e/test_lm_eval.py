@@ -146,11 +146,14 @@ def lm_eval(tmp_path_factory) -> LmEval:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    """Folder of a model that often says digits."""
+    """Folder of a model that often says digits, and others after other prompts."""
     folder = make_model(tmp_path_factory.mktemp("model"))
     digits = AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids([*"0123456789"])
     weights = load_file(folder / "model.safetensors")
-    weights["model.embed_tokens.weight"][digits] *= 3  # tied to the head
+    weights["model.embed_tokens.weight"][digits] *= 1.5  # tied to the head
+    for name, each in weights.items():
+        if ".layers." in name and each.ndim == 2:
+            each *= 3
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 

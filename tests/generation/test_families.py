@@ -5,6 +5,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torchtitan.models.common.attention import ScaledDotProductAttention
@@ -49,11 +50,13 @@ def worst_error(
     expert_parallel: bool = False,
 ) -> float:
     """Return the largest difference between transformers' log-probs and those of samples from
-    the folder's weights.
+    the folder's weights. Check that the recorded experts are transformers'.
     """
     model = ModelConfig(hf_path=str(folder), max_seq_len=256, fuse_qkv=fuse_qkv, family=family)
-    weights = weights_of(folder, shape_of(model), fuse_qkv=fuse_qkv)
-    ranks.rebuild(model, expert_parallel=expert_parallel)
+    shape = shape_of(model)
+    weights = weights_of(folder, shape, fuse_qkv=fuse_qkv)
+    records = shape.num_experts > 0
+    ranks.rebuild(model, expert_parallel=expert_parallel, record_experts=records)
     ranks.run(push, weights, 1)
     asks = [request(str(n), prompt, seed=n, max_tokens=40) for n, prompt in enumerate(PROMPTS)]
     first, *others = ranks.run(generate, asks)
@@ -63,7 +66,12 @@ def worst_error(
     for prompt, completion in zip(PROMPTS, first, strict=True):
         tokens = torch.tensor([prompt + completion.tokens])
         with torch.no_grad():
-            logprobs = reference(tokens).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+            found = reference(tokens, **({"output_router_logits": True} if records else {}))
+        if records:
+            likes = torch.stack(found.router_logits, 1)[:-1]
+            chosen = likes.topk(shape.experts_per_token).indices.sort().values
+            assert np.array_equal(np.sort(completion.experts.ids[:-1]), chosen)
+        logprobs = found.logits[0, len(prompt) - 1 : -1].log_softmax(-1)
         wanted = logprobs.gather(1, tokens[:, len(prompt) :].T).flatten()
         worst = max(worst, (torch.tensor(completion.logprobs) - wanted).abs().max().item())
     return worst

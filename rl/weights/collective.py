@@ -155,6 +155,8 @@ class Lane(Link):
         self._stall = STALL_S
         self._moves: deque[_Move] = deque()
         self._is_shut = False
+        self._news = select.poll()  # select() takes no descriptor above 1,023
+        self._news.register(connection, select.POLLIN)
         host = connection.getsockname()[0]
         try:
             self._group = pair(store, name, rank, device, host, STALL_S)
@@ -212,7 +214,7 @@ class Lane(Link):
         return self._has_news()
 
     def _has_news(self) -> bool:
-        return bool(select.select([self.connection], [], [], 0)[0])
+        return bool(self._news.poll(0))
 
     def _begun(self, move: _Move) -> None:
         self._moves.append(move)

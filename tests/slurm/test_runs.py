@@ -93,11 +93,11 @@ def test_a_cancelled_run_ends_for_good_and_leaves_nothing(cluster, tmp_path):
 def test_a_run_longer_than_its_time_limit_ends_with_the_weights_that_it_has_on_one_host(
     cluster, tmp_path: Path
 ):
-    longer = ("--config", "quickstart", "--steps", "250")
+    longer = ("--config", "quickstart", "--steps", "700")
     whole = Run(*longer, *ON_ONE_HOST, folder=tmp_path / "whole")
     assert whole.wait() == 0, whole.stderr
-    limit = ["--slurm.time", "1", "--slurm.warn_s", "30"]
-    job = Job(cluster, tmp_path / "run", *longer, *ON_ONE_HOST, *NODES, *limit, wait=560)
+    limit = ["--slurm.time", "2", "--slurm.warn_s", "30"]  # a start takes up to a minute
+    job = Job(cluster, tmp_path / "run", *longer, *ON_ONE_HOST, *NODES, *limit, wait=1800)
     assert job.launched.returncode == 0, job.log()
     assert job.restarts() >= 1
     assert "the time limit is near" in job.log()

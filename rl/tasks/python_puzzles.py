@@ -157,10 +157,9 @@ def read_puzzle(row: Row) -> list[Any]:
         return [question, f"{begin}\n", *read_tests(row, [test])]
     if "test_list" not in row.value:
         return [row.text("instruction").strip(), *read_tests(row, row.value.get("tests"))]
+    # MBPP, whose tests use modules that the solution imports
     setup = [row.value.get("test_setup_code") or "", *(row.value.get("test_imports") or [])]
-    tests = [
-        *map(str, row.value["test_list"] or [])
-    ]  # MBPP, whose tests use modules that the solution imports
+    tests = [*map(str, row.value["test_list"] or [])]
     modules = sorted({*re.findall(r"\b(\w+)\.\w", str(tests))} & sys.stdlib_module_names)
     head = "\n".join([*setup, *(f"import {module}" for module in modules)]).strip()
     question = row.text("text" if "text" in row.value else "prompt").strip()

@@ -22,7 +22,7 @@ from rl.tinker.parts import Parts
 from rl.tinker.protocol import Adam, Lora, Metadata, Number, Optimizer, Seconds, Text, read
 from rl.tinker.store import Accepted, Answer, Fact
 from rl.tinker.wire import MEDIA_TYPE, parse_forward_backward
-from rl.training.trainer_config import AdapterConfig
+from rl.training.trainer_config import TINKER_NAMES, AdapterConfig
 
 GAP_S = 330.0
 """Time that a request waits for those before it: longer than the SDK tries to send one."""
@@ -392,6 +392,5 @@ class Models:
 
 def adapter_of(lora: Fact) -> AdapterConfig:
     """Return the config of a model's adapter."""
-    parts = {"attention": "train_attn", "mlp": "train_mlp", "unembedding": "train_unembed"}
-    has = {ours: lora[theirs] for ours, theirs in parts.items()}
+    has = {ours: lora[theirs] for ours, theirs in TINKER_NAMES.items()}
     return AdapterConfig(rank=lora["rank"], seed=lora["seed"], **has)

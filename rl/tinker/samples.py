@@ -30,10 +30,13 @@ class Samples:
     def add(self, model: str, prompt: list[int], completions: Sequence[Completion]) -> None:
         """Keep completions of a prompt until the next step of the model."""
         waiting = self._waiting[model]
+        kept = completions[: MOST - len(waiting)]
+        if not kept:
+            return
         number = len({each.prompt.prompt_id for each in waiting})
-        for sample, each in enumerate(completions[: MOST - len(waiting)]):
-            text = self._decode(prompt)
-            asked = Prompt(prompt_id=number, tokens=prompt, text=text, answer="")
+        text = self._decode(prompt)
+        asked = Prompt(prompt_id=number, tokens=prompt, text=text, answer="")
+        for sample, each in enumerate(kept):
             answer = self._decode(each.tokens)
             drawn = Rollout.single_turn(asked, each, sample=sample, text=answer, reward=math.nan)
             waiting.append(drawn)

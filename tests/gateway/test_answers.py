@@ -182,7 +182,7 @@ async def test_log_probs_belong_to_the_sampled_tokens_and_to_the_most_likely_one
 @pytest.mark.parametrize("count", [0, 3])
 @awaited
 async def test_completions_have_the_most_likely_tokens_by_text(count, stream):
-    """Of tokens with one text, the most likely one counts: clients look for the greedy one."""
+    """The most likely of the tokens with one text counts: clients look for the greedy one."""
     policy = Policy(["plain"])
     async with server(policy) as (_, _, client):
         answer = await client.completions.create(

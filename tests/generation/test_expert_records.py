@@ -128,7 +128,7 @@ def chosen(policies: list[Policy]) -> Iterator[list[list[torch.Tensor]]]:
 def at_draws(
     asked: GenerationRequest, completion: Completion, found: list[np.ndarray]
 ) -> np.ndarray:
-    """Of each token the experts of the policy that drew the token after it, or the first token."""
+    """The experts of each token by the policy that drew the token after it, or the first token."""
     drawn_by = [completion.versions[0]] * (len(asked.prompt_tokens) - 1) + completion.versions
     drawn_by.append(completion.versions[-1])
     return np.stack([found[version - 1][token] for token, version in enumerate(drawn_by)])

@@ -1,4 +1,4 @@
-"""What a host has, and what its processes get of it."""
+"""A host says what it has, and its processes get a part of it."""
 
 import json
 import os

@@ -33,6 +33,18 @@ def check_algorithms(result: Result, table: list[str]) -> None:
     assert len(result["algorithms"]["dppo"]["rewards"][0]) == 2
 
 
+def check_budgets(result: Result, table: list[str]) -> None:
+    rows = result["budgets"]
+    assert [row["key"] for row in rows] == ["first_page_s", "bytes"]
+    assert [row["budget"] for row in rows] == ["≤ 2", "≤ 500000"]
+    for row in rows:
+        assert row["rounds"] == 2
+        low, high = row["spread"]
+        assert 0 < low <= row["median"] <= high
+        assert row["holds"] == (row["median"] <= float(row["budget"].removeprefix("≤ ")))
+    assert len(table) == 2 + 2 + len(rows)
+
+
 def check_colocation(result: Result, table: list[str]) -> None:
     assert result["colocated_over_separate"] < 0.7
     assert result["peak_bytes"]["separate"] > result["peak_bytes"]["colocated"] > 0
@@ -159,6 +171,7 @@ def check_weight_push(result: Result, table: list[str]) -> None:
 
 BENCHMARKS = {
     "algorithms": ("--tiny --seeds 1 --steps 2 --only dppo --json", check_algorithms),
+    "budgets": ("--only view --rounds 2 --json", check_budgets),
     "colocation": ("--steps 1 --json", check_colocation),
     "controller": ("--tiny --repeats 1 --json", check_controller),
     "episodes": ("--tiny --rounds 1 --repeats 1 --json", check_episodes),

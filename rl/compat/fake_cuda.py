@@ -7,7 +7,8 @@ process of its own.
 import contextlib
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -310,7 +311,7 @@ def _driver(device: Device) -> None:
     cuda.cudart = lambda: runtime
     cuda.check_error = lambda status: None
     accelerator: Any = torch.accelerator
-    accelerator.current_stream = Done
+    accelerator.current_stream = cuda.current_stream
     accelerator.current_accelerator = lambda *_, **__: torch.device("cuda")
     accelerator.is_available = lambda: True
     version: Any = torch.version
@@ -372,10 +373,25 @@ def _facts(device: Device) -> dict[str, Callable[..., Any]]:
 
 
 def _streams(device: Device) -> dict[str, Callable[..., Any]]:
+    default = cache(Done)
+    entered: list[Done] = []
+
+    def current_stream(*_: Any) -> Done:
+        return entered[-1] if entered else default()
+
+    @contextlib.contextmanager
+    def stream(chosen: Done | None) -> Iterator[None]:
+        entered.append(chosen or current_stream())
+        try:
+            yield
+        finally:
+            entered.pop()
+
     return {
         **dict.fromkeys(("Stream", "ExternalStream", "Event"), Done),
-        **dict.fromkeys(("current_stream", "default_stream"), Done),
-        "stream": contextlib.nullcontext,
+        "current_stream": current_stream,
+        "default_stream": lambda *_: default(),
+        "stream": stream,
         "device": contextlib.nullcontext,
         "synchronize": lambda *_: device.called("synchronize"),
     }

@@ -304,6 +304,7 @@ def _role(role: dict[str, Any], run: PlannedRun) -> Iterator[str]:
         operator = each["operator"].removeprefix("aten.").partition(".")[0]
         line = f"{operator}, {each['line'] or 'small'}" if operator else each["what"]
         yield f"  {size_text(each['bytes']):>12}  {times}{line}"
+    yield from _allocator(role["allocator"])
     yield "  collectives of the last step"
     counts, sizes_of_kind = _moved(role)
     for kind, bytes in sizes_of_kind.most_common():
@@ -312,6 +313,22 @@ def _role(role: dict[str, Any], run: PlannedRun) -> Iterator[str]:
     for each in role["syncs"]:
         if _is_last(each["phase"]):
             yield f"  {each['count']:12}  {each['reason']}, {each['line']}"
+
+
+def _allocator(found: dict[str, int]) -> Iterator[str]:
+    if not found:
+        return
+    yield f"  torch's allocator over {found['steps']} more steps, most of them of varied batches"
+    rows = {
+        "of tensors at most": "allocated",
+        "reserved at most, in expandable segments": "reserved",
+        "of this added by these steps": "grown",
+        "reserved at most without expandable segments": "fixed",
+        "stay reserved when another model has the device": "kept",
+    }
+    for label, name in rows.items():
+        if found[name] or name == "grown":
+            yield f"  {size_text(found[name]):>12}  {label}"
 
 
 def _moved(role: dict[str, Any]) -> tuple[Counter[str], Counter[str]]:

@@ -17,6 +17,7 @@ from rl.compat.fake_cuda import (
     tree_map_only,
 )
 from rl.plan.rehearsal import shadows
+from rl.plan.rehearsal.allocator import RELEASE
 from rl.plan.rehearsal.device_ledger import Ledger
 from rl.plan.rehearsal.shadows import set_shadow, shadow_of
 
@@ -59,6 +60,7 @@ class FakeCuda(Device):
     def __init__(self, name: str, bytes: int, capability: tuple[int, int], count: int):
         super().__init__(name, bytes, capability, count)
         self.ledger = Ledger()
+        self.routes_evenly = True
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._numbers: dict[int, int] = {}
         self._last = 0
@@ -80,9 +82,13 @@ class FakeCuda(Device):
         self.ledger.resize(self._numbers[key], bytes)
 
     def called(self, name: str) -> None:
-        """Record a call of the driver; ``synchronize`` makes the host wait."""
+        """Record a call of the driver: ``synchronize`` makes the host wait, and ``empty_cache``
+        gives memory back.
+        """
         if name == "synchronize":
             self.ledger.wait("torch.cuda.synchronize")
+        if name == "empty_cache":
+            self.ledger.events.append((RELEASE, 0, 0))
 
     @property
     def used(self) -> int:
@@ -205,9 +211,15 @@ class FakeCuda(Device):
         return fake
 
     def _balance(self, chosen: torch.Tensor, choices: int) -> None:
-        """Let a router choose each expert equally often."""
+        """Let a router choose each expert equally often, unless ``routes_evenly`` is False. Equal
+        numbers of tokens have the same choice, since activations are recomputed.
+        """
         self.ledger.assume("routers choose each expert equally often")
-        set_shadow(chosen, (torch.arange(chosen.numel()) % choices).view(chosen.shape))
+        numbers = torch.arange(chosen.numel()).view(chosen.shape)
+        if not self.routes_evenly:
+            draw = torch.Generator().manual_seed(chosen.numel())
+            numbers = numbers + torch.randint(choices, (*chosen.shape[:-1], 1), generator=draw)
+        set_shadow(chosen, numbers % choices)
 
     def _collective(self, name: str, args: Any, out: Any) -> None:
         """Record a collective by the bytes of its whole tensor: the parts of all ranks together."""

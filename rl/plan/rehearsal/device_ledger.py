@@ -12,6 +12,7 @@ import torch.optim
 import torchtitan
 
 from rl.plan.memory import pinned
+from rl.plan.rehearsal.allocator import Event
 
 LIBRARIES = (torchtitan, torch.distributed.fsdp, torch.optim)
 PACKAGES = (str(Path(__file__).parents[2]), *(each.__path__[0] for each in LIBRARIES))
@@ -39,6 +40,8 @@ class Ledger:
     peak: int = 0
     phase: str = "init"
     live: dict[int, Allocation] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)
+    """Changes of memory, for a model of the allocator."""
     at_peak: dict[int, Allocation] = field(default_factory=dict)
     """Allocations at the peak, to within a fifth of a percent."""
     peaks: dict[str, int] = field(default_factory=dict)
@@ -68,19 +71,20 @@ class Ledger:
         """Record a new storage."""
         line = line_of_caller() if bytes >= NAMED_FROM else ""
         self.live[key] = Allocation(bytes, operator, line, self.phase)
-        self._grow(bytes)
+        self._grow(key, bytes, bytes)
 
     def resize(self, key: int, bytes: int) -> None:
         """Record a new size of a storage."""
         before = self.live[key]
         self.live[key] = replace(before, bytes=bytes, phase=self.phase)
-        self._grow(bytes - before.bytes)
+        self._grow(key, bytes, bytes - before.bytes)
 
     def drop(self, key: int) -> None:
         """Record that a storage is gone."""
         gone = self.live.pop(key, None)
         if gone is not None:
             self.used -= gone.bytes
+            self.events.append((key, 0, 0))
 
     def wait(self, reason: str) -> None:
         """Record that the host waits for the device."""
@@ -100,8 +104,9 @@ class Ledger:
         """Record that a number was made up."""
         self.assumed[f"{sentence}: {line_of_caller()}"] += 1
 
-    def _grow(self, bytes: int) -> None:
-        self.used += bytes
+    def _grow(self, key: int, bytes: int, change: int) -> None:
+        self.events.append((key, bytes, torch.cuda.current_stream().stream_id))
+        self.used += change
         self.peaks[self.phase] = max(self.peaks.get(self.phase, 0), self.used)
         if self.used > self.peak * STEP:
             self.at_peak = dict(self.live)

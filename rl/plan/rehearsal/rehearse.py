@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -24,13 +25,18 @@ from rl.compat.torch_internals import local_tensor
 from rl.config import RLConfig
 from rl.errors import end_program
 from rl.plan.memory import GIB
-from rl.plan.planned_run import LEARNING, PlannedRun
+from rl.plan.planned_run import PlannedRun
+from rl.plan.rehearsal.allocator import after_steps
 from rl.plan.rehearsal.device import FakeCuda
 from rl.plan.rehearsal.device_ledger import Ledger, line_of_error
 from rl.plan.rehearsal.rehearsed_batches import Work, work_of
 from rl.training.engine import TrainingEngine
 
 STEPS = 2
+VARIED = 2
+"""Number of varied batches that the steps of the allocator repeat."""
+ALLOCATED = 40
+"""Number of these steps."""
 CARDS = {
     "a100": ("NVIDIA A100-SXM4-80GB", (8, 0)),
     "h100": ("NVIDIA H100 80GB HBM3", (9, 0)),
@@ -64,25 +70,31 @@ def fake_device(run: PlannedRun) -> FakeCuda:
     return device
 
 
-def rehearse(device: FakeCuda, run: PlannedRun, name: str, rank: int) -> dict[str, Any]:
+def rehearse(
+    device: FakeCuda, run: PlannedRun, name: str, rank: int, *, allocated: int = 0
+) -> dict[str, Any]:
     """Return what rank ``rank`` of role ``name`` does in two steps, as JSON-able data with sizes in
-    bytes. An error of the engine is under ``error``.
+    bytes. An error of the engine is under ``error``, and what the allocator reserves over
+    ``allocated`` more steps of varied batches under ``allocator``.
     """
     device.ledger = ledger = Ledger()
+    device.routes_evenly = True
     began = time.monotonic()
     error = None
+    reserved = {}
     kept = Kept()
     with device, tempfile.TemporaryDirectory() as folder:
-        work = work_of(run, name)
         engine = None
         try:
             engine = _engine(run, name, rank, folder)
-            turns = len(run.shared) > 1 and name in run.shared
-            _two_steps(device, engine, work, kept, learns=name in LEARNING, turns=turns)
+            second = _two_steps(device, engine, run, name, kept)
+            ledger.end()
+            if allocated:
+                reserved = _reserved(device, engine, run, name, kept, second, allocated)
         except Exception as raised:
             sentence = str(raised).partition("\n")[0]
             where = line_of_error(raised)
-            error = f"{ledger.phase}: {type(raised).__name__}: {sentence} ({where})"
+            error = f"{device.ledger.phase}: {type(raised).__name__}: {sentence} ({where})"
         finally:
             ledger.end()
             if engine is not None:
@@ -94,6 +106,7 @@ def rehearse(device: FakeCuda, run: PlannedRun, name: str, rank: int) -> dict[st
         "error": error,
         "peak": ledger.peak,
         "kept": kept.sizes,
+        "allocator": reserved,
         "seconds": time.monotonic() - began,
         "host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         **_entries(ledger, kept),
@@ -118,40 +131,72 @@ def _engine(run: PlannedRun, name: str, rank: int, folder: str) -> TrainingEngin
 
 
 def _two_steps(
-    device: FakeCuda,
-    engine: TrainingEngine,
-    work: Work,
-    kept: "Kept",
-    *,
-    learns: bool,
-    turns: bool,
-) -> None:
-    """Run two steps of ``work`` and note what the rank keeps. If ``turns``, the engine leaves the
-    device in the second step and returns to it.
+    device: FakeCuda, engine: TrainingEngine, run: PlannedRun, name: str, kept: "Kept"
+) -> int:
+    """Run two steps of the longest sequences and note what the rank keeps. If models take turns,
+    the engine leaves the device in the second step and returns to it. Return the number of events
+    before the second step.
     """
-    ledger = device.ledger
+    work = work_of(run, name)
+    turns = len(run.shared) > 1 and name in run.shared
     for step in range(1, 1 + STEPS):
-        if work.forward:
-            ledger.begin(f"forward {step}")
-            engine.forward(work.batch, temperature=work.temperature)
-        if learns:
-            ledger.begin(f"forward_backward {step}")
-            engine.forward_backward(work.batch, work.loss, temperature=work.temperature)
-            gradients = (each.grad for each in engine.model.parameters())
-            kept.note(device, "gradients", [each for each in gradients if each is not None])
-        if turns and step == STEPS:
-            ledger.begin("offload")
-            engine.offload()
-            ledger.begin("onload")
-            engine.onload()
-        if learns:
-            ledger.begin(f"optim_step {step}")
-            engine.optim_step(denominator=work.denominator)
+        began = len(device.ledger.events)
+        _step(device, engine, work, str(step), kept, turns=turns and step == STEPS)
     states = [state for each in engine.optimizers for state in each.state.values()]
     moments = [each for state in states for each in state.values() if each.dim()]
     kept.note(device, "parameters", engine.model.parameters())
     kept.note(device, "optimizer states", moments)
     kept.note(device, "buffers", engine.model.buffers())
+    return began
+
+
+def _step(
+    device: FakeCuda, engine: TrainingEngine, work: Work, name: str, kept: "Kept", *, turns: bool
+) -> None:
+    ledger = device.ledger
+    if work.forward:
+        ledger.begin(f"forward {name}")
+        engine.forward(work.batch, temperature=work.temperature)
+    if work.loss is not None:
+        ledger.begin(f"forward_backward {name}")
+        engine.forward_backward(work.batch, work.loss, temperature=work.temperature)
+        gradients = (each.grad for each in engine.model.parameters())
+        kept.note(device, "gradients", [each for each in gradients if each is not None])
+    if turns:
+        ledger.begin("offload")
+        engine.offload()
+        ledger.begin("onload")
+        engine.onload()
+    if work.loss is not None:
+        ledger.begin(f"optim_step {name}")
+        engine.optim_step(denominator=work.denominator)
+
+
+def _reserved(
+    device: FakeCuda,
+    engine: TrainingEngine,
+    run: PlannedRun,
+    name: str,
+    kept: "Kept",
+    second: int,
+    steps: int,
+) -> dict[str, int]:
+    """Return what torch's allocator reserves if ``steps`` steps follow the two, in bytes. Each
+    repeats the second of the two, whose events begin at ``second``, or a step of a varied batch.
+    """
+    events = device.ledger.events
+    device.ledger = Ledger(device.ledger.used, live=device.ledger.live, events=events)
+    device.routes_evenly = False
+    ends = [second, len(events)]
+    for seed in range(VARIED):
+        work = work_of(run, name, seed=seed)
+        _step(device, engine, work, f"of varied batch {seed + 1}", kept, turns=False)
+        ends.append(len(events))
+    recorded = [events[start:end] for start, end in pairwise(ends)]
+    fixed, expandable = (
+        after_steps(events[: ends[1]], recorded, steps, expandable=kind) for kind in (False, True)
+    )
+    return {"steps": steps, **expandable, "fixed": fixed["reserved"]}
 
 
 class Kept:
@@ -215,7 +260,7 @@ def main(arguments: list[str]) -> int:
     run = PlannedRun(config)
     device = fake_device(run)
     roles = [each for each, role in run.roles.items() if rank < role.trainer.ranks]
-    found = [rehearse(device, run, role, rank) for role in roles]
+    found = [rehearse(device, run, role, rank, allocated=ALLOCATED) for role in roles]
     print(json.dumps({"config": name, "roles": found}))
     return 0
 

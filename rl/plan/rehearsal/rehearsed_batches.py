@@ -1,5 +1,8 @@
-"""Batches of the longest sequences, at most two micro-batches on a rank, and their losses."""
+"""Batches of at most two micro-batches on a rank, of the longest sequences or of varied ones, and
+their losses.
+"""
 
+import random
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from typing import Any
@@ -43,9 +46,12 @@ class Work:
     temperature: float = 1.0
 
 
-def lengths_of(run: PlannedRun, trainer: TrainerConfig, longest: int) -> list[int]:
+def lengths_of(
+    run: PlannedRun, trainer: TrainerConfig, longest: int, seed: int | None = None
+) -> list[int]:
     """Return the lengths of the sequences of a rank's step: the longest ones that fill two
-    micro-batches, or all of the step if it has fewer, and shorter ones in the rest.
+    micro-batches, or all of the step if it has fewer, and shorter ones in the rest. With a
+    ``seed``, lengths are drawn, and fill half of it or more.
     """
     share = -(-run.config.sequences // trainer.dp_degree)
     cells = longest - 1  # the last token predicts nothing
@@ -55,14 +61,23 @@ def lengths_of(run: PlannedRun, trainer: TrainerConfig, longest: int) -> list[in
     left = limit - per_micro * cells if limit is not None and trainer.packing else 0
     if left > 1 and share >= len(lengths) + MICRO_BATCHES:
         lengths += [min(left + 1, longest)] * MICRO_BATCHES
+    if seed is None:
+        return lengths
+    draw = random.Random(seed)
+    room = draw.uniform(0.5, 1) * sum(lengths)
+    lengths = []
+    while sum(lengths) < room and len(lengths) < share:
+        lengths.append(draw.randint(longest // 8 + 2, longest))
     return lengths
 
 
-def work_of(run: PlannedRun, name: str) -> Work:
-    """Return what the role ``name`` computes in a step on a rank."""
+def work_of(run: PlannedRun, name: str, *, seed: int | None = None) -> Work:
+    """Return what the role ``name`` computes in a step on a rank: the longest sequences, or with a
+    ``seed`` varied ones.
+    """
     config = run.config
     trainer = run.roles[name].trainer
-    lengths = lengths_of(run, trainer, run.config.longest)
+    lengths = lengths_of(run, trainer, run.config.longest, seed)
     if isinstance(config, RLConfig):
         return _rl_work(run, config, name, lengths)
     if isinstance(config, PreferenceConfig):

@@ -36,23 +36,32 @@ def rehearsal(run: PlannedRun, arguments: Sequence[str], *, rank: int) -> dict[s
     result: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
     planned = {(each.mesh, each.rank): each for each in all_ranks(run)}
     for role in result["roles"]:
-        items = planned[role["role"], rank].items
-        counted = [item for item in items if item.name not in NOT_REHEARSED]
-        role["planned"] = sum(item.bytes for item in counted if not item.on_host)
+        items = [each for each in planned[role["role"], rank].items if not each.on_host]
+        others = sum(item.bytes for item in items if item.name in NOT_REHEARSED)
+        role["planned"] = sum(item.bytes for item in items) - others
+        role["not_rehearsed"] = others
     return result
 
 
 def errors_of(result: dict[str, Any], run: PlannedRun) -> list[str]:
-    """Return a sentence for each role that failed, or whose peak exceeds the device's memory."""
+    """Return a sentence for each role that failed, or whose allocator would reserve more than the
+    device has beside what is not rehearsed.
+    """
     memory = run.device.memory_gib * GIB
     found = []
     for role in result["roles"]:
         name = f"{role['role']} rank {role['rank']}"
         if role["error"] is not None:
             found.append(f"{name}, {role['error']}")
-        elif role["peak"] > memory:
-            need = role["peak"] / GIB
-            found.append(f"{name} needs {need:.2f} GiB of {run.device.memory_gib:g} GiB")
+            continue
+        reserved = role["allocator"]["reserved"]
+        need = reserved + role["not_rehearsed"]
+        if need > memory:
+            found.append(
+                f"{name} needs {need / GIB:.2f} GiB of {run.device.memory_gib:g} GiB: torch's "
+                f"allocator reserves {reserved / GIB:.2f} GiB, and {' and '.join(NOT_REHEARSED)} "
+                "need the rest"
+            )
     return found
 
 

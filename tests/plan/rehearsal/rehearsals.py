@@ -71,12 +71,13 @@ class Rehearsals:
         rank: int = 0,
         role: str = "trainer",
         change: Change | None = None,
+        allocated: int = 0,
     ) -> dict[str, Any]:
         """Return the result of a role, after ``change`` changed Tiller's code, with the plan's
         sizes by item as ``planned`` and ``planned_on_host``, and its bytes of collectives as
-        ``planned_moves``.
+        ``planned_moves``. ``allocated`` is the number of steps for the allocator.
         """
-        job = self._warm.submit(_forked, arguments, rank, role, change)
+        job = self._warm.submit(_forked, arguments, rank, role, change, allocated)
         found = job.result(timeout=DEADLINE_S)
         if isinstance(found, str):
             raise AssertionError(found)
@@ -86,13 +87,13 @@ class Rehearsals:
         self._warm.shutdown()
 
 
-def _forked(arguments: str, rank: int, role: str, change: Change | None) -> dict[str, Any] | str:
+def _forked(arguments: str, *job: Any) -> dict[str, Any] | str:
     import rl.plan.rehearsal.rehearse  # so that no fork imports these again
     import rl.trainers.algorithm  # noqa: F401
 
     context = get_context("fork")
     reads, writes = context.Pipe(duplex=False)
-    process = context.Process(target=_send, args=(writes, arguments, rank, role, change))
+    process = context.Process(target=_send, args=(writes, arguments, *job))
     process.start()
     writes.close()
     try:
@@ -115,7 +116,9 @@ def _send(writes: Any, *job: Any) -> None:
         writes.send(traceback.format_exc())
 
 
-def _rehearsed(arguments: str, rank: int, role: str, change: Change | None) -> dict[str, Any]:
+def _rehearsed(
+    arguments: str, rank: int, role: str, change: Change | None, allocated: int
+) -> dict[str, Any]:
     import warnings
 
     from rl.cli.arguments import parse_config
@@ -128,7 +131,7 @@ def _rehearsed(arguments: str, rank: int, role: str, change: Change | None) -> d
     planned = next(each for each in all_ranks(setting) if (each.mesh, each.rank) == (role, rank))
     if change is not None:
         change()
-    result = rehearse(fake_device(setting), setting, role, rank)
+    result = rehearse(fake_device(setting), setting, role, rank, allocated=allocated)
     items = {item.name: item.bytes for item in planned.items if not item.on_host}
     moved = {phase: _planned_bytes(setting, role, train) for phase, train in PHASES.items()}
     on_host = {item.name: item.bytes for item in planned.items if item.on_host}

@@ -8,7 +8,7 @@ from rl.config import RunConfig
 from rl.plan.fit import lacks_of, memories
 from rl.plan.memory import all_ranks, environment_workers, kv_bytes, kv_sequences
 from rl.plan.planned_run import PlannedRun
-from rl.plan.push_cost import push_of
+from rl.plan.push_cost import push_of, transports, turns_of
 from rl.plan.speed import sizes_of, step_of
 from rl.session.session_config import Role
 
@@ -25,7 +25,11 @@ class Plan:
         self.memories = memories(self.run, self.ranks)
         self.lacks = lacks_of(self.run, self.memories)
         self.errors = [*map(str, self.lacks)]
-        self.push = push_of(self.run) if self.run.generators else None
+        named = transports(self.run) if self.run.generators else []
+        self.pushes = [push_of(self.run, name) for name in named]
+        """Pushes by each transport, that of the run first."""
+        self.push = self.pushes[0] if self.pushes else None
+        self.turns = [*turns_of(self.run, self.ranks)]
         self.step = step_of(self.run, self.push)
 
     @property
@@ -36,8 +40,9 @@ class Plan:
     def as_json(self) -> dict[str, Any]:
         """Return the plan as JSON-able data, with sizes in bytes and times in seconds.
 
-        ``kv_cache`` and ``push`` are None if the run has no generators. ``episodes`` is None if the
-        task has no environment. ``record_bytes`` is the size of a token's recorded experts.
+        ``kv_cache`` and ``push`` are None if the run has no generators. ``pushes`` has the push by
+        each transport, and ``turns`` what models move that share devices. ``episodes`` is None if
+        the task has no environment. ``record_bytes`` is the size of a token's recorded experts.
         """
         run = self.run
         sizes = sizes_of(run.shape, fuse_qkv=run.config.model.fuse_qkv)
@@ -60,6 +65,8 @@ class Plan:
             "record_bytes": run.record_bytes,
             "episodes": self._episodes(),
             "push": asdict(self.push) if self.push else None,
+            "pushes": [asdict(push) for push in self.pushes],
+            "turns": [asdict(turn) for turn in self.turns],
             "step": asdict(self.step),
         }
 

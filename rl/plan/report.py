@@ -219,12 +219,24 @@ def _push(plan: Plan) -> Iterator[str]:
     push = plan.push
     if push is None:
         return
-    yield f"push by {push.transport}{' over the network' if push.over_network else ''}"
     yield (
-        f"  {size_text(push.total)} in all, {size_text(max(push.per_reader))} to a generator rank "
+        f"push by {push.transport}{' over the network' if push.over_network else ''}: "
+        f"{size_text(push.total)} in all, {size_text(max(push.per_reader))} to a generator rank "
         f"at most, {size_text(push.most_from_a_rank)} from a trainer rank at most"
     )
-    yield f"  at least {_seconds(push.seconds)}: {push.bottleneck}"
+    names = ("publish", "fetch", "pull")
+    yield "  of the busiest rank".ljust(24) + "".join(f"{name:24}" for name in (*names, "at least"))
+    for each in plan.pushes:
+        moves = {
+            move.what: f"{size_text(move.bytes)}, {_seconds(move.seconds)}" for move in each.stages
+        }
+        cells = (*(moves.get(name, "") for name in names), _seconds(each.seconds))
+        yield f"    {each.transport:20}" + "".join(f"{cell:24}" for cell in cells).rstrip()
+    for turn in plan.turns:
+        yield (
+            f"  when the devices change hands, a rank of {turn.what} moves {size_text(turn.bytes)} "
+            f"to its host in {_seconds(turn.seconds)}, and back in as long"
+        )
 
 
 def _step(plan: Plan) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """``python -m rl.plan`` plans configs that can work, without starting a process."""
 
 import json
+import re
 import subprocess
 import sys
 import textwrap
@@ -56,8 +57,51 @@ def test_a_plan_has_the_seat_of_each_rank_and_the_bytes_of_a_push(capsys):
     # bfloat16, and some weights are on both ranks
     assert sum(read) > 2 * plan["model"]["parameters"]
     assert plan["push"]["total"] == 8 * sum(read)
-    most = max(*read, plan["push"]["most_from_a_rank"])
-    assert plan["push"]["seconds"] == pytest.approx(most / 50e9)
+    fetched = max(*read, plan["push"]["most_from_a_rank"])
+    assert plan["push"]["seconds"] == pytest.approx((fetched + max(read)) / 50e9)
+
+
+PUSHES = {
+    "shared_memory": {"publish": (1 / 4, 50), "pull": (1, 50)},
+    "collective": {"fetch": (1, 50), "pull": (1, 50)},
+    "tcp": {"publish": (1 / 4, 50), "fetch": (1, 50), "pull": (1, 50)},
+    "rdma": {"publish": (1 / 4, 50), "fetch": (1, 50), "pull": (1, 50)},
+    "cuda_ipc": {"pull": (1, 450)},
+}
+"""Stages of a push from four trainer ranks to four generators of a node: the share of the weights
+that the busiest rank moves, and the GB/s of its link.
+"""
+
+
+def test_a_plan_has_the_time_of_a_push_by_each_transport(capsys):
+    _, plan = planned(capsys, "--config", "qwen3_8b")
+    pushes = {push["transport"]: push for push in plan["pushes"]}
+    assert [*pushes] == [*PUSHES] and plan["push"] == plan["pushes"][0]
+    weights = 2 * plan["model"]["parameters"]
+    for name, push in pushes.items():
+        stages = {each["what"]: each for each in push["stages"]}
+        assert [*stages] == [*PUSHES[name]]
+        for stage, (share, rate) in PUSHES[name].items():
+            assert stages[stage]["bytes"] == pytest.approx(share * weights, rel=1e-3)
+            assert stages[stage]["seconds"] == stages[stage]["bytes"] / (rate * 1e9)
+        assert push["seconds"] == sum(each["seconds"] for each in push["stages"])
+    assert main(["--config", "qwen3_8b"]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"\n    cuda_ipc +15\.26 GiB, 36\.4 ms +36\.4 ms\n", text)
+
+
+def test_a_plan_has_what_moves_when_devices_change_hands(capsys):
+    turns = "--colocate all --rollout.max_staleness 0 --generator.enforce_eager"
+    arguments = f"--config qwen3_8b {turns} --rollout.pipeline deterministic".split()
+    _, plan = planned(capsys, *arguments)
+    (turn,) = plan["turns"]
+    # float32 weights and two moments on four ranks; gradients are gone then
+    assert turn["bytes"] == pytest.approx(3 * 4 * plan["model"]["parameters"] / 4, rel=1e-3)
+    assert (turn["what"], turn["seconds"]) == ("trainer", turn["bytes"] / 50e9)
+    main(arguments)
+    said = "when the devices change hands, a rank of trainer moves 22.88 GiB to its host in 491 ms"
+    assert said in capsys.readouterr().out
+    assert planned(capsys, "--config", "qwen3_8b")[1]["turns"] == []
 
 
 def test_a_plan_has_the_size_of_recorded_experts(capsys):
@@ -189,4 +233,5 @@ def test_hosts_of_generators_send_the_weights_on_to_each_other(relay, capsys):
     )
     assert rdma["most_from_a_rank"] == 8 * chain["most_from_a_rank"]
     assert wide["most_from_a_rank"] == 2 * chain["most_from_a_rank"]
-    assert chain["seconds"] == pytest.approx(max(chain["per_reader"]) / 50e9)
+    fetch = next(each for each in chain["stages"] if each["what"] == "fetch")
+    assert fetch["seconds"] == pytest.approx(max(chain["per_reader"]) / 50e9)

@@ -385,7 +385,8 @@ class WorkerGroup(Mesh):
 
         Returns the sequences of each data-parallel rank, and the answers of all ranks.
         """
-        shares = balanced(batch.lengths.tolist(), self.engine.config.dp_degree)
+        degree = self.engine.config.dp_degree
+        shares = balanced(batch.lengths.tolist(), degree, batch.together)
         per_share = self.ranks // len(shares)
         arguments: dict[int, Sequence[Any]] = dict.fromkeys(range(self.ranks), (None, *args))
         for number, share in enumerate(shares):

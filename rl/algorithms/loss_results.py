@@ -8,6 +8,9 @@ import torch
 from rl.errors import RunError
 from rl.metrics import Entry, Reduction, Value
 
+LOSS = "loss/mean"
+"""Metric that the engine computes from the costs of a loss without a metric of this name."""
+
 
 class Metric(NamedTuple):
     """A value for each token, float [C], and its reduction over the tokens of loss weight > 0 on

@@ -105,7 +105,8 @@ class SequenceLoss(Configurable):
 class PairLoss(SequenceLoss):
     """Base of losses that compare a chosen sequence with a rejected one.
 
-    A subclass defines the reward of a sequence and the cost of a pair's rewards.
+    A subclass defines the reward of a sequence and the cost of a pair's rewards. The cost of a pair
+    depends on no other pair: the pairs of a step may be in several calls.
     """
 
     @dataclass(kw_only=True, slots=True)

@@ -18,6 +18,11 @@ is split (C1). A step::
     await session.forward_backward(with_coefficients(batch, weights), LinearLoss.Config())
     metrics = await session.optim_step(denominator=loss.count(labels)) | metrics
 
+If one micro-batch has room for both sequences of a pair, one forward pass is enough::
+
+    batch = pair_batch(score_batch(batch, loss), labels, reference)
+    await session.forward_backward(batch, LossOfPairs.Config(loss=DPOLoss.Config(beta=0.1)))
+
 A reward model uses ``BradleyTerryLoss``, ``LinearLoss.Config(head="values")``, no reference and a
 role of its own. For ``KTOLoss``, the batch of n sequences becomes
 ``score_batch(with_mismatched(batch, max_tokens=...), loss)`` of 2n, the labels are
@@ -29,7 +34,7 @@ from dataclasses import dataclass, replace
 import torch
 from torchtitan.config import Configurable
 
-from rl.algorithms.loss_results import Metric, PerToken, value_of
+from rl.algorithms.loss_results import LOSS, Metric, PerToken, value_of
 from rl.algorithms.losses import token_weights
 from rl.algorithms.sequence_losses import Labels, SequenceLoss
 from rl.algorithms.tokens import Tokens, sum_by_sequence
@@ -39,6 +44,8 @@ from rl.types import Batch, Head
 
 COEFFICIENTS = "coefficients"
 """Column that :class:`LinearLoss` reads."""
+REFERENCE, REMAINDER, MARGIN = "reference_score", "reference_remainder", "margin"
+"""Columns that :class:`LossOfPairs` reads. The first two add up to a score in float64."""
 
 
 class LinearLoss(Configurable):
@@ -61,6 +68,60 @@ class LinearLoss(Configurable):
         return tokens[COEFFICIENTS] * tokens[self.config.head], {}
 
 
+class LossOfPairs(Configurable):
+    """Loss of a batch of :func:`pair_batch`: the gradient and metrics of :func:`coefficients`,
+    from the scores of the same forward pass.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        loss: SequenceLoss.Config
+
+    def __init__(self, config: Config):
+        self.loss: SequenceLoss = config.loss.build()
+
+    def __call__(self, tokens: Tokens) -> PerToken:
+        """Return the coefficient of each token times its output, [C], and metrics of the pairs."""
+        loss, output, owner = self.loss, tokens[self.loss.head], tokens["sequence"]
+        counts = sum_by_sequence(torch.ones_like(owner), owner)
+        weights = _weights(counts, loss).to(owner.device)[owner]
+        scores = sum_by_sequence(output.detach().double() * weights.double(), owner, len(counts))
+        first = counts.cumsum(0) - counts
+        reference = None
+        if loss.needs_reference:
+            reference = tokens[REFERENCE][first].double() + tokens[REMAINDER][first].double()
+        labels = Labels.pairs(len(counts) // 2)
+        at = first[labels.chosen]  # the token that has the metrics of a pair
+        if MARGIN in tokens:
+            labels = replace(labels, margins=tokens[MARGIN][at])
+        gradient, metrics = _derivative(loss, scores, reference, labels)
+        none = scores.new_zeros(len(owner))
+        once = none.index_fill(0, at, 1.0)
+        spread = {
+            name: Metric(
+                none.index_copy(0, at, each.values.detach().double()), each.reduction, once
+            )
+            for name, each in metrics.items()
+        }
+        return gradient.float()[owner] * output, spread
+
+
+def pair_batch(batch: Batch, labels: Labels, reference: torch.Tensor | None) -> Batch:
+    """Return ``batch``, a result of :func:`score_batch` whose rows are those of
+    :meth:`Labels.pairs`, for :class:`LossOfPairs`.
+
+    ``reference`` are the scores of the reference, [n]. Each sequence counts 1 in the denominator.
+    """
+    columns = {}
+    if reference is not None:
+        columns[REFERENCE] = _spread(reference.float(), batch)
+        columns[REMAINDER] = _spread((reference - reference.float().double()).float(), batch)
+    if labels.margins is not None:
+        columns[MARGIN] = _spread(labels.margins.repeat_interleave(2), batch)
+    ones = torch.ones(len(batch)).double()
+    return replace(batch, columns=columns, denominators=ones, together=2)
+
+
 def score_batch(batch: Batch, loss: SequenceLoss) -> Batch:
     """Return the sequences of ``batch`` with the loss weights that define the scores of ``loss``.
 
@@ -79,8 +140,7 @@ def score_batch(batch: Batch, loss: SequenceLoss) -> Batch:
     counts = _trained_counts(batch)
     if not counts.all():
         raise RunError(f"sequence {int(counts.argmin())} of the batch has no trained token")
-    reduction = "sequence_mean" if loss.config.length_normalized else "token_mean"
-    weights = _spread(token_weights(counts, reduction), batch)
+    weights = _spread(_weights(counts, loss), batch)
     return replace(batch, loss_weights=weights.masked_fill(~batch.loss_mask, 0.0))
 
 
@@ -106,14 +166,23 @@ def coefficients(
     Metrics are ``loss/mean``, those of the loss and, for log-probs, ``logps/chosen`` and
     ``logps/rejected``, the means of the scores.
     """
+    if loss.count(labels) == 0:
+        raise RunError(f"{type(loss).__name__} has no examples to compare")
+    gradient, metrics = _derivative(loss, scores, reference, labels)
+    entries = {name: value_of(metric) for name, metric in metrics.items() if len(metric.values)}
+    return gradient, entries[LOSS].value, Metrics(entries)
+
+
+def _derivative(
+    loss: SequenceLoss, scores: torch.Tensor, reference: torch.Tensor | None, labels: Labels
+) -> tuple[torch.Tensor, dict[str, Metric]]:
+    """Return the derivative and the metrics of :func:`coefficients`, each with its values."""
     leaf = scores.detach().double().requires_grad_()
     prior = None if reference is None else reference.detach().double()
     if prior is not None and prior.shape != leaf.shape:
         raise RunError(f"{len(leaf)} scores have {len(prior)} of the reference")
     costs, metrics = loss(leaf, prior, labels)
     count = loss.count(labels)
-    if count == 0:
-        raise RunError(f"{type(loss).__name__} has no examples to compare")
     if costs.shape != (count,):
         raise RunError(
             f"{type(loss).__name__} returned costs of shape {[*costs.shape]} for {count} examples"
@@ -124,13 +193,15 @@ def coefficients(
             "logps/chosen": leaf[labels.chosen],
             "logps/rejected": leaf[labels.rejected],
         }
-    metrics = {**metrics, "loss/mean": costs}
-    each = {
+    return gradient, {
         name: entry if isinstance(entry, Metric) else Metric(entry, "mean")
-        for name, entry in metrics.items()
+        for name, entry in {**metrics, LOSS: costs}.items()
     }
-    entries = {name: value_of(metric) for name, metric in each.items() if len(metric.values)}
-    return gradient, entries["loss/mean"].value, Metrics(entries)
+
+
+def _weights(counts: torch.Tensor, loss: SequenceLoss) -> torch.Tensor:
+    """Return the weight in a score of each trained token of sequences with so many, [n]."""
+    return token_weights(counts, "sequence_mean" if loss.config.length_normalized else "token_mean")
 
 
 def with_coefficients(batch: Batch, values: torch.Tensor) -> Batch:

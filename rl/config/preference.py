@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal
 
 from torchtitan.config import ParallelismConfig
 
-from rl.algorithms.sequence_losses import BradleyTerryLoss, DPOLoss, SequenceLoss
+from rl.algorithms.sequence_losses import BradleyTerryLoss, DPOLoss, PairLoss, SequenceLoss
 from rl.config.dataset import DatasetConfig, DatasetRunConfig
 from rl.data.examples import EncodingConfig
 from rl.session.session_config import Role
@@ -61,6 +61,17 @@ class PreferenceConfig(DatasetRunConfig):
     def sequences(self) -> int:
         """Number of sequences that a step trains on: of pairs, or answers and mismatched ones."""
         return 2 * self.examples_per_step
+
+    @property
+    def in_one_pass(self) -> bool:
+        """Whether a step needs no forward pass of the policy besides that of the gradient: the loss
+        is one of pairs, and a micro-batch has room for two sequences.
+        """
+        loss = type(self.loss.build())
+        limits = self.trainer
+        room = limits.micro_batch_tokens or limits.micro_batch_size * self.longest
+        is_of_pairs = issubclass(loss, PairLoss) and loss.__call__ is PairLoss.__call__
+        return is_of_pairs and room >= 2 * self.longest
 
     def models(self) -> dict[str, Role]:
         """Return the models by role, in the order in which they take devices."""

@@ -211,7 +211,9 @@ def _passes(run: PlannedRun) -> tuple[list[str], float]:
     if not isinstance(config, PreferenceConfig):
         return [], 1.0
     cached = config.reference.scores == "cached"
-    asked = [name for name in run.roles if name == "trainer" or not cached]
+    unasked = ["trainer"] if config.in_one_pass else []
+    unasked += ["reference"] if cached else []
+    asked = [name for name in run.roles if name not in unasked]
     return asked, 0.5 if config.loss.build().is_unpaired else 1.0
 
 

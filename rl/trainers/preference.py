@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torchtitan.config import Configurable
 
 from rl.algorithms.sequence_losses import BradleyTerryLoss, KTOLoss, Labels, SequenceLoss
 from rl.algorithms.sequence_scores import (
     LinearLoss,
+    LossOfPairs,
     coefficients,
+    pair_batch,
     score_batch,
     sequence_scores,
     with_coefficients,
@@ -43,7 +46,8 @@ class PreferenceTrainer(DatasetTrainer[PreferenceConfig, Preference]):
         trainer = rl.PreferenceTrainer(config, dataset_train=rows)
         state = trainer.train()
 
-    The loss couples sequences that may be in different micro-batches. So a step scores all
+    A loss of pairs is computed where both sequences of a pair are in one micro-batch. If a
+    micro-batch has no room for two, or if the loss couples more sequences, a step scores all
     sequences first, derives one coefficient for each, and trains a loss that is linear in their
     log-probs (:mod:`rl.algorithms.sequence_scores`). See :mod:`rl.data.preferences` for rows.
     """
@@ -98,13 +102,27 @@ class PreferenceTrainer(DatasetTrainer[PreferenceConfig, Preference]):
         batch, labels = self.batch_of(items)
         known = self.cache.scores("train", items) if self.cache is not None else None
         with self.run.step_calls():
-            weights, measured = await self.compare(batch, labels, known)
-            learned = with_coefficients(batch, weights)
-            await self.session.forward_backward(learned, LinearLoss.Config(head=self.loss.head))
+            if self.arguments.in_one_pass:
+                measured = Metrics({})
+                learned = pair_batch(batch, labels, await self.reference_of(batch, known))
+                loss: Configurable.Config = LossOfPairs.Config(loss=self.arguments.loss)
+            else:
+                weights, measured = await self.compare(batch, labels, known)
+                learned = with_coefficients(batch, weights)
+                loss = LinearLoss.Config(head=self.loss.head)
+            await self.session.forward_backward(learned, loss)
             metrics = await self.session.optim_step(denominator=self.loss.count(labels)) | measured
         self.step += 1
         self.report.step(self.row() | dict(metrics), [metrics], tokens=len(learned.tokens))
         return True
+
+    async def reference_of(
+        self, batch: Batch, known: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """Return the scores of the reference, [n], which may be ``known``; None without one."""
+        if known is not None or not self.loss.needs_reference:
+            return known
+        return await self.scores_of(batch, "reference")
 
     def batch_of(self, items: Sequence[Preference]) -> tuple[Batch, Labels]:
         """Return the sequences of ``items`` with the weights of their scores, and their labels."""
@@ -144,10 +162,9 @@ class PreferenceTrainer(DatasetTrainer[PreferenceConfig, Preference]):
 
         ``reference`` are the scores of the reference, [n], if they are known.
         """
-        compares = self.loss.needs_reference and reference is None
-        roles = ["trainer", "reference"] if compares else ["trainer"]
-        scores, *computed = await asyncio.gather(*(self.scores_of(batch, role) for role in roles))
-        prior = computed[0] if compares else reference
+        scores, prior = await asyncio.gather(
+            self.scores_of(batch, "trainer"), self.reference_of(batch, reference)
+        )
         weights, _, metrics = coefficients(self.loss, scores, prior, labels)
         return weights[: len(batch) // 2] if self.is_unpaired else weights, metrics
 

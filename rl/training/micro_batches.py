@@ -115,8 +115,8 @@ class MicroBatch:
 
 @dataclass(slots=True)
 class Tree:
-    """Sequences with the same prompt, whose cells exist once: the sequences are the branches of one
-    document. A tree of one sequence shares nothing.
+    """Sequences in one piece of a row. If they share cells, those of their prompt, they are the
+    branches of one document; else each is a document.
     """
 
     sequences: list[int]
@@ -137,19 +137,21 @@ def plan(batch: Batch, limits: MicroBatchLimits) -> list[Rows]:
 
     With a limit of tokens, each packed tree goes to the row, in any micro-batch, with the least
     room that is enough (best-fit decreasing; Johnson, 1973). With a limit of sequences,
-    micro-batches are filled one after the other.
+    micro-batches are filled one after the other. A micro-batch exceeds a limit only if it has the
+    sequences alone that a batch keeps together.
     """
-    trees = _trees(batch, limits)
+    units = _units(batch, limits)
     if limits.tokens is not None:
-        return _best_fit(trees, limits, limits.tokens)
+        return _best_fit(units, limits, limits.tokens)
     shares: list[list[Tree]] = []
     left = 0
-    for tree in trees:
-        if len(tree.sequences) > left:
+    for unit in units:
+        count = sum(len(tree.sequences) for tree in unit)
+        if count > left:
             shares.append([])
             left = limits.sequences
-        shares[-1].append(tree)
-        left -= len(tree.sequences)
+        shares[-1] += unit
+        left -= count
     return [_rows_of(share, limits) for share in shares]
 
 
@@ -215,20 +217,44 @@ def _placed(
     return torch.from_numpy(placed).unflatten(0, shape)
 
 
-def balanced(lengths: Sequence[int], parts: int) -> list[list[int]]:
-    """Divide sequences into ``parts``, whose numbers of sequences differ by at most one and whose
-    numbers of tokens are similar. Returns the indices of each part.
+def balanced(lengths: Sequence[int], parts: int, together: int = 1) -> list[list[int]]:
+    """Divide sequences into ``parts``, whose numbers of sequences differ by at most ``together``
+    and whose numbers of tokens are similar. Returns the indices of each part. A part has
+    ``together`` sequences in a row, from the first on, or none of these.
 
     Each sequence, longest first, goes to the part with the fewest tokens so far (Graham, 1969).
     """
-    most = -(-len(lengths) // parts)
+    units = [range(first, first + together) for first in range(0, len(lengths), together)]
+    sizes = [sum(lengths[sequence] for sequence in unit) for unit in units]
+    most = -(-len(units) // parts)
     shares: list[list[int]] = [[] for _ in range(parts)]
     tokens = [0] * parts
-    for sequence in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+    for number in sorted(range(len(units)), key=lambda i: (-sizes[i], i)):
         rank = min((r for r in range(parts) if len(shares[r]) < most), key=lambda r: (tokens[r], r))
-        shares[rank].append(sequence)
-        tokens[rank] += lengths[sequence]
-    return [sorted(share) for share in shares]
+        shares[rank].append(number)
+        tokens[rank] += sizes[number]
+    return [
+        [sequence for number in sorted(share) for sequence in units[number]] for share in shares
+    ]
+
+
+def _units(batch: Batch, limits: MicroBatchLimits) -> list[list[Tree]]:
+    """Return all sequences as trees, longest first, in lists that one micro-batch must have."""
+    if batch.together == 1:
+        return [[tree] for tree in _trees(batch, limits)]
+    sizes = _sizes(batch)
+    shares = limits.sharing >= batch.together and batch.targets is None
+    prompts = _prompts(batch) if shares else []
+    units = []
+    for first in range(0, len(batch), batch.together):
+        own = [*range(first, first + batch.together)]
+        if not limits.pack:
+            units.append([Tree([sequence], sizes[sequence]) for sequence in own])
+            continue
+        shared = prompts[first][1] if shares and len({prompts[i][0] for i in own}) == 1 else 0
+        cells = sum(sizes[sequence] for sequence in own) - shared * (len(own) - 1)
+        units.append([Tree(own, cells, shared)])
+    return sorted(units, key=lambda unit: -max(tree.cells for tree in unit))
 
 
 def _trees(batch: Batch, limits: MicroBatchLimits) -> list[Tree]:
@@ -308,32 +334,32 @@ def _rows_of(trees: list[Tree], limits: MicroBatchLimits) -> Rows:
     return rows
 
 
-def _best_fit(trees: list[Tree], limits: MicroBatchLimits, limit: int) -> list[Rows]:
+def _best_fit(units: list[list[Tree]], limits: MicroBatchLimits, limit: int) -> list[Rows]:
     """Return the rows of micro-batches of at most ``limit`` cells, except for those of one longer
-    sequence.
+    unit.
     """
     planned: list[Rows] = []
     open_rows: list[tuple[int, int, int]] = []  # room, micro-batch and row, least room first
     rows_left = 0  # number of rows that the newest micro-batch may still open
     width = 0
     one_row = limits.pack and limits.one_row
-    for tree in trees:
-        size = tree.cells
+    for unit in units:
+        size = max(tree.cells for tree in unit)
         fits = bisect_left(open_rows, (size,))
-        if fits < len(open_rows):
+        if fits < len(open_rows):  # rows are packed, so that the unit is one tree
             room, micro, row = open_rows.pop(fits)
-            planned[micro][row].append(tree)
+            planned[micro][row] += unit
             insort(open_rows, (room - size, micro, row))
             continue
-        if not rows_left:
+        if rows_left < len(unit):
             planned.append([])
             multiple = limits.multiple_of
             width = _round_up(max(size, 1), multiple)
             if one_row:
                 width = max(width, limit // multiple * multiple)
-            rows_left = max(1, limit // width)
-        rows_left -= 1
-        planned[-1].append([tree])
+            rows_left = max(len(unit), limit // width)
+        rows_left -= len(unit)
+        planned[-1] += [[tree] for tree in unit]
         if limits.pack and width <= limit:
             insort(open_rows, (width - size, len(planned) - 1, len(planned[-1]) - 1))
     return planned

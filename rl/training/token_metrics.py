@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torchtitan.protocols import BaseModel
 from torchtitan.tools.utils import get_local_device
 
-from rl.algorithms.loss_results import Metric, mean_of, totals_of, value_of_totals
+from rl.algorithms.loss_results import LOSS, Metric, mean_of, totals_of, value_of_totals
 from rl.metrics import Metrics, Reduction
 
 
@@ -77,10 +77,11 @@ class MetricTotals:
         """Result of :func:`totals_of` by name."""
 
     def add(self, loss: torch.Tensor, metrics: Mapping[str, Metric], weights: torch.Tensor) -> None:
-        """Add the loss of each token times its weight, and the other metrics of the tokens with
-        weight > 0.
+        """Add the loss of each token times its weight, unless the metrics have a mean of their own,
+        and the metrics of the tokens with weight > 0.
         """
-        self._add("loss/mean", loss, "mean", weights)
+        if LOSS not in metrics:
+            self._add(LOSS, loss, "mean", weights)
         mask = weights > 0
         for name, (values, rule, own) in metrics.items():
             self._add(name, values, rule, mask.double() if own is None else mask * own.double())

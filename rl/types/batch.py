@@ -45,6 +45,9 @@ class Batch:
     share no prompts."""
     experts: RoutedExperts | None = None
     """Experts that computed each token as an input in the generator; None if none were recorded."""
+    together: int = 1
+    """Number of sequences in a row, from the first on, that one micro-batch must have: those that a
+    loss compares. Divides N."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -103,4 +106,5 @@ class Batch:
             denominators=None if self.denominators is None else self.denominators[chosen],
             targets=None if self.targets is None else self.targets[index],
             experts=None if self.experts is None else self.experts.select(index.numpy()),
+            together=self.together,
         )

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from rl.algorithms.loss_results import value_of
 from rl.algorithms.sequence_losses import (
     BradleyTerryLoss,
     DPOLoss,
@@ -16,7 +17,9 @@ from rl.algorithms.sequence_losses import (
 )
 from rl.algorithms.sequence_scores import (
     LinearLoss,
+    LossOfPairs,
     coefficients,
+    pair_batch,
     score_batch,
     sequence_scores,
     with_coefficients,
@@ -294,6 +297,32 @@ def test_the_linear_loss_has_the_gradient_of_the_scores(normalized):
     weighted = (sequence_scores(batch, logprobs) * torch.tensor([0.3, -0.8])).sum()
     (wanted,) = torch.autograd.grad(weighted, logprobs)
     torch.testing.assert_close(gradient, wanted)
+
+
+@pytest.mark.parametrize(
+    ("config", "margins", "known"),
+    [
+        (DPOLoss.Config(beta=0.3), None, torch.tensor([-1.23456789012, -7.0]).double()),
+        (IPOLoss.Config(), None, torch.tensor([-1.0, -3.00000000007]).double()),
+        (BradleyTerryLoss.Config(), torch.tensor([0.7]), None),
+    ],
+)
+def test_pairs_in_one_pass_have_the_coefficients_and_metrics_of_two(config, margins, known):
+    loss = config.build()
+    batch = score_batch(batch_of(), loss)
+    labels = Labels.pairs(1, margins)
+    output = torch.randn(len(batch.tokens), generator=torch.Generator().manual_seed(0))
+    scores = sequence_scores(batch, output)
+    wanted, _, measured = coefficients(loss, scores, known, labels)
+    learned = pair_batch(batch, labels, known)
+    mask = batch.loss_mask
+    columns = {name: values[mask] for name, values in learned.columns.items()}
+    owner = torch.repeat_interleave(torch.arange(2), batch.lengths)[mask]
+    own = {loss.head: output[mask].requires_grad_(), "sequence": owner}
+    costs, metrics = LossOfPairs.Config(loss=config).build()(Tokens(columns | own))
+    assert torch.equal(costs, wanted.float()[owner] * output[mask])
+    assert {name: value_of(metric).value for name, metric in metrics.items()} == dict(measured)
+    assert (learned.together, learned.denominators.tolist()) == (2, [1.0, 1.0])
 
 
 def test_a_reward_models_score_is_the_value_after_the_last_token():

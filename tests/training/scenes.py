@@ -132,7 +132,7 @@ def engine_of(
 
 def rows_of(engine: TrainingEngine, batch: Batch) -> list[int]:
     """The rows of the batch that are the rank's own."""
-    return balanced(batch.lengths.tolist(), engine.dp_degree)[engine.dp_rank]
+    return balanced(batch.lengths.tolist(), engine.dp_degree, batch.together)[engine.dp_rank]
 
 
 def checkpointer_of(

@@ -110,6 +110,31 @@ def test_micro_batches_keep_to_the_limit(lengths, limits):
             assert all(len(row) == 1 for row in rows)
 
 
+@given(LENGTHS.filter(lambda lengths: len(lengths) % 2 == 0), CUTTINGS, st.integers(1, 3))
+def test_a_pair_that_belongs_together_is_in_one_micro_batch(lengths, limits, sharing):
+    batch = replace(batch_of(lengths), together=2)
+    found = []
+    for rows in plan(batch, replace(limits, sharing=sharing)):
+        own = [sequence for row in rows for tree in row for sequence in tree.sequences]
+        assert all(
+            (first % 2, second) == (0, first + 1)
+            for first, second in zip(own[::2], own[1::2], strict=True)
+        )
+        micro = lay_out(batch, rows, limits)
+        if len(own) > 2:
+            assert (
+                len(own) <= limits.sequences
+                if limits.tokens is None
+                else micro.tokens.numel() <= limits.tokens
+            )
+        assert limits.pack or all(len(row) == len(row[0].sequences) == 1 for row in rows)
+        predicted = ~micro.first
+        cells = micro.targets.flatten()[micro.cells]
+        assert torch.equal(cells[predicted], micro.index[predicted])
+        found += own
+    assert sorted(found) == [*range(len(lengths))]
+
+
 @given(LENGTHS, CUTTINGS)
 def test_cells_have_the_experts_of_their_inputs(lengths, limits):
     """Experts name the token and its layer; every fifth token has none."""
@@ -264,12 +289,15 @@ def test_without_rows_a_dummy_holds_nothing():
     assert [value.shape for value in values] == [(0,)] * 3
 
 
-@given(st.lists(st.integers(1, 1000), max_size=40), st.integers(1, 8))
-def test_ranks_get_similar_numbers_of_sequences_and_none_is_lost(lengths, parts):
-    shares = balanced(lengths, parts)
+@given(st.lists(st.integers(1, 1000), max_size=40), st.integers(1, 8), st.integers(1, 3))
+def test_ranks_get_similar_numbers_of_sequences_and_none_is_lost(lengths, parts, together):
+    lengths = lengths[: len(lengths) // together * together]
+    shares = balanced(lengths, parts, together)
     assert sorted(sequence for share in shares for sequence in share) == list(range(len(lengths)))
-    assert max(map(len, shares)) == -(-len(lengths) // parts)
+    assert max(map(len, shares)) == -(-len(lengths) // together // parts) * together
     assert all(share == sorted(share) for share in shares)
+    for share in shares:
+        assert all(i // together in {j // together for j in share[::together]} for i in share)
 
 
 def test_ranks_get_similar_numbers_of_tokens():

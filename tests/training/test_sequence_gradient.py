@@ -20,7 +20,9 @@ from rl.algorithms.sequence_losses import (
 )
 from rl.algorithms.sequence_scores import (
     LinearLoss,
+    LossOfPairs,
     coefficients,
+    pair_batch,
     score_batch,
     sequence_scores,
     with_coefficients,
@@ -67,6 +69,13 @@ CUTS: dict[str, tuple[dict[str, Any], list[list[int]]]] = {
     "each pair in two calls": ({"micro_batch_size": 2}, [[0, 3, 4], [5, 2, 1]]),
 }
 """Fields of the engine, and the rows of each call of forward_backward."""
+
+PAIRWISE: dict[str, tuple[dict[str, Any], list[list[int]]]] = {
+    **{name: cut for name, cut in CUTS.items() if cut[1] == ALL},
+    "two calls": ({"micro_batch_size": 2}, [[4, 5], [0, 1, 2, 3]]),
+    "shared prompts": ({"micro_batch_size": 6, "prompt_sharing": 2}, ALL),
+}
+"""The same with both sequences of each pair in one call."""
 
 
 def example(loss: SequenceLoss) -> tuple[Batch, Labels, torch.Tensor]:
@@ -143,6 +152,16 @@ def accumulate(engine: TrainingEngine, loss: SequenceLoss, calls: list[list[int]
     return metrics
 
 
+def accumulate_pairs(engine: TrainingEngine, loss: SequenceLoss, calls: list[list[int]]) -> Metrics:
+    """The same in one pass, for a loss of pairs."""
+    batch, labels, reference = example(loss)
+    known = reference if loss.needs_reference else None
+    batch = pair_batch(score_batch(batch, loss), labels, known)
+    pairs = LossOfPairs.Config(loss=loss.config).build()
+    parts = [engine.forward_backward(share(engine, batch.select(rows)), pairs) for rows in calls]
+    return Metrics.merged(metrics for _, metrics in parts)
+
+
 def engines(folder: str, layout: str, sizes: str = "tied_fused") -> dict[Head, TrainingEngine]:
     """A policy, and a reward model with a head that is not 0."""
     model = MODELS[sizes]
@@ -158,12 +177,14 @@ def alone(tmp_path_factory):
     return engines(str(tmp_path_factory.mktemp("alone")), "alone")
 
 
-def gradient_of(engine: TrainingEngine, loss: SequenceLoss, cut: str) -> tuple[Any, float, Any]:
+def gradient_of(
+    engine: TrainingEngine, loss: SequenceLoss, cut: str, *, pairs: bool = False
+) -> tuple[Any, float, Any]:
     """(gradient of the mean over examples, value of the loss, metrics of the step)."""
-    fields, calls = CUTS[cut]
+    fields, calls = (PAIRWISE if pairs else CUTS)[cut]
     cut_by(engine, **fields)
     engine.optimizers.zero_grad()
-    metrics = accumulate(engine, loss, calls)
+    metrics = (accumulate_pairs if pairs else accumulate)(engine, loss, calls)
     count = loss.count(example(loss)[1])
     gradients = {name: grad / count for name, grad in gradients_of(engine).items()}
     return gradients, metrics["loss/mean"], engine.optim_step(denominator=count)
@@ -177,8 +198,9 @@ def test_gradient_is_that_of_the_whole_however_the_batch_is_cut(alone, name):
     norm = torch.cat([gradient.flatten() for gradient in wanted.values()]).norm().item()
     assert norm > 1e-3
     wrong = {}
-    for cut in CUTS:
-        gradients, own_value, step = gradient_of(engine, loss, cut)
+    of_pairs = [] if loss.is_unpaired else [(cut, True) for cut in PAIRWISE]
+    for cut, pairs in [*((cut, False) for cut in CUTS), *of_pairs]:
+        gradients, own_value, step = gradient_of(engine, loss, cut, pairs=pairs)
         errors = relative_error(gradients, wanted), worst_error(gradients, wanted)
         if not (
             own_value == pytest.approx(value, rel=1e-6)
@@ -186,7 +208,7 @@ def test_gradient_is_that_of_the_whole_however_the_batch_is_cut(alone, name):
             and errors[1] <= 4e-6
             and step["trainer/grad_norm"] == pytest.approx(norm, rel=1e-6)
         ):
-            wrong[cut] = own_value, errors, step["trainer/grad_norm"]
+            wrong[cut, pairs] = own_value, errors, step["trainer/grad_norm"]
     assert wrong == {}, (value, norm)
 
 
@@ -194,10 +216,12 @@ def in_layout(sizes: str, layout: str, folder: str, cuts: list[str]) -> dict[Any
     """Gradient and value of each loss and cut, on a rank of its own."""
     own = engines(folder, layout, sizes)
     losses = {name: config.build() for name, config in LOSSES.items()}
+    ways = [(cut, False) for cut in cuts] + [("two calls", True)]
     return {
-        (name, cut): gradient_of(own[loss.head], loss, cut)[:2]
+        (name, cut): gradient_of(own[loss.head], loss, cut, pairs=pairs)[:2]
         for name, loss in losses.items()
-        for cut in cuts
+        for cut, pairs in ways
+        if not (pairs and loss.is_unpaired)
     }
 
 
@@ -224,7 +248,7 @@ def test_gradient_does_not_depend_on_the_layout(sizes, layout, cuts, tmp_path):
     (wanted,) = on_ranks(1, wanted_of, sizes, str(tmp_path / "alone"))
     ranks = LAYOUTS[layout].ranks
     for answer in on_ranks(ranks, in_layout, sizes, layout, str(tmp_path), cuts, deadline=400.0):
-        assert len(answer) == len(LOSSES) * len(cuts)
+        assert len(answer) == len(LOSSES) * (len(cuts) + 1) - 1
         for (name, cut), (gradients, value) in answer.items():
             gradient, expected = wanted[name]
             assert worst_error(gradients, gradient) <= 1e-5, (name, cut)

@@ -14,7 +14,9 @@ from rl.algorithms.batch import make_batch, whole_texts
 from rl.algorithms.sequence_losses import Labels
 from rl.algorithms.sequence_scores import (
     LinearLoss,
+    LossOfPairs,
     coefficients,
+    pair_batch,
     score_batch,
     sequence_scores,
     with_coefficients,
@@ -165,7 +167,11 @@ def _preference_work(config: PreferenceConfig, name: str, lengths: Rows[int]) ->
     if name != "trainer":
         return Work(batch, forward=True)
     scores = sequence_scores(batch, torch.full((len(batch.tokens),), -1.0))
-    weights, _, _ = coefficients(loss, scores, scores if loss.needs_reference else None, labels)
+    prior = scores if loss.needs_reference else None
+    if config.in_one_pass:
+        pairs = LossOfPairs.Config(loss=config.loss).build()
+        return Work(pair_batch(batch, labels, prior), pairs, denominator=loss.count(labels))
+    weights, _, _ = coefficients(loss, scores, prior, labels)
     if loss.is_unpaired:
         weights = weights[: len(batch) // 2]
     learned = with_coefficients(batch, weights)

@@ -1,38 +1,50 @@
-"""Seconds per step of TRL's GRPOTrainer against Tiller's, on the same model, the same work and the
-same cores.
+"""Trained tokens per second of Tiller's RL trainer against TRL's GRPOTrainer, on the same model,
+the same work and the same cores.
 
-Usage: python scripts/bench/against_trl.py [--rounds N] [--steps N] [--trl-env DIR] [--json]
+Usage: python scripts/bench/against_trl.py [--only KIND ...] [--rounds N] [--steps N] [--json]
 
-Both train a Qwen3 of 3.3 million random parameters from one folder, in fp32, by GRPO with DAPO's
-loss: 8 prompts x 8 completions x 32 tokens a step, none shorter, with the same prompts and reward
-(grpo_work.py). They run alternately, each with the whole host. A process that computes alone has
-one thread per core: TRL's, and Tiller's two in lockstep. With rollouts of the previous step
-(max_staleness 1), Tiller's two processes compute at once and have one thread each. Both sides
-compile their models, and Tiller computes a prompt once for four of its completions
-(trainer.prompt_sharing); TRL has no such option. Tiller has the default canary and records. The
-ratio is that of the faster run. A step's seconds are the median of
-those after the first five; ratios are medians over the rounds.
+Both train a Qwen3 of 3 million random parameters from one folder, in fp32, by GRPO with DAPO's
+loss, an optimizer step for each batch, with the same prompts and reward (grpo_work.py). They run
+alternately, each with the whole host. Three kinds of work:
+
+- uniform: 8 prompts of 16 tokens x 8 completions of 32 tokens, none shorter.
+- varied: 8 prompts of 16 tokens x 8 completions of at most 128 tokens. The model draws the token
+  that ends one once in 32 tokens, so that the mean length is a quarter of the longest.
+- long_prompts: 4 prompts of 512 tokens x 8 completions of 64 tokens, none shorter.
+
+Tiller runs in two ways. In lockstep all tokens of a batch are drawn by the weights that it updates,
+as TRL draws them. Asynchronously they may be drawn by those before (max_staleness 1); TRL has no
+such way on a CPU. Each side has the settings that are fastest for it (SETTINGS, OURS). With several
+--trl-settings, the fastest of a round counts. Tiller has the default canary and records.
+
+A side's tokens per second are those of a turn's steps after the first five and before the last one,
+all together. A ratio is the median over the rounds. Ratios of tokens per CPU second, of all
+processes of a side, change little on a host that other programs use too.
 
 All threads wait for each other as trainer.threads has them wait. TRL's step is fastest with that:
-one thread and OMP_WAIT_POLICY=PASSIVE alone were slower, OpenMP's default was not faster, and
-neither were two data-parallel processes with one thread each.
+OMP_WAIT_POLICY=PASSIVE alone was slower, and OpenMP's default was not faster.
 
 TRL is installed, once, into an environment of its own from the package index that pip is configured
 for; nothing else is downloaded.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_work import MODEL, NEW_TOKENS, PROMPTS, SAMPLES
+import psutil
+from cpu_time import cpu_seconds
+from grpo_work import MODEL, WORKS
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -50,13 +62,94 @@ PINNED = (
 WARM_UP = 5
 TIMEOUT_S = 1800.0
 CORES = os.cpu_count() or 1
-FAST = ["--trainer.prompt_sharing", "4", "--trainer.compile.enable", "--generator.no-enforce_eager"]
-OURS = {
-    "lockstep": [*FAST, "--trainer.threads", str(CORES), "--generator.threads", str(CORES)],
-    "ahead": [*FAST, "--rollout.max_staleness", "1"],
-}
-"""Options of Tiller's runs, by name."""
+MAX_DIFFERENCE = 0.15
+"""Largest relative difference of the mean lengths of both sides' completions."""
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "DO_NOT_TRACK": "1"}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Settings of TRL."""
+
+    compiles: bool = True
+    passes: int = 1
+    """Number of parts into which each process divides a batch."""
+    processes: int = 1
+    batching: bool = False
+    """Whether transformers' continuous batching generates. Otherwise ``generate`` does, for all
+    completions together until the last one has ended."""
+    ahead: int = 1
+    """Number of steps whose completions are drawn at once."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of GRPOConfig."""
+        chosen: dict[str, Any] = {
+            "torch_compile": self.compiles,
+            "steps_per_generation": self.ahead * self.passes,
+        }
+        if self.batching:
+            chosen["use_transformers_continuous_batching"] = True
+        return chosen
+
+
+SETTINGS = {
+    "compiled": Setting(),
+    "eager": Setting(compiles=False),
+    "compiled-in-4": Setting(passes=4),
+    "eager-in-4": Setting(compiles=False, passes=4),
+    "compiled-2-processes": Setting(processes=2),
+    "eager-2-processes": Setting(compiles=False, processes=2),
+    "batching": Setting(batching=True),
+    "ahead": Setting(ahead=2),
+}
+"""Settings of TRL by name."""
+BEST = {"uniform": "compiled", "varied": "compiled", "long_prompts": "compiled"}
+"""TRL's fastest settings by kind of work."""
+
+FAST = ["--trainer.compile.enable", "--generator.no-enforce_eager"]
+BOTH = ["--trainer.threads", str(CORES), "--generator.threads", str(CORES)]
+SHARING = {"uniform": "4", "varied": "4", "long_prompts": "8"}
+OURS = {
+    kind: {
+        "lockstep": [*FAST, *BOTH, "--trainer.prompt_sharing", sharing],
+        "asynchronous": [
+            *FAST,
+            "--rollout.max_staleness",
+            "1",
+            "--trainer.prompt_sharing",
+            sharing,
+        ],
+    }
+    for kind, sharing in SHARING.items()
+}
+"""Options of Tiller's runs, by kind of work and way."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What a side did in one turn, in the steps that count."""
+
+    seconds: float
+    tokens: float
+    cpu_s: float
+    steps: int
+
+    @classmethod
+    def of(cls, seconds: Sequence[float], tokens: Sequence[float], cpu_s: float) -> "Turn":
+        """Return the turn with these values of all its steps."""
+        counted = slice(WARM_UP, -1)
+        return cls(sum(seconds[counted]), sum(tokens[counted]), cpu_s, len(seconds[counted]))
+
+    @property
+    def per_s(self) -> float:
+        """Trained tokens per second."""
+        return self.tokens / self.seconds
+
+    @property
+    def per_cpu_s(self) -> float:
+        """Trained tokens per CPU second."""
+        return self.tokens / self.cpu_s
 
 
 def trl_python(folder: Path) -> Path:
@@ -88,35 +181,73 @@ def write_model(folder: Path, fields: dict[str, Any] = MODEL) -> None:
     PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0").save_pretrained(folder)
 
 
-def run_trl(python: Path, model: Path, steps: int) -> list[float]:
-    """Return the seconds of each of TRL's steps."""
+def run_trl(
+    python: Path, kind: str, setting: Setting, model: Path, steps: int, folder: Path
+) -> Turn:
+    """Return TRL's turn; its files begin with the name ``folder``."""
     from rl.host.platform import thread_variables
 
-    out = _run([python, HERE / "grpo_trl.py", model, str(steps)], **thread_variables(CORES))
-    return list(json.loads(out.splitlines()[-1])["seconds"])
+    path, progress = folder.with_suffix(".json"), folder.with_suffix(".progress")
+    given = {"kind": kind, "model": str(model), "steps": steps, "progress": str(progress)}
+    path.write_text(json.dumps(given | {"passes": setting.passes, "options": setting.options}))
+    processes = setting.processes
+    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--standalone"]
+    out, cpu_s = run_watched(
+        [python, *(launcher if processes > 1 else []), HERE / "grpo_trl.py", path],
+        progress,
+        (WARM_UP, steps - 1),
+        **thread_variables(max(1, CORES // processes)),
+    )
+    found = json.loads(out.splitlines()[-1])
+    return Turn.of(found["seconds"], found["tokens"], cpu_s)
 
 
-def run_ours(model: Path, steps: int, folder: Path, *overrides: str) -> list[float]:
-    """Return the seconds of each of our steps, from the record of a run in ``folder``."""
+def run_ours(kind: str, model: Path, steps: int, folder: Path, *overrides: str) -> Turn:
+    """Return Tiller's turn, a run in ``folder``."""
     fields = {"--model.hf_path": model, "--steps": str(steps), "--output-dir": folder}
     options = [word for pair in fields.items() for word in pair]
-    paths = os.pathsep.join(map(str, (ROOT, HERE)))
-    _run(
-        [
-            sys.executable,
-            "-m",
-            "rl.train",
-            "--config",
-            "grpo_ours.even_tokens",
-            *options,
-            *overrides,
-        ],
-        PYTHONPATH=paths,
+    config = ["--config", f"grpo_ours.{kind}"]
+    _, cpu_s = run_watched(
+        [sys.executable, "-m", "rl.train", *config, *options, *overrides],
+        folder / "metrics.jsonl",
+        (WARM_UP, steps - 1),
+        PYTHONPATH=os.pathsep.join(map(str, (ROOT, HERE))),
     )
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    lengths = {row["completion/length_mean"] for row in rows}
-    assert lengths == {NEW_TOKENS}, f"completions of {lengths} tokens"
-    return [row["timing/step"] for row in rows]
+    work = WORKS[kind]
+    lengths = [row["completion/length_mean"] for row in rows]
+    assert work.ends or {*lengths} == {work.new_tokens}, f"completions of {lengths} tokens"
+    tokens = [length * work.prompts * work.samples for length in lengths]
+    return Turn.of([row["timing/step"] for row in rows], tokens, cpu_s)
+
+
+def run_watched(
+    command: Sequence[str | Path], progress: Path, marks: tuple[int, int], **variables: str
+) -> tuple[str, float]:
+    """Return the output of a command, and the CPU seconds of all its processes between the steps
+    of ``marks``. Each step adds a line to ``progress``.
+
+    Raises SystemExit with its errors if it fails.
+    """
+    spent: dict[int, float] = {}
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        environment = {**os.environ, **OFFLINE, **variables}
+        process = psutil.Popen([*map(str, command)], env=environment, stdout=out, stderr=err)
+        end = time.monotonic() + TIMEOUT_S
+        while process.poll() is None and time.monotonic() < end:
+            done = len(progress.read_text().splitlines()) if progress.exists() else 0
+            for step in marks:
+                if done >= step and step not in spent:
+                    spent[step] = cpu_seconds(process)
+            time.sleep(0.02)
+        err.seek(0)
+        out.seek(0)
+        if process.poll() != 0 or len(spent) < len(marks):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+            words = " ".join(map(str, command))
+            raise SystemExit(f"{err.read()}against_trl: this failed: {words}")
+        return out.read(), spent[marks[1]] - spent[marks[0]]
 
 
 def _run(command: Sequence[str | Path], **variables: str) -> str:
@@ -130,46 +261,81 @@ def _run(command: Sequence[str | Path], **variables: str) -> str:
     return done.stdout
 
 
-def compare(python: Path, rounds: int, steps: int, folder: Path) -> dict[str, Any]:
-    """Measure all sides alternately."""
+def compare(
+    python: Path, kind: str, settings: Sequence[str], rounds: int, steps: int, folder: Path
+) -> dict[str, Any]:
+    """Measure all sides of a kind of work alternately; return the result of ``result_of``."""
+    folder.mkdir()
     model = folder / "model"
-    write_model(model)
-    seconds: dict[str, list[float]] = {"trl": [], **{name: [] for name in OURS}}
+    write_model(model, WORKS[kind].model)
+    turns: dict[str, list[Turn]] = {}
     for number in range(rounds):
-        for name in seconds:
-            if name == "trl":
-                steps_s = run_trl(python, model, steps)
+        for name in (*settings, *OURS[kind]):
+            own = folder / f"{name}-{number}"
+            if name in OURS[kind]:
+                turn = run_ours(kind, model, steps, own, *OURS[kind][name])
             else:
-                steps_s = run_ours(model, steps, folder / f"{name}-{number}", *OURS[name])
-            seconds[name].append(statistics.median(steps_s[WARM_UP:]))
-            print(f"round {number + 1}: {name:8} {seconds[name][-1]:.3f} s a step", flush=True)
-    return result_of(seconds)
+                turn = run_trl(python, kind, SETTINGS[name], model, steps, own)
+            turns.setdefault(name, []).append(turn)
+            line = f"{turn.per_s:7.0f} tokens/s {turn.per_cpu_s:7.0f} tokens/CPU-s"
+            step = f"{turn.seconds / turn.steps:.3f} s a step"
+            print(f"{kind}, round {number + 1}: {name:20} {line} {step}", flush=True)
+    return result_of(turns, WORKS[kind].prompts * WORKS[kind].samples)
 
 
-def result_of(seconds: dict[str, list[float]]) -> dict[str, Any]:
-    """Return the medians of the rounds' ratios, and their extremes. ``trl_over_ours`` is that of
-    our faster run.
+def result_of(turns: dict[str, list[Turn]], completions: int) -> dict[str, Any]:
+    """Return the medians of the rounds' ratios, and their extremes. Of several settings of TRL, the
+    fastest of a round counts. A step has so many ``completions``.
+
+    Raises SystemExit if the sides trained completions of different lengths.
     """
-    rounds = {
-        f"trl_over_{name}": [t / o for t, o in zip(seconds["trl"], seconds[name], strict=True)]
-        for name in OURS
-    }
-    ratios = {name: statistics.median(values) for name, values in rounds.items()}
+    ours = {name: turns[name] for name in ("lockstep", "asynchronous")}
+    theirs = [each for name, each in turns.items() if name not in ours]
+    trl = [max(each, key=lambda turn: turn.per_s) for each in zip(*theirs, strict=True)]
+    ratios: dict[str, list[float]] = {}
+    cpu: dict[str, list[float]] = {}
+    for name, own in ours.items():
+        ratios[name] = [a.per_s / b.per_s for a, b in zip(own, trl, strict=True)]
+        cpu[name] = [a.per_cpu_s / b.per_cpu_s for a, b in zip(own, trl, strict=True)]
+    lengths = {name: _mean_length(each, completions) for name, each in turns.items()}
+    if max(lengths.values()) > (1 + MAX_DIFFERENCE) * min(lengths.values()):
+        raise SystemExit(f"against_trl: the sides' completions have different lengths: {lengths}")
     return {
-        "trl_over_ours": max(ratios.values()),
-        **ratios,
-        "spread": {name: [min(values), max(values)] for name, values in rounds.items()},
-        "seconds_per_step": {name: statistics.median(values) for name, values in seconds.items()},
+        **{name: statistics.median(values) for name, values in ratios.items()},
+        "spread": {name: [min(values), max(values)] for name, values in ratios.items()},
+        "cpu": {name: statistics.median(values) for name, values in cpu.items()},
+        "tokens_per_s": {
+            name: statistics.median(turn.per_s for turn in each) for name, each in turns.items()
+        },
+        "seconds_per_step": {
+            name: statistics.median(turn.seconds / turn.steps for turn in each)
+            for name, each in turns.items()
+        },
+        "mean_length": lengths,
     }
+
+
+def _mean_length(turns: Sequence[Turn], completions: int) -> float:
+    return statistics.mean(turn.tokens / (turn.steps * completions) for turn in turns)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--only", nargs="+", choices=WORKS, default=[*WORKS], help="kinds of work")
     parser.add_argument("--rounds", type=int, default=7, help="turns that each side takes")
     parser.add_argument(
-        "--steps", type=int, default=25, help=f"of each turn, {WARM_UP} of them to warm up"
+        "--steps",
+        type=int,
+        default=25,
+        help=f"of each turn, {WARM_UP} of them to warm up, and one that does not count",
+    )
+    parser.add_argument(
+        "--trl-settings",
+        nargs="+",
+        choices=SETTINGS,
+        help="settings of TRL (default: the fastest for each kind of work)",
     )
     parser.add_argument(
         "--trl-env", type=Path, default=TRL_ENV, help=f"TRL's environment (default {TRL_ENV})"
@@ -178,16 +344,19 @@ def main() -> None:
         "--json", action="store_true", help="print one JSON object as the last line"
     )
     arguments = parser.parse_args()
-    if arguments.steps <= WARM_UP:
-        parser.error(f"--steps: {arguments.steps} leaves none after the {WARM_UP} to warm up")
+    if arguments.steps <= WARM_UP + 1:
+        parser.error(f"--steps: {arguments.steps} leaves none that count")
     python = trl_python(arguments.trl_env.expanduser())
-    print(
-        f"{PROMPTS} prompts x {SAMPLES} completions x {NEW_TOKENS} tokens, {os.cpu_count()} cores, "
-        f"{PINNED[0]}"
-    )
+    print(f"{CORES} cores, {PINNED[0]}")
+    result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        result = compare(python, arguments.rounds, arguments.steps, Path(folder))
-    print(", ".join(f"{name} {value:.2f}" for name, value in result.items() if "_over_" in name))
+        for kind in arguments.only:
+            settings = arguments.trl_settings or [BEST[kind]]
+            own = Path(folder, kind)
+            found = compare(python, kind, settings, arguments.rounds, arguments.steps, own)
+            result[kind] = found
+            ways = (f"{name} {found[name]:.2f}" for name in OURS[kind])
+            print(f"{kind}: over TRL {', '.join(ways)}", flush=True)
     if arguments.json:
         print(json.dumps(result))
 

@@ -1,20 +1,9 @@
-"""Tiller's side of against_trl.py: a task, and the config that trains on it."""
+"""Tiller's side of against_trl.py: a task, and configs that train on it, by kind of work."""
 
 from dataclasses import dataclass
 from typing import cast
 
-from grpo_work import (
-    CLIP,
-    LEARNING_RATE,
-    MAX_NORM,
-    MODEL,
-    NEW_TOKENS,
-    PROMPT_TOKENS,
-    PROMPTS,
-    SAMPLES,
-    prompt_text,
-)
-from grpo_work import reward as even_share
+from grpo_work import CLIP, END, MAX_NORM, WORKS
 from torchtitan.components.optimizer import default_adamw
 from torchtitan.config import TrainingConfig
 from transformers import PreTrainedTokenizerFast
@@ -29,20 +18,21 @@ from rl.types import Completion, Prompt
 
 
 class EvenTokens(Task):
-    """Task with prompts of random words, whose reward is the share of even tokens. No token ends a
-    completion early."""
+    """Task with prompts of random words, whose reward is the share of even tokens."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Task.Config):
-        max_prompt_tokens: int = PROMPT_TOKENS
+        work: str
+        """Kind of work, one of grpo_work.WORKS."""
 
     def __init__(self, config: Config, *, seed: int, model: ModelConfig):
         super().__init__(config, seed=seed, model=model)
         self.tokenizer = PreTrainedTokenizerFast.from_pretrained(cast(str, model.hf_path))
-        self.stop_token_ids = ()
+        self.work = WORKS[config.work]
+        self.stop_token_ids = (END,) if self.work.ends else ()
 
     def prompt(self, prompt_id: int) -> Prompt:
-        text = prompt_text(prompt_id)
+        text = self.work.prompt_text(prompt_id)
         return Prompt(
             prompt_id=prompt_id, tokens=self.tokenizer(text)["input_ids"], text=text, answer=""
         )
@@ -51,26 +41,44 @@ class EvenTokens(Task):
         return []
 
     def score(self, prompt: Prompt, text: str, completion: Completion) -> Score:
-        return Score(reward=even_share(completion.tokens), correct=False)
+        return Score(reward=self.work.reward(completion.tokens), correct=False)
 
 
-def even_tokens() -> RLConfig:
+def config_of(kind: str) -> RLConfig:
     """Return the config that matches grpo_trl.py: DAPO's loss over tokens with GRPO's clip range,
     in fp32, one batch a step.
     """
+    work = WORKS[kind]
     return RLConfig(
-        task=EvenTokens.Config(),
-        model=ModelConfig(max_seq_len=MODEL["max_seq_len"]),
+        task=EvenTokens.Config(work=kind, max_prompt_tokens=work.prompt_tokens),
+        model=ModelConfig(max_seq_len=work.model["max_seq_len"]),
         rollout=RolloutConfig(
-            prompts_per_step=PROMPTS, samples_per_prompt=SAMPLES, max_tokens=NEW_TOKENS
+            prompts_per_step=work.prompts,
+            samples_per_prompt=work.samples,
+            max_tokens=work.new_tokens,
         ),
         algorithm=PolicyGradientConfig(loss=dapo(clip_low=CLIP, clip_high=CLIP)),
         trainer=TrainerConfig(
             training=TrainingConfig(mixed_precision_param="float32", max_norm=MAX_NORM),
-            optimizer=default_adamw(lr=LEARNING_RATE, weight_decay=0.0, fused=True),
-            micro_batch_size=PROMPTS * SAMPLES,
+            optimizer=default_adamw(lr=work.learning_rate, weight_decay=0.0, fused=True),
+            micro_batch_size=work.prompts * work.samples,
         ),
         generator=GeneratorConfig(kv_cache_gib=0.25),
         evaluation=EvaluationConfig(prompts=0),
         quiet=True,
     )
+
+
+def uniform() -> RLConfig:
+    """Return the config of completions that all have the same length."""
+    return config_of("uniform")
+
+
+def varied() -> RLConfig:
+    """Return the config of completions that an end token ends."""
+    return config_of("varied")
+
+
+def long_prompts() -> RLConfig:
+    """Return the config of prompts that are longer than their completions."""
+    return config_of("long_prompts")

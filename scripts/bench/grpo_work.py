@@ -1,36 +1,68 @@
-"""The work that TRL's GRPOTrainer and Tiller both do.
+"""The work that TRL's GRPOTrainer and Tiller both do, of three kinds.
 
-Both sides read this file, in separate environments, so it imports nothing.
+Both sides read this file, in separate environments, so it imports only what needs no package.
 """
 
 import random
+from dataclasses import dataclass
+from typing import Any
 
-PROMPTS = 8
-SAMPLES = 8
-NEW_TOKENS = 32
-PROMPT_TOKENS = 16
-LEARNING_RATE = 1e-3
 CLIP = 0.2
 MAX_NORM = 1.0
-MODEL = {
-    "vocab_size": 512,
-    "dim": 256,
-    "n_layers": 4,
-    "n_heads": 4,
-    "n_kv_heads": 2,
-    "head_dim": 64,
-    "hidden_dim": 768,
-    "max_seq_len": PROMPT_TOKENS + NEW_TOKENS,
+
+
+@dataclass(frozen=True)
+class Work:
+    """One kind of work: a step of GRPO on prompts of random words."""
+
+    prompts: int
+    samples: int
+    prompt_tokens: int
+    new_tokens: int
+    """Length of the longest completion."""
+    words: int
+    """Size of the vocabulary."""
+    ends: bool
+    """Whether the token END ends a completion. Otherwise all completions are the longest."""
+    learning_rate: float
+
+    @property
+    def model(self) -> dict[str, Any]:
+        """The model, as fields of rl.model.shape.ModelConfig: 3.3 million parameters with 512
+        words, 3.0 million with 32.
+        """
+        return {
+            "vocab_size": self.words,
+            "dim": 256,
+            "n_layers": 4,
+            "n_heads": 4,
+            "n_kv_heads": 2,
+            "head_dim": 64,
+            "hidden_dim": 768,
+            "max_seq_len": self.prompt_tokens + self.new_tokens,
+        }
+
+    def prompt_text(self, prompt_id: int) -> str:
+        """Return words of the tokenizer that against_trl.py writes."""
+        draw = random.Random(f"prompt/{prompt_id}")
+        return " ".join(f"w{draw.randrange(self.words)}" for _ in range(self.prompt_tokens))
+
+    def reward(self, tokens: list[int]) -> float:
+        """Return the share of even tokens, without the end: cheap, and learned within a few steps.
+        It does not depend on the length.
+        """
+        kept = [token for token in tokens if not (self.ends and token == END)]
+        return sum(token % 2 == 0 for token in kept) / max(1, len(kept))
+
+
+END = 1
+"""Token that ends a completion of work that ``ends``. A random model draws it once in ``words``
+tokens."""
+
+WORKS = {
+    "uniform": Work(8, 8, 16, 32, words=512, ends=False, learning_rate=1e-3),
+    # the model hardly changes, and so do the lengths
+    "varied": Work(8, 8, 16, 128, words=32, ends=True, learning_rate=1e-6),
+    "long_prompts": Work(4, 8, 512, 64, words=512, ends=False, learning_rate=1e-3),
 }
-"""3.3 million parameters, as fields of rl.model.shape.ModelConfig."""
-
-
-def prompt_text(prompt_id: int) -> str:
-    """Return words of the tokenizer that against_trl.py writes."""
-    draw = random.Random(f"prompt/{prompt_id}")
-    return " ".join(f"w{draw.randrange(MODEL['vocab_size'])}" for _ in range(PROMPT_TOKENS))
-
-
-def reward(tokens: list[int]) -> float:
-    """Return the share of even tokens: cheap, and learned within a few steps."""
-    return sum(token % 2 == 0 for token in tokens) / len(tokens)
+MODEL = WORKS["uniform"].model

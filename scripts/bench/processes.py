@@ -33,7 +33,7 @@ def runs(model: Path) -> dict[str, list[str]]:
     """Return the arguments of each run by name."""
     models = {
         "quickstart": ["--config", "quickstart", "--evaluation.every", "0"],
-        "3.3M": ["--config", "grpo_ours.even_tokens", "--model.hf_path", str(model)],
+        "3.3M": ["--config", "grpo_ours.uniform", "--model.hf_path", str(model)],
     }
     ahead = ["--rollout.max_staleness", "1"]
     return {

@@ -19,41 +19,84 @@ def against_trl(monkeypatch):
     return module(SCRIPT, monkeypatch)
 
 
-def test_our_side_is_asked_for_the_same_work(against_trl, tmp_path):
-    against_trl.write_model(tmp_path)
-    options = ["--model.hf_path", str(tmp_path), "--rollout.max_staleness", "1"]
-    arguments = ["--config", "grpo_ours.even_tokens", *options]
-    _, config = parse_config(arguments, program="test")
-    task = config.task.build(seed=0, model=config.model)
-    prompt = task.prompt(3)
-    assert len(prompt.tokens) == 16
-    assert prompt.text == " ".join(f"w{token}" for token in prompt.tokens)
-    assert prompt.tokens != task.prompt(4).tokens
-    assert task.stop_token_ids == ()  # nothing ends a completion before its last token
-    try_task(config, task)
-    completion = Completion(tokens=[0, 1, 3, 8], logprobs=[], versions=[], finish_reason="length")
-    assert task.score(prompt, task.decode(completion.tokens), completion).reward == 0.5
-    rollout = config.rollout
-    assert (rollout.prompts_per_step, rollout.samples_per_prompt, rollout.max_tokens) == (8, 8, 32)
+@pytest.mark.parametrize(
+    ("kind", "step", "stops"),
+    [
+        ("uniform", (8, 8, 16, 32), ()),
+        ("varied", (8, 8, 16, 128), (1,)),
+        ("long_prompts", (4, 8, 512, 64), ()),
+    ],
+)
+def test_our_side_is_asked_for_the_same_work(against_trl, tmp_path, kind, step, stops):
+    work = against_trl.WORKS[kind]
+    against_trl.write_model(tmp_path, work.model)
+    for options in against_trl.OURS[kind].values():
+        arguments = ["--config", f"grpo_ours.{kind}", "--model.hf_path", str(tmp_path), *options]
+        _, config = parse_config(arguments, program="test")
+        task = config.task.build(seed=0, model=config.model)
+        rollout = config.rollout
+        prompt = task.prompt(3)
+        assert (
+            rollout.prompts_per_step,
+            rollout.samples_per_prompt,
+            len(prompt.tokens),
+            rollout.max_tokens,
+        ) == step
+        assert prompt.text == work.prompt_text(3) != task.prompt(4).text
+        assert prompt.text == " ".join(f"w{token}" for token in prompt.tokens)
+        assert task.stop_token_ids == stops
+        try_task(config, task)
+        tokens = [0, 7, 3, 8, 1]
+        completion = Completion(tokens=tokens, logprobs=[], versions=[], finish_reason="length")
+        reward = task.score(prompt, task.decode(tokens), completion).reward
+        assert reward == (0.5 if stops else 0.4)  # the end is no part of the answer
 
 
 @pytest.mark.long
-def test_our_side_runs_and_yields_the_seconds_of_each_step(against_trl, tmp_path):
-    against_trl.write_model(tmp_path / "model")
-    seconds = against_trl.run_ours(
-        tmp_path / "model", 3, tmp_path / "run", "--rollout.max_staleness", "1"
-    )
-    assert len(seconds) == 3
-    assert min(seconds) > 0
+@pytest.mark.parametrize("kind", ["varied", "long_prompts"])
+def test_our_side_runs_and_a_turn_has_the_steps_that_count(against_trl, tmp_path, kind):
+    work = against_trl.WORKS[kind]
+    against_trl.write_model(tmp_path / "model", work.model)
+    steps = against_trl.WARM_UP + 3
+    way = ["--rollout.max_staleness", "1"]
+    turn = against_trl.run_ours(kind, tmp_path / "model", steps, tmp_path / "run", *way)
+    assert turn.steps == 2
+    assert turn.seconds > 0
+    assert turn.cpu_s > 0
+    length = turn.tokens / (turn.steps * work.prompts * work.samples)
+    if work.ends:
+        assert 0.15 < length / work.new_tokens < 0.35
+    else:
+        assert length == work.new_tokens
 
 
-def test_ratios_are_those_of_each_round_and_the_better_way_has_the_short_name(against_trl):
-    result = against_trl.result_of(
-        {"trl": [2.0, 4.0, 9.0], "lockstep": [2.0, 2.0, 2.0], "ahead": [1.0, 1.0, 9.0]}
-    )
-    assert result["trl_over_lockstep"] == 2.0
-    assert result["trl_over_ours"] == result["trl_over_ahead"] == 2.0
-    assert result["seconds_per_step"] == {"trl": 4.0, "lockstep": 2.0, "ahead": 1.0}
+def test_ratios_are_those_of_each_round_with_the_fastest_setting_of_trl(against_trl):
+    def turns(*seconds, tokens=640.0):
+        return [against_trl.Turn(each, tokens, 2 * each, 1) for each in seconds]
+
+    sides = {
+        "eager": turns(2.0, 4.0, 9.0),
+        "compiled": turns(3.0, 3.0, 10.0),
+        "lockstep": turns(2.0, 2.0, 2.0),
+        "asynchronous": turns(1.0, 1.0, 9.0),
+    }
+    result = against_trl.result_of(sides, 64)
+    assert result["lockstep"] == result["cpu"]["lockstep"] == 1.5
+    assert result["asynchronous"] == 2.0
+    assert result["spread"] == {"lockstep": [1.0, 4.5], "asynchronous": [1.0, 3.0]}
+    assert result["tokens_per_s"]["eager"] == 160.0
+    assert result["seconds_per_step"]["lockstep"] == 2.0
+    assert result["mean_length"]["lockstep"] == 10.0
+    sides["lockstep"] = turns(2.0, 2.0, 2.0, tokens=512.0)
+    with pytest.raises(SystemExit, match="different lengths"):
+        against_trl.result_of(sides, 64)
+
+
+def test_a_turn_leaves_out_the_first_steps_and_the_last(against_trl):
+    seconds = [9.0] * against_trl.WARM_UP + [1.0, 2.0, 9.0]
+    turn = against_trl.Turn.of(seconds, [10 * each for each in seconds], 6.0)
+    assert (turn.seconds, turn.tokens, turn.steps) == (3.0, 30.0, 2)
+    assert (turn.per_s, turn.per_cpu_s) == (10.0, 5.0)
 
 
 @pytest.fixture

@@ -55,6 +55,7 @@ class Generator(Actor):
     model: ModelConfig
     seed: int
     timeout_s: float
+    in_turns: bool
 
     def __post_init__(self) -> None:
         self._rank = current_rank().rank
@@ -68,7 +69,11 @@ class Generator(Actor):
         def make_engine() -> GenerationEngine:
             bind_to_device()
             return GenerationEngine(
-                self.config, self.model, seed=self.seed, timeout_s=self.timeout_s
+                self.config,
+                self.model,
+                seed=self.seed,
+                timeout_s=self.timeout_s,
+                in_turns=self.in_turns,
             )
 
         self._loop = EngineLoop(make_engine, self._pull)
@@ -155,6 +160,8 @@ class GeneratorMesh(Mesh):
     seed: int
     number: int
     """Number in the run, from 0; publishers of a network reserve its place."""
+    in_turns: bool = False
+    """Whether other models use its devices at times."""
     version: int | None = field(default=None, init=False)
     """Policy version of its weights; None before the first pull."""
 
@@ -167,7 +174,7 @@ class GeneratorMesh(Mesh):
         self._patience = 0.0
 
     def _arguments(self) -> tuple[Any, ...]:
-        return self.config, self.model, self.seed, self.collective_timeout_s
+        return self.config, self.model, self.seed, self.collective_timeout_s, self.in_turns
 
     def _environment(self) -> dict[str, str]:
         return environment(self.config)

@@ -12,7 +12,10 @@ RELIES_ON = (
     "vllm.v1.engine.llm_engine:LLMEngine.model_executor",
     "vllm.v1.executor.uniproc_executor:UniProcExecutor.driver_worker",
     "vllm.v1.worker.gpu_worker:Worker.get_model()",
-    # the path to the memory of the KV cache; LLMEngine.sleep needs an allocator that CPUs lack
+    # LLMEngine.sleep does more; it starts with what CPUs lack, an allocator of memory pools
+    "vllm.v1.executor.abstract:Executor.sleep(level)",
+    "vllm.v1.executor.abstract:Executor.wake_up(tags)",
+    # the path to the memory of the KV cache
     "vllm.v1.worker.gpu_worker:Worker.model_runner",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner.kv_caches",
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner.kv_caches",  # of Model Runner V2
@@ -76,6 +79,26 @@ def runner_of(engine: Any) -> Any:
 def kv_caches(engine: Any) -> list[torch.Tensor]:
     """Return the tensors that hold the engine's keys and values."""
     return runner_of(engine).kv_caches  # type: ignore[no-any-return]
+
+
+def has_pools(engine: Any) -> bool:
+    """Return whether weights and KV cache are in vLLM's memory pools, as on CUDA in turns."""
+    return engine.vllm_config.model_config.enable_sleep_mode  # type: ignore[no-any-return]
+
+
+def sleep(engine: Any) -> None:
+    """Give back the memory of the pools. Weights and KV cache are not copied to the host; buffers
+    of the model are, such as RoPE tables. No test runs CUDA.
+    """
+    engine.model_executor.sleep(level=2)
+
+
+def wake_up(engine: Any) -> None:
+    """Take back the memory of the pools at its addresses, weights first; these and the KV cache
+    hold any bytes. No test runs CUDA.
+    """
+    for pool in ("weights", "kv_cache"):
+        engine.model_executor.wake_up([pool])
 
 
 def set_weight_version(engine: Any, version: str) -> None:

@@ -15,7 +15,7 @@ from rl.generation.expert_records import ExpertRecords
 from rl.generation.generator_config import GeneratorConfig
 from rl.generation.requests import Requests
 from rl.generation.start_vllm import start_vllm
-from rl.host.platform import release_cached_memory
+from rl.host.platform import discard
 from rl.model.activations import Activations, Recorder
 from rl.model.shape import ModelConfig, shape_of
 from rl.model.shards import Shard, local_shards
@@ -55,8 +55,10 @@ class GenerationEngine:
         *,
         seed: int,
         timeout_s: float = COLLECTIVE_TIMEOUT_S,
+        in_turns: bool = False,
     ):
         """Start vLLM, which takes seconds. Its collectives wait ``timeout_s`` for a peer.
+        ``in_turns``: whether other models use its device at times, which needs ``offload``.
 
         Raises ConfigError if the tensor-parallel degree does not fit the model. The process must
         have been launched with ``rl.generation.generator_config.environment(config)``.
@@ -68,7 +70,12 @@ class GenerationEngine:
         self.inflight_policy = config.inflight_policy
         self.version: int | None = None
         self._engine = start_vllm(
-            config, self.shape, fuse_qkv=model.fuse_qkv, seed=seed, timeout_s=timeout_s
+            config,
+            self.shape,
+            fuse_qkv=model.fuse_qkv,
+            seed=seed,
+            timeout_s=timeout_s,
+            in_turns=in_turns,
         )
         self._folder = model.hf_path
         self._model = vllm_internals.model_of(self._engine)
@@ -77,7 +84,7 @@ class GenerationEngine:
             records = ExpertRecords(self._engine, chosen)
         self._requests = Requests(self._engine, self.shape.vocab_size, self._decode, records)
         self._group = _tp_group()
-        self._dropped = dict[torch.UntypedStorage, int]()
+        self._is_away = False  # weights and KV cache have no memory
         self._layout = generator_layout(
             self.shape,
             fuse_qkv=model.fuse_qkv,
@@ -136,31 +143,34 @@ class GenerationEngine:
             raise RunError("vLLM did not reset its prefix cache: a request is in flight")
 
     def offload(self) -> None:
-        """Drop the weights and the KV cache; their device memory is free until ``onload``. Weights
-        come from a push, which still has them.
+        """Drop the weights and the KV cache; other processes can have their memory until
+        ``onload``. Weights come from a push, which still has them.
 
-        Raises RunError if a request is in flight. No test covers this on CUDA.
+        - No address changes, so that compiled code and captured graphs run again afterwards, and
+          the push writes to the same tensors.
+        - On CUDA, which no test runs, the engine must have been made with ``in_turns``.
+
+        Raises RunError if a request is in flight.
         """
-        if self._dropped:
+        if self._is_away:
             return
         self.reset_prefix_cache()
         self._model.weights_away()
-        weights = [parameter.data for parameter in self._model.titan.parameters()]
-        tensors = [*weights, *vllm_internals.kv_caches(self._engine)]
-        storages = {each.data_ptr(): each.untyped_storage() for each in tensors}.values()
-        self._dropped = {storage: storage.nbytes() for storage in storages}
-        for storage in self._dropped:
-            storage.resize_(0)
+        if vllm_internals.has_pools(self._engine):
+            vllm_internals.sleep(self._engine)
+        else:
+            for tensor in (*self._model.parameters(), *vllm_internals.kv_caches(self._engine)):
+                discard(tensor.untyped_storage())
+        self._is_away = True
         self.version = None
-        release_cached_memory()
 
     def onload(self) -> None:
         """Take the memory back, with an empty KV cache and without weights: push after it."""
-        if not self._dropped:
+        if not self._is_away:
             return
-        for storage, size in self._dropped.items():
-            storage.resize_(size)
-        self._dropped = {}
+        if vllm_internals.has_pools(self._engine):
+            vllm_internals.wake_up(self._engine)
+        self._is_away = False
         self._forget_weights()
         for cache in vllm_internals.kv_caches(self._engine):
             cache.zero_()  # kernels multiply masked entries too, and 0 * NaN is NaN

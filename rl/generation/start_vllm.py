@@ -23,10 +23,10 @@ RUNNERS = {"cpu": "0", "cuda": "1"}
 its kernels need Triton, which has no compiler for CPUs here."""
 
 
-def start_vllm(
-    config: GeneratorConfig, shape: ModelShape, *, fuse_qkv: bool, seed: int, timeout_s: float
-) -> Any:
-    """Return a ``LLMEngine`` with the torchtitan model of ``shape``, whose parameters are 0."""
+def start_vllm(config: GeneratorConfig, shape: ModelShape, **options: Any) -> Any:
+    """Return a ``LLMEngine`` with the torchtitan model of ``shape``, whose parameters are 0.
+    ``options`` are those of ``vllm_config``.
+    """
     # otherwise vLLM's sampler compiles a helper, which takes seconds and g++
     torch.compiler.set_stance("force_eager" if config.enforce_eager else "default")
     from vllm import LLMEngine
@@ -34,9 +34,7 @@ def start_vllm(
     from rl.compat.vllm_executor import RankExecutor
 
     with tempfile.TemporaryDirectory(prefix="tiller-model-") as folder:
-        chosen = vllm_config(
-            config, shape, Path(folder), fuse_qkv=fuse_qkv, seed=seed, timeout_s=timeout_s
-        )
+        chosen = vllm_config(config, shape, Path(folder), **options)
         return LLMEngine(chosen, RankExecutor, log_stats=False, multiprocess_mode=False)
 
 
@@ -48,13 +46,16 @@ def vllm_config(
     fuse_qkv: bool,
     seed: int,
     timeout_s: float,
+    in_turns: bool = False,
 ) -> Any:
     """Return the ``VllmConfig`` that vLLM makes of our arguments on this device. ``folder`` gets
-    the model's description.
+    the model's description. With ``in_turns`` weights and KV cache are in memory pools that can
+    sleep, if vLLM has these for the device.
 
     Raises ConfigError if the model runner cannot run here.
     """
     from vllm import EngineArgs
+    from vllm.platforms import current_platform
 
     from rl.generation.vllm_model import ARCHITECTURE, LOAD_FORMAT, register
 
@@ -95,6 +96,7 @@ def vllm_config(
         kv_cache_memory_bytes=int(config.kv_cache_gib * 2**30) if on_cpu else None,
         gpu_memory_utilization=config.gpu_memory_utilization,
         enforce_eager=config.enforce_eager,
+        enable_sleep_mode=in_turns and current_platform.is_sleep_mode_available(),
         block_size=config.block_size,
         enable_prefix_caching=config.prefix_caching,
         logprobs_mode="processed_logprobs",  # after temperature, top-k and top-p

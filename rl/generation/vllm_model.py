@@ -123,6 +123,8 @@ def local_model(vllm_config: VllmConfig) -> Qwen3Model:
     _make_rope_cache(model, device)
     if tp > 1:
         _add_collectives(model)
+    for layer in model.layers.values() if shape.num_experts else ():
+        layer.moe.tokens_per_expert_E = None  # counts of training, still on meta
     if options["expert_parallel"]:
         for layer in model.layers.values():
             layer.moe.routed_experts.token_dispatcher = OwnExperts(shape, ranks=tp, rank=rank)

@@ -4,8 +4,10 @@ Importing this module sets torchtitan's device, also in modules that are already
 ``rl.model``, ``rl.training`` and ``rl.generation`` import it first, and call ``import_attention``.
 """
 
+import ctypes
 import json
 import logging
+import mmap
 import os
 import resource
 import socket
@@ -16,6 +18,8 @@ import torch
 import torchtitan.tools.utils as titan
 
 from rl.compat.titan import import_attention_without_compilers, tell_device
+
+_libc = ctypes.CDLL(None, use_errno=True)
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Variables that torch's allocator of GPU memory reads, the later name first."""
@@ -105,6 +109,18 @@ def release_cached_memory() -> None:
     """
     if device_type() == "cuda":
         torch.cuda.empty_cache()
+
+
+def discard(memory: torch.UntypedStorage) -> None:
+    """Give the host back the whole pages of ``memory``, which is on CPU. Their addresses stay; they
+    are zeros when they are next used.
+    """
+    assert memory.device.type == "cpu", "the memory of a GPU is given back by its allocator"
+    begin = -(-memory.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    size = (memory.data_ptr() + memory.nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE - begin
+    pages = ctypes.c_void_p(begin), ctypes.c_size_t(max(size, 0))
+    if _libc.madvise(*pages, mmap.MADV_DONTNEED):
+        raise OSError(ctypes.get_errno(), "madvise: the host takes no pages back")
 
 
 def has_rdma() -> bool:

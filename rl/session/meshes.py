@@ -57,6 +57,7 @@ class Meshes:
             hosts=self._hosts,
             deadlines=self._config.deadlines,
             config=replace(generator, record_experts=records),
+            in_turns=self._config.colocate == "all",
             model=self._config.model,
             seed=self._config.seed,
         )

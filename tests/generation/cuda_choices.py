@@ -44,6 +44,15 @@ KERNELS = (
 )
 """Compiled parts of vLLM's CUDA build. Nothing here calls them."""
 
+
+def in_turns() -> RLConfig:
+    """Return a config whose trainer and generators share GPUs."""
+    config = qwen3_8b()
+    config.rollout.max_staleness = 0
+    config.colocate = "all"
+    return config
+
+
 GRAPHS = {"dtype": "bfloat16", "enforce_eager": False}
 CASES: dict[str, tuple[Callable[[], RLConfig], dict[str, Any]]] = {
     "quickstart": (quickstart, {}),
@@ -53,6 +62,7 @@ CASES: dict[str, tuple[Callable[[], RLConfig], dict[str, Any]]] = {
     "0.6B, bfloat16, graphs": (qwen3_0_6b, GRAPHS),
     "8B, bfloat16, graphs": (qwen3_8b, GRAPHS),
     "8B, bfloat16, graphs, TP 2": (qwen3_8b, GRAPHS | {"tensor_parallel_degree": 2}),
+    "8B, bfloat16, graphs, in turns": (in_turns, GRAPHS),
     "30B-A3B as shipped": (qwen3_30b_a3b, {}),
     "30B-A3B, whole experts": (qwen3_30b_a3b, {"expert_parallel": True}),
 }
@@ -89,6 +99,7 @@ def believe_in_gpus() -> None:
             vars(module)["current_platform"] = NonNvmlCudaPlatform()
     vars(sys.modules["vllm.platforms"])["_current_platform"] = NonNvmlCudaPlatform()
     importlib.reload(importlib.import_module("vllm.v1.attention.backends.fa_utils"))
+    vars(importlib.import_module("vllm.device_allocator.cumem"))["cumem_available"] = True
 
 
 def choices(config: Any, backend: str) -> dict[str, Any]:
@@ -115,6 +126,8 @@ def choices(config: Any, backend: str) -> dict[str, Any]:
         "block size": cache.block_size,
         "dtype of the KV cache": str(cache.cache_dtype),
         "prefix caching": cache.enable_prefix_caching,
+        "weights and KV cache in pools that sleep": model.enable_sleep_mode
+        and model.enable_cumem_allocator,
         "bytes of the KV cache": cache.kv_cache_memory_bytes,
         "share of the memory": cache.gpu_memory_utilization,
         "dtype": str(model.dtype),
@@ -135,10 +148,10 @@ def chosen(config: RLConfig, changes: dict[str, Any]) -> dict[str, Any]:
     model = config.model
     shape = shape_of(model)
     generator = replace(config.generator, **changes)
+    options = {"fuse_qkv": model.fuse_qkv, "seed": 0, "timeout_s": 600}
     with tempfile.TemporaryDirectory() as folder:
-        found = vllm_config(
-            generator, shape, Path(folder), fuse_qkv=model.fuse_qkv, seed=0, timeout_s=600
-        )
+        in_turns = config.colocate == "all"
+        found = vllm_config(generator, shape, Path(folder), in_turns=in_turns, **options)
     return choices(found, attention_backend(found, shape))
 
 

@@ -8,6 +8,7 @@ the process of pytest.
 import multiprocessing
 import os
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -29,10 +30,16 @@ INTERPRETED = {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1"}
 
 class GeneratorRanks:
     """``config.tensor_parallel_degree`` processes, each with only a GenerationEngine. ``more`` is
-    added to their environment.
+    added to their environment; each calls ``prepare`` first, if given.
     """
 
-    def __init__(self, config: GeneratorConfig, model: ModelConfig, **more: str):
+    def __init__(
+        self,
+        config: GeneratorConfig,
+        model: ModelConfig,
+        prepare: Callable[[], None] | None = None,
+        **more: str,
+    ):
         context = multiprocessing.get_context("spawn") if more else FORK
         tp = config.tensor_parallel_degree
         self.config = config
@@ -56,7 +63,7 @@ class GeneratorRanks:
                 name: str(value) for name, value in (ranks | more).items()
             }
             process = context.Process(
-                target=host, args=(there, variables, config, model), daemon=True
+                target=host, args=(there, variables, config, model, prepare), daemon=True
             )
             with patch.dict(os.environ, variables):  # which imports of new interpreters read
                 process.start()
@@ -110,7 +117,9 @@ def new_store() -> TCPStore:
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def host(pipe, variables: dict[str, str], config: GeneratorConfig, model: ModelConfig) -> None:
+def host(
+    pipe, variables: dict[str, str], config: GeneratorConfig, model: ModelConfig, prepare
+) -> None:
     """Run a rank: build its engine, then execute the tasks from ``pipe``."""
     os.environ.update(variables)
     tempfile.tempdir = None
@@ -118,7 +127,9 @@ def host(pipe, variables: dict[str, str], config: GeneratorConfig, model: ModelC
 
     if INTERPRETED.items() <= os.environ.items():
         start_as_on_gpus()
-    engine = GenerationEngine(config, model, seed=0)
+    if prepare is not None:
+        prepare()
+    engine = GenerationEngine(config, model, seed=0, in_turns=True)
     pipe.send(("done", unpushed(engine)))
     while (task := pipe.recv()) is not None:
         fn, args, kwargs = task

@@ -3,8 +3,6 @@
 import math
 import os
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from rl.generation.generator_config import GeneratorConfig
 from rl.generation.start_vllm import RUNNER, vllm_config
 from tests.generation.policies import EXPERTS, TIED_SPLIT, UNTIED_SPLIT, Policy, error
 from tests.generation.ranks import generate, push, request
+from tests.plan.resident import resident
 
 PROMPTS = [[5], list(range(1, 20)), [7] * 40, list(range(60, 0, -1)) * 2]
 
@@ -145,9 +144,8 @@ def test_offload_frees_memory_and_a_push_restores_completions(one_or_two_ranks, 
     one_or_two_ranks.run(push, policy.weights, 0)
     before = one_or_two_ranks.run(generate, asked(max_tokens=20))
     for rank in one_or_two_ranks.run(away_and_back):
-        assert rank["here"] > rank["cache"] > 0
-        assert rank["away"] == 0
-        assert rank["back"] == rank["here"]
+        assert rank["freed"] > 0.9 * rank["cache"] > 0
+        assert rank["stays"]
         assert rank["lost"]
         assert rank["empty"]
     one_or_two_ranks.run(push, policy.weights, 0)
@@ -342,38 +340,33 @@ def abort_one_of_two(engine):
 
 
 def away_and_back(engine) -> dict[str, Any]:
-    """Return the bytes of weights and cache before, during and after an offload. Both calls are
-    repeated, which does nothing.
+    """Return the bytes of the cache, the bytes that an offload frees, and what is there after it.
+    Both calls are repeated, which does nothing.
     """
     caches = kv_caches(engine._engine)
     live = [shard.tensor for shard in engine.parameters()]
-
-    def held(tensors) -> int:
-        return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
-
-    report: dict[str, Any] = {"here": held([*live, *caches]), "cache": held(caches)}
+    for cache in caches:
+        cache.fill_(1)
+    places = addresses(engine)
+    before = resident("RssAnon")
     engine.offload()
     engine.offload()
-    report["away"] = held([*live, *caches])
-    with used_memory():
-        engine.onload()
+    freed = before - resident("RssAnon")
+    engine.onload()
     engine.onload()
     engine.offload()  # without weights
     engine.onload()
-    report["lost"] = engine.version is None and all(tensor.isnan().all() for tensor in live)
-    report["empty"] = not any(cache.any() for cache in caches)
-    return report | {"back": held([*live, *caches])}
+    storages = (cache.untyped_storage() for cache in caches)
+    return {
+        "cache": sum({each.data_ptr(): each.nbytes() for each in storages}.values()),
+        "freed": freed,
+        "stays": addresses(engine) == places,
+        "lost": engine.version is None and all(tensor.isnan().all() for tensor in live),
+        "empty": not any(cache.any() for cache in caches),
+    }
 
 
-@contextmanager
-def used_memory() -> Iterator[None]:
-    """Fill storages with ones when they grow, as memory that others used before."""
-    resize = torch.UntypedStorage.resize_
-
-    def grow(storage: torch.UntypedStorage, size: int) -> None:
-        resize(storage, size)
-        torch.empty(0, dtype=torch.uint8).set_(storage).fill_(255)
-
-    torch.UntypedStorage.resize_ = grow
-    yield
-    torch.UntypedStorage.resize_ = resize
+def addresses(engine) -> list[int]:
+    """Return where the weights and the KV cache are."""
+    live = [shard.tensor for shard in engine.parameters()]
+    return [each.data_ptr() for each in (*live, *kv_caches(engine._engine))]

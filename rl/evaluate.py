@@ -56,8 +56,7 @@ ONE_GPU = """\
   --generator.tensor_parallel_degree 1
 That is two GPUs: one for the trainer, one for the generator. On one GPU, add
   --colocate all
-  --rollout.max_staleness 0
-  --generator.enforce_eager"""
+  --rollout.max_staleness 0"""
 
 
 @as_program

@@ -265,13 +265,13 @@ class SamplingRunConfig(RunConfig):
     weights: WeightPushConfig = field(default_factory=WeightPushConfig)
     evaluation: Annotated[EvaluationConfig, COSMETIC] = field(default_factory=EvaluationConfig)
     colocate: Annotated[Colocate, PERFORMANCE] = "none"
-    """Meshes that share devices. One of them at a time has its state in device memory; the others
-    wait in host memory.
+    """Meshes that share devices. One of them at a time has its state in device memory; models wait
+    in host memory.
 
     - ``none``: Each mesh has its own devices.
     - ``models``: Trainer, reference, critic and roles share devices.
-    - ``all``: The generators share them too, and discard their KV cache in between. Requires
-      lockstep.
+    - ``all``: The generators share them too, and discard weights and KV cache in between. Weights
+      come back with a push. Requires lockstep.
     """
 
     @property

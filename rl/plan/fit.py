@@ -62,7 +62,7 @@ def _at_once(ranks: list[RankMemory], shared: frozenset[str]) -> tuple[RankMemor
     sharing = [rank for rank in ranks if rank.role in shared]
     resident = max(sharing, key=lambda rank: rank.total(on_host=False), default=None)
     return tuple(
-        replace(rank, items=rank.named("CUDA context", "RoPE tables"))
+        replace(rank, items=rank.named("CUDA context", "CUDA graphs", "RoPE tables"))
         if rank in sharing and rank is not resident
         else rank
         for rank in ranks

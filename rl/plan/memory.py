@@ -31,6 +31,8 @@ WORKER_PROCESS = GIB * 5 // 8
 # With communicators and workspaces, on the GPU and on the host.
 CUDA_CONTEXT = 2 * GIB
 CUDA_PROCESS = 3 * GIB
+# Of a generator, estimated: 51 sizes.
+CUDA_GRAPHS = 2 * GIB
 # Of a process that only copies from the GPU.
 READER_CONTEXT = GIB // 2
 # Number of optimizer states per element of a parameter, by optimizer.
@@ -238,11 +240,20 @@ def _generator_items(run: PlannedRun, staging: int) -> list[Item]:
     if not run.cuda and generator.dtype == "float32":
         items.append(Item("packed weights", packed_weights(run)))
     items.append(Item("engine step", engine_step(run), estimate=True))
+    items.append(Item("CUDA graphs", _graphs(run), estimate=True))
     cache = kv_bytes(run)
     if run.record_bytes:  # a row for each slot of the KV cache
         records = cache // kv_bytes_per_token(generator, run.shape) * run.record_bytes
         items.append(Item("records of experts", records, on_host=True, estimate=run.cuda))
     return [*items, Item("KV cache", cache, estimate=run.cuda)]
+
+
+def _graphs(run: PlannedRun) -> int:
+    """Return the bytes of a generator's CUDA graphs, which stay on a device that others use in
+    turns. Elsewhere they count as a part of the KV cache.
+    """
+    in_turns = run.cuda and "generator" in run.shared
+    return CUDA_GRAPHS if in_turns and not run.rl.generator.enforce_eager else 0
 
 
 def generator_weights(run: PlannedRun) -> int:
@@ -268,7 +279,7 @@ def kv_bytes(run: PlannedRun) -> int:
     if not run.cuda:
         return int(generator.kv_cache_gib * GIB)
     share = int(generator.gpu_memory_utilization * run.device.memory_gib * GIB)
-    others = generator_weights(run) + engine_step(run) + CUDA_CONTEXT
+    others = generator_weights(run) + engine_step(run) + _graphs(run) + CUDA_CONTEXT
     return max(0, share - others)
 
 

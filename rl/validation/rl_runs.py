@@ -70,10 +70,9 @@ def _validate_push(config: RLConfig) -> None:
 def _validate_algorithm(config: RLConfig) -> None:
     """Check the algorithm's own fields, and when it may share devices with generators."""
     config.algorithm.check(config.rollout)
-    in_turns = config.rollout.max_staleness == 0 and config.generator.enforce_eager
-    rule = "'none' or 'models' unless rollout.max_staleness is 0 and generator.enforce_eager True"
-    fix = "the devices are used in turns, and compiled code keeps addresses"
-    check(config, "colocate", config.colocate != "all" or in_turns, rule, fix)
+    holds = config.colocate != "all" or config.rollout.max_staleness == 0
+    rule = "'none' or 'models' unless rollout.max_staleness is 0"
+    check(config, "colocate", holds, rule, "the devices are used in turns")
 
 
 def validate_episodes(config: RLConfig) -> None:

@@ -11,6 +11,7 @@ import pytest
 from rl.cli.arguments import parse_config, shipped_configs
 from rl.config import RLConfig
 from rl.plan.__main__ import main
+from rl.plan.memory import CUDA_GRAPHS
 from rl.plan.plan import Plan
 from rl.weights.transport import RELAYS
 from tests.plan.programs import planned
@@ -141,6 +142,18 @@ def test_colocated_models_need_the_memory_of_the_largest(capsys):
         if rank.host == 0 and item.name in kept
     )
     assert least < moved < 2 * least  # pinned memory is rounded up to powers of two
+
+
+def test_a_generator_leaves_its_graphs_on_the_gpu_in_the_turns_of_the_trainer():
+    """A config of both is accepted. The trainer is the larger one."""
+    turns = "--config qwen3_8b --rollout.max_staleness 0 --colocate all"
+    arguments = f"{turns} --generator.gpu_memory_utilization 0.4".split()
+    assert main(arguments) == 0
+    eager, graphs = (
+        Plan(parse_config([*arguments, f"--generator.{flag}"], program="plan")[1])
+        for flag in ("enforce_eager", "no-enforce_eager")
+    )
+    assert graphs.memories[0].used - eager.memories[0].used == CUDA_GRAPHS
 
 
 def test_parallel_stages_take_the_time_of_the_longest(capsys):

@@ -57,7 +57,7 @@ def test_the_models_of_a_run_on_examples(config, role, forward, options, rehears
 
 
 def test_models_that_share_devices_leave_them_for_the_planned_room_on_the_host(rehearsals):
-    turns = "--colocate all --rollout.max_staleness 0 --generator.enforce_eager"
+    turns = "--colocate all --rollout.max_staleness 0"
     found = rehearsals.of(f"{SMALL} {turns} --generator.replicas 2")
     assert found["error"] is None
     phases = {each["phase"]: each for each in found["phases"]}

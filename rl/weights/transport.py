@@ -206,9 +206,15 @@ def check_dtype(shards: Sequence[Shard], dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 def copy_all(pairs: Any, like: torch.Tensor) -> None:
-    """Copy each (destination, source), casting, ``beside`` the work of the device of ``like``."""
+    """Copy each (destination, source), casting, ``beside`` the work of the device of ``like``.
+
+    From another GPU, which no test runs, a copy passes through memory of torch's own allocator:
+    torch copies on the GPU of the source, and vLLM's memory pools are open to their own GPU alone.
+    """
     with beside(like.device):
         for destination, source in pairs:
+            if destination.is_cuda and source.is_cuda:
+                source = source.to(destination.device, non_blocking=True)
             destination.copy_(source, non_blocking=True)
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from rl.model.shards import Shard
-from rl.weights import cuda_memory, packed, shared_memory
+from rl.weights import cuda_memory, packed, shared_memory, transport
 from rl.weights.cuda_memory import DeviceMemory
-from rl.weights.transport import open_publisher, open_subscriber, side_stream
+from rl.weights.transport import copy_all, open_publisher, open_subscriber, side_stream
 from tests.loops import in_a_loop
 from tests.weights.network import RANKS, initial, live_parts, same, trainer_parts, transfer
 
@@ -161,3 +161,31 @@ async def test_all_pushes_copy_on_one_stream_beside_the_work_of_the_others(monke
     assert streams.waits.count(("host", "side 0")) == turns
     for other in ("default", "thread's"):
         assert streams.waits.count(("side 0", other)) == turns
+
+
+class Memory:
+    """Memory of a GPU. torch copies on the GPU of the source, and a pool is open to its own GPU."""
+
+    is_cuda = True
+
+    def __init__(self, index: int, holds: str = "", *, is_pool: bool = False) -> None:
+        self.device = torch.device("cuda", index)
+        self.holds = holds
+        self.is_pool = is_pool
+
+    def to(self, device: torch.device, *, non_blocking: bool) -> "Memory":
+        new = Memory(device.index)
+        return self if device == self.device else new.copy_(self, non_blocking=non_blocking)
+
+    def copy_(self, source: "Memory", *, non_blocking: bool) -> "Memory":
+        assert non_blocking and (self.device == source.device or not self.is_pool)
+        self.holds = source.holds
+        return self
+
+
+@pytest.mark.parametrize("owner", [2, 3])
+def test_weights_of_another_gpu_reach_a_memory_pool_through_other_memory(monkeypatch, owner):
+    monkeypatch.setattr(transport, "beside", nullcontext)
+    pool = Memory(3, is_pool=True)
+    copy_all([(pool, Memory(owner, "weights"))], pool)
+    assert pool.holds == "weights"

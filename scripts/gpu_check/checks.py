@@ -99,6 +99,12 @@ CHECKS = [
         what="CUDA graphs after their weights were changed in place",
         function="trained:graphs",
     ),
+    Check(
+        name="offload-graphs",
+        what="the same turns, with CUDA graphs that outlast those of the trainer",
+        function="trained:offload",
+        options={"eager": False},
+    ),
     run(1, "ten steps of GRPO with the layers of Qwen3-0.6B, models in turns on one GPU"),
     run(2, "the same, asynchronous, on two GPUs"),
     sharded(2, 2),

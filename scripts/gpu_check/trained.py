@@ -36,9 +36,11 @@ def smi(*query: str) -> float:
     return verdicts.used_memory(done.stdout)
 
 
-async def offload(setting: Setting) -> Verdict:
-    """Have trainer and generator take turns on one device."""
-    generator = setting.generator()
+async def offload(setting: Setting, *, eager: bool = True) -> Verdict:
+    """Have trainer and generator take turns on one device, the generator with CUDA graphs unless
+    ``eager``.
+    """
+    generator = setting.generator(enforce_eager=eager)
     read = (lambda: smi(*QUERY)) if setting.cuda else None
     idle = smi(*QUERY) if setting.cuda else 0.0
     share = smi(*TOTAL) * generator.gpu_memory_utilization if setting.cuda else 0.0

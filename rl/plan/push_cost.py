@@ -44,7 +44,9 @@ def transports(run: PlannedRun) -> list[TransportName]:
     """Return the transports that can push between the run's places, that of the run first."""
     found: list[TransportName] = [run.transport, "collective", "tcp", "rdma"]
     if not run.push_crosses_hosts:
-        found += ["shared_memory", *(["cuda_ipc"] if run.cuda else [])]
+        found.append("shared_memory")
+        if run.cuda:
+            found.append("cuda_ipc")
     return list(dict.fromkeys(found))
 
 

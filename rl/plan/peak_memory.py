@@ -16,6 +16,7 @@ from rl.model.shape import ModelShape, shape_of
 from rl.model.shards import Layout
 from rl.plan.planned_run import DTYPE_BYTES, LEARNING, PlannedRun
 from rl.session.session_config import Role
+from rl.training.micro_batches import MicroBatchLimits
 from rl.training.trainer_config import TrainerConfig
 
 REDUCED = 4
@@ -216,11 +217,13 @@ class MemoryOfPasses(PassSizes):
 
 def micro_batch_cells(run: PlannedRun, trainer: TrainerConfig) -> int:
     """Return the maximum number of tokens, padding included, in a forward pass on a data-parallel
-    rank. Every sequence is assumed to have the maximum length.
+    rank. Every sequence is assumed to have the maximum length, and attention on GPUs to be flex
+    attention.
     """
     share = -(-run.config.sequences // trainer.dp_degree) * run.config.longest
     limit = trainer.micro_batch_tokens or trainer.micro_batch_size * run.config.longest
-    return min(limit, share)
+    cells = min(limit, share)
+    return MicroBatchLimits.of(trainer, "flex").width(cells) if run.cuda else cells
 
 
 def feed_forward_width(shape: ModelShape) -> int:

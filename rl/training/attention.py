@@ -15,6 +15,8 @@ from torchtitan.tools.utils import get_cuda_flash_attention_impl
 
 from rl.errors import require
 from rl.host.platform import device_type
+from rl.training.micro_batches import MicroBatchLimits
+from rl.training.trainer_config import TrainerConfig
 
 
 class MaskedAttention(FlexAttention):
@@ -112,7 +114,7 @@ def tree_mask(positions: torch.Tensor, window: int = 0) -> Callable[..., torch.T
     starts = positions != F.pad(positions[:, :-1] + 1, (1, 0), value=-1)
     start = torch.where(starts, cells, 0).cummax(1).values
     origin = positions.gather(1, start)  # position at which the branch starts
-    limit = window or positions.shape[1]
+    limit = window or 1 << 30  # not the length of the rows, which would be a constant of a graph
 
     def attends(
         b: torch.Tensor, h: torch.Tensor, query: torch.Tensor, key: torch.Tensor
@@ -147,9 +149,12 @@ def attention_masks(model: Qwen3Model, positions: torch.Tensor, *, trees: bool =
     return masks if any(windows) else masks[0]
 
 
-def shares_rows(inner_attention: Any) -> bool:
-    """Return whether several sequences in one long row cost no more than one sequence per row."""
-    return not isinstance(inner_attention, DenseAttention.Config)
+def micro_batch_limits(config: TrainerConfig, model: Qwen3Model.Config) -> MicroBatchLimits:
+    """Return the limits of the micro-batches of a trainer of ``model``."""
+    inner = model.first_attention.inner_attention
+    dense = isinstance(inner, DenseAttention.Config)
+    kind = "dense" if dense else "flex" if isinstance(inner, FlexAttention.Config) else "varlen"
+    return MicroBatchLimits.of(config, kind)
 
 
 def attention_config(

@@ -20,12 +20,12 @@ from rl.model.router import give, routers_of
 from rl.model.shape import ModelConfig
 from rl.model.shards import Shards
 from rl.training.adapters import Adapters
-from rl.training.attention import attention_masks, shares_rows
+from rl.training.attention import attention_masks, micro_batch_limits
 from rl.training.context import SequenceShard
 from rl.training.gradient import divide_and_clip, have_changed, optimizer_state, rounding_elements
 from rl.training.kept_logits import kept_logits
 from rl.training.matmul import kernel_in_use
-from rl.training.micro_batches import MicroBatch, MicroBatchLimits, lay_out, outputs_of, plan
+from rl.training.micro_batches import MicroBatch, lay_out, outputs_of, plan
 from rl.training.routing import Routing
 from rl.training.sharded_model import (
     build_model,
@@ -369,8 +369,7 @@ class TrainingEngine:
         """Yield each micro-batch of this rank, and whether it is the last. While another rank has
         more micro-batches, yield dummies.
         """
-        one_row = shares_rows(self.model.config.first_attention.inner_attention)
-        limits = MicroBatchLimits.of(self.config, one_row=one_row)
+        limits = micro_batch_limits(self.config, self.model.config)
         planned = plan(batch, limits)
         count = int(over_ranks(self._batch_group, len(planned), dist.ReduceOp.MAX))
         if count == 0:

@@ -14,6 +14,10 @@ from rl.types import Batch
 from rl.types.routed_experts import RoutedExperts
 from rl.types.sampling_mask import SamplingMask
 
+WIDTHS = 4
+"""Number of widths of compiled rows under a limit of tokens. Even if each cost a graph with
+gradients and another one without, Dynamo's limit of 8 graphs would hold."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchLimits:
@@ -36,16 +40,21 @@ class MicroBatchLimits:
     multiple_of: int
     """Divisor of the length of every row."""
 
+    compiled: bool = False
+    """Whether kernels are compiled for the shapes of rows, so that rows have few lengths."""
+
     sharing: int = 1
     """Maximum number of sequences of a tree."""
 
     @classmethod
-    def of(cls, config: TrainerConfig, *, one_row: bool) -> "MicroBatchLimits":
-        """Return the limits of a trainer."""
+    def of(cls, config: TrainerConfig, attention: str) -> "MicroBatchLimits":
+        """Return the limits of a trainer. Its ``attention`` is dense, varlen or flex."""
         context = config.parallelism.context_parallel_degree
         blocks = 1 if config.float8 is None else 16  # rows per block of a float8 product
         multiple = context * math.lcm(2, config.parallelism.tensor_parallel_degree, blocks)
-        if one_row and context > 1:
+        one_row = attention != "dense"
+        compiled = attention == "flex" or (one_row and config.compile.enable)
+        if compiled:
             multiple = math.lcm(multiple, 128 * context)  # block size of flex attention
         return cls(
             sequences=config.micro_batch_size,
@@ -53,8 +62,23 @@ class MicroBatchLimits:
             pack=config.packing,
             one_row=one_row,
             multiple_of=multiple,
+            compiled=compiled,
             sharing=config.prompt_sharing,
         )
+
+    def width(self, cells: int) -> int:
+        """Return the length of a row for ``cells`` cells.
+
+        If kernels are compiled, a row has at least two blocks, since a row of one is a graph of its
+        own. Under a limit of tokens a packed row is then as long as a quarter of the limit, half of
+        it, three quarters, or all of it.
+        """
+        multiple = self.multiple_of
+        exact = _round_up(max(cells, 2 * multiple if self.compiled else 1), multiple)
+        if not (self.compiled and self.pack and self.tokens):
+            return exact
+        step = _round_up(-(-self.tokens // WIDTHS), multiple)
+        return max(exact, min(_round_up(exact, step), self.tokens // multiple * multiple))
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +186,7 @@ def lay_out(batch: Batch, rows: Rows, limits: MicroBatchLimits) -> MicroBatch:
     sequences = [sequence for row in rows for tree in row for sequence in tree.sequences]
     part = batch.select(sequences)
     sizes = _sizes(part)
-    width = max([sum(tree.cells for tree in row) for row in rows], default=0)
-    width = _round_up(max(width, 1), limits.multiple_of)
+    width = limits.width(max([sum(tree.cells for tree in row) for row in rows], default=0))
     owner = torch.repeat_interleave(torch.arange(len(part)), part.lengths)
     place = torch.arange(len(owner)) - (part.lengths.cumsum(0) - part.lengths)[owner]
     first = place == 0
@@ -183,6 +206,9 @@ def lay_out(batch: Batch, rows: Rows, limits: MicroBatchLimits) -> MicroBatch:
     filled = rectangle(torch.ones_like(predicted)).bool()
     # Positions of padding may exceed the model's maximum length.
     padding = (~filled).cumsum(1).sub(1).clamp(max=longest - 1)
+    tokens = rectangle(part.tokens[inputs])
+    if limits.compiled and len(batch.tokens):  # long padding spreads over experts as tokens do
+        tokens[~filled] = batch.tokens[torch.arange(int((~filled).sum())) % len(batch.tokens)]
     loss_index = (part.loss_weights > 0).nonzero().squeeze(1)
     mask = part.sampling_mask
     if mask is not None:
@@ -190,7 +216,7 @@ def lay_out(batch: Batch, rows: Rows, limits: MicroBatchLimits) -> MicroBatch:
         mask = mask.placed(cells[own].numpy(), shape[0] * width)
     return MicroBatch(
         index=batch.token_index(sequences),
-        tokens=rectangle(part.tokens[inputs]),
+        tokens=tokens,
         targets=rectangle((part.tokens if part.targets is None else part.targets)[~first]),
         positions=torch.where(filled, rectangle(place[inputs]), padding),
         cells=cells.masked_fill(first, 0),
@@ -273,8 +299,7 @@ def _trees(batch: Batch, limits: MicroBatchLimits) -> list[Tree]:
         prompt, shared = prompts[sequence]
         tree = newest.get(prompt)
         cells = 0 if tree is None else tree.cells + sizes[sequence] - shared
-        padded = _round_up(cells, limits.multiple_of)
-        too_long = limits.tokens is not None and padded > limits.tokens
+        too_long = limits.tokens is not None and limits.width(cells) > limits.tokens
         if tree is None or len(tree.sequences) == limit or too_long:
             newest[prompt] = Tree([sequence], sizes[sequence], shared)
             trees.append(newest[prompt])
@@ -353,10 +378,9 @@ def _best_fit(units: list[list[Tree]], limits: MicroBatchLimits, limit: int) -> 
             continue
         if rows_left < len(unit):
             planned.append([])
-            multiple = limits.multiple_of
-            width = _round_up(max(size, 1), multiple)
+            width = limits.width(size)
             if one_row:
-                width = max(width, limit // multiple * multiple)
+                width = max(width, limit // limits.multiple_of * limits.multiple_of)
             rows_left = max(len(unit), limit // width)
         rows_left -= len(unit)
         planned[-1] += [[tree] for tree in unit]

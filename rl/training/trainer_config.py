@@ -284,7 +284,8 @@ class TrainerConfig:
 
     micro_batch_tokens: Annotated[int | None, at_least(1), PERFORMANCE] = None
     """Maximum number of tokens per forward pass of a data-parallel rank, including padding; at
-    least the length of the longest prompt and completion."""
+    least the length of the longest prompt and completion. On GPUs, packed rows of flex attention or
+    of a compiled model are padded to quarters of this number."""
 
     packing: Annotated[bool, PERFORMANCE] = True
     """Whether a row may hold several sequences, each with a mask of its own. Rows are filled by

@@ -22,6 +22,7 @@ from rl.algorithms.losses import (
     ImportanceSamplingLoss,
     grpo,
 )
+from rl.training.micro_batches import MicroBatchLimits
 from tests.training.batches import ragged_batch, with_experts, with_prompts
 from tests.training.reference import (
     loss_sum,
@@ -34,6 +35,7 @@ from tests.training.scenes import (
     BY_SEQUENCE,
     CLAMPED,
     CUTS,
+    EXPERTS,
     KINDS,
     LOSS,
     MODELS,
@@ -231,6 +233,25 @@ def test_sinks_windows_and_clamped_experts_have_the_gradient_of_one_sequence_at_
         gradients = accumulate(engine, *batches, loss=loss)["gradients"]
         assert relative_error(gradients, wanted) <= 1e-6, cut
         assert worst_error(gradients, wanted) <= 4e-6, cut
+
+
+def test_the_padding_of_compiled_rows_does_not_change_the_gradient(folder, monkeypatch):
+    """Rows of 256 cells have at most 61 that are not padding."""
+    engine = engine_of(EXPERTS, folder=folder, lr=0.0)
+    found = {}
+    for attention in ("dense", "flex"):
+        monkeypatch.setattr(
+            "rl.training.engine.micro_batch_limits",
+            lambda config, _, attention=attention: MicroBatchLimits.of(config, attention),
+        )
+        for cut in KINDS:
+            cut_by(engine, **CUTS[cut].fields)
+            played = accumulate(engine, *CUTS[cut].batches, loss=CUTS[cut].loss)
+            found[attention, cut] = played["gradients"]
+    for cut in KINDS:
+        padded, exact = found["flex", cut], found["dense", cut]
+        assert relative_error(padded, exact) <= 1e-6, cut
+        assert worst_error(padded, exact) <= 4e-6, cut
 
 
 COMPUTE = {

@@ -10,9 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_mask
+from torchtitan.config import CompileConfig
 
 from rl.training.attention import tree_mask
 from rl.training.micro_batches import MicroBatchLimits, balanced, lay_out, plan
+from rl.training.trainer_config import TrainerConfig
 from rl.types import Batch
 from rl.types.routed_experts import RoutedExperts
 
@@ -24,6 +26,7 @@ CUTTINGS = st.builds(
     pack=st.booleans(),
     one_row=st.booleans(),
     multiple_of=st.sampled_from([1, 2, 8]),
+    compiled=st.booleans(),
 )
 
 
@@ -201,6 +204,31 @@ def test_best_fit_needs_few_more_micro_batches_than_the_tokens_do():
     limits = MicroBatchLimits(sequences=1, tokens=4096, pack=True, one_row=True, multiple_of=2)
     least = -(-(len(batch.tokens) - len(batch)) // 4096)
     assert len(plan(batch, limits)) <= 1.02 * least
+
+
+@pytest.mark.parametrize(("attention", "compiles"), [("flex", False), ("varlen", True)])
+def test_rows_for_compiled_kernels_have_four_widths_and_little_padding(attention, compiles):
+    """Twenty steps of 64 sequences of random lengths, most of them short, and dummies."""
+    config = TrainerConfig(micro_batch_tokens=16_384, compile=CompileConfig(enable=compiles))
+    limits = MicroBatchLimits.of(config, attention)
+    draw = torch.Generator().manual_seed(0)
+    shapes = {lay_out(batch_of([2]), [], limits).tokens.shape}
+    cells = used = 0
+    for _ in range(20):
+        lengths = (2 + 4095 * torch.rand(64, generator=draw).square()).int().tolist()
+        for micro in micro_batches(batch_of(lengths), limits):
+            shapes.add(micro.tokens.shape)
+            cells += micro.tokens.numel()
+            used += int((~micro.first).sum())
+    assert sorted(shapes) == [(1, 4096), (1, 8192), (1, 12_288), (1, 16_384)]
+    assert cells <= 1.04 * used
+
+
+@pytest.mark.parametrize("attention", ["dense", "varlen"])
+def test_other_rows_are_as_long_as_their_sequences(attention):
+    limits = MicroBatchLimits.of(TrainerConfig(micro_batch_tokens=16_384), attention)
+    (micro,) = micro_batches(batch_of([100, 38]), limits)
+    assert micro.tokens.numel() == {"dense": 2 * 100, "varlen": 136}[attention]
 
 
 @st.composite

@@ -317,6 +317,8 @@ def _role(role: dict[str, Any], run: PlannedRun) -> Iterator[str]:
         line = f"{operator}, {each['line'] or 'small'}" if operator else each["what"]
         yield f"  {size_text(each['bytes']):>12}  {times}{line}"
     yield from _allocator(role["allocator"])
+    shapes = ", ".join(f"{rows} x {width}" for rows, width in role["shapes"][:SHOWN])
+    yield f"  shapes of micro-batches that attention is compiled for: {shapes or 'none'}"
     yield "  collectives of the last step"
     counts, sizes_of_kind = _moved(role)
     for kind, bytes in sizes_of_kind.most_common():

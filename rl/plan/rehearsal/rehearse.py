@@ -29,7 +29,8 @@ from rl.plan.planned_run import PlannedRun
 from rl.plan.rehearsal.allocator import after_steps
 from rl.plan.rehearsal.device import FakeCuda
 from rl.plan.rehearsal.device_ledger import Ledger, line_of_error
-from rl.plan.rehearsal.rehearsed_batches import Work, work_of
+from rl.plan.rehearsal.rehearsed_batches import Work, shapes_of, work_of
+from rl.training.attention import micro_batch_limits
 from rl.training.engine import TrainingEngine
 
 STEPS = 2
@@ -99,6 +100,7 @@ def rehearse(
             ledger.end()
             if engine is not None:
                 engine.close()
+    limits = engine and micro_batch_limits(engine.config, engine.model.config)
     return {
         "role": name,
         "rank": rank,
@@ -107,6 +109,7 @@ def rehearse(
         "peak": ledger.peak,
         "kept": kept.sizes,
         "allocator": reserved,
+        "shapes": shapes_of(run, run.roles[name].trainer, limits),
         "seconds": time.monotonic() - began,
         "host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         **_entries(ledger, kept),

@@ -1,5 +1,5 @@
 """Batches of at most two micro-batches on a rank, of the longest sequences or of varied ones, and
-their losses.
+their losses; and the shapes of the micro-batches of sequences of any length.
 """
 
 import random
@@ -28,11 +28,15 @@ from rl.data.examples import Example
 from rl.data.preferences import Pair
 from rl.model.shape import shape_of
 from rl.plan.planned_run import PlannedRun
+from rl.training.micro_batches import MicroBatchLimits, lay_out, plan
 from rl.training.trainer_config import TrainerConfig
 from rl.types import Batch, Completion, Prompt, Rollout, Sequence
 from rl.types.routed_experts import RoutedExperts, dtype_of
 
 MICRO_BATCHES = 2
+
+SHAPE_STEPS = 8
+"""Number of steps of which the shapes of micro-batches are counted."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,26 @@ def lengths_of(
     while sum(lengths) < room and len(lengths) < share:
         lengths.append(draw.randint(longest // 8 + 2, longest))
     return lengths
+
+
+def shapes_of(
+    run: PlannedRun, trainer: TrainerConfig, limits: MicroBatchLimits | None
+) -> list[list[int]]:
+    """Return rows and width of each shape of a rank's micro-batches and of a dummy, in steps of
+    sequences of random lengths up to the longest, most of them short. Kernels are compiled for
+    these shapes; the result is empty if none are compiled.
+    """
+    if limits is None or not limits.compiled:
+        return []
+    draw = torch.Generator().manual_seed(0)
+    shapes = set()
+    for _ in range(SHAPE_STEPS):
+        parts = torch.rand(-(-run.config.sequences // trainer.dp_degree), generator=draw).square()
+        lengths = (2 + parts * (run.config.longest - 1)).int().tolist()
+        batch = batch_of(_examples(lengths, run.shape.vocab_size))
+        for rows in [*plan(batch, limits), []]:
+            shapes.add(lay_out(batch, rows, limits).tokens.shape)
+    return [[*shape] for shape in sorted(shapes)]
 
 
 def work_of(run: PlannedRun, name: str, *, seed: int | None = None) -> Work:

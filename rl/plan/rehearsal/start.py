@@ -13,6 +13,11 @@ from rl.compat import WRITTEN_FOR
 from rl.errors import RunError, require
 from rl.plan.memory import GIB, all_ranks
 from rl.plan.planned_run import PlannedRun
+from rl.plan.rehearsal.rehearsed_batches import SHAPE_STEPS
+
+MOST_SHAPES = 8
+"""Maximum number of shapes that kernels are compiled for: Dynamo's limit of the graphs of a
+function, past which attention is not compiled and may need more memory than a device has."""
 
 NOT_REHEARSED = ("CUDA context", "push slots")
 """Items of a plan that a rehearsal leaves out."""
@@ -44,8 +49,9 @@ def rehearsal(run: PlannedRun, arguments: Sequence[str], *, rank: int) -> dict[s
 
 
 def errors_of(result: dict[str, Any], run: PlannedRun) -> list[str]:
-    """Return a sentence for each role that failed, or whose allocator would reserve more than the
-    device has beside what is not rehearsed.
+    """Return a sentence for each role that failed, whose allocator would reserve more than the
+    device has beside what is not rehearsed, or whose micro-batches have more than ``MOST_SHAPES``
+    shapes.
     """
     memory = run.device.memory_gib * GIB
     found = []
@@ -61,6 +67,12 @@ def errors_of(result: dict[str, Any], run: PlannedRun) -> list[str]:
                 f"{name} needs {need / GIB:.2f} GiB of {run.device.memory_gib:g} GiB: torch's "
                 f"allocator reserves {reserved / GIB:.2f} GiB, and {' and '.join(NOT_REHEARSED)} "
                 "need the rest"
+            )
+        if (count := len(role["shapes"])) > MOST_SHAPES:
+            found.append(
+                f"{name} compiles attention for {count} shapes of micro-batches in {SHAPE_STEPS} "
+                f"steps, and at most {MOST_SHAPES} are allowed: set trainer.micro_batch_tokens, "
+                "and trainer.packing to True"
             )
     return found
 

@@ -1,15 +1,21 @@
 """``python -m rl.plan --rehearse`` prints what a model does on a GPU, and what it cannot do."""
 
 import json
+import re
 import subprocess
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from rl.cli.arguments import parse_config
 from rl.plan.__main__ import main
+from rl.plan.planned_run import PlannedRun
 from rl.plan.rehearsal import start
+from rl.plan.rehearsal.rehearsed_batches import shapes_of
+from rl.training.micro_batches import MicroBatchLimits
 from tests import warm
 
 SMALL = ["--config", "qwen3_0_6b", "--model.n_layers", "1", "--rehearse"]
@@ -32,6 +38,7 @@ def test_the_program_prints_memory_collectives_and_waits_as_json(capsys):
     assert role["peak"] == max(each["peak"] for each in role["phases"])
     assert phases["optim_step 2"]["after"] >= 3 * role["kept"]["parameters"]
     assert 0 < role["peak"] <= role["planned"]
+    assert role["shapes"] == [[1, 4096], [1, 8192], [1, 12_288], [1, 16_384]]
     assert any(each["line"].startswith("rl/training/logprobs.py:") for each in role["largest"])
     assert {"parameters", "gradients", "optimizer states"} < {
         each["what"] for each in role["largest"]
@@ -59,6 +66,7 @@ def test_the_program_prints_a_report(monkeypatch, capsys):
         " GiB at most of 2 GiB; the plan says ",
         "forward_backward 2",
         "rl/training/logprobs.py:",
+        "attention is compiled for: 1 x 4096, 1 x 8192, 1 x 12288, 1 x 16384\n",
         "reduce-scatter, ",
         "copy to the host, rl/training/micro_batches.py:",
         "collectives do nothing",
@@ -80,6 +88,29 @@ def test_the_program_prints_a_report(monkeypatch, capsys):
 def test_a_config_that_cannot_be_rehearsed_is_refused(arguments, sentence, capsys):
     assert main(arguments) == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_more_shapes_than_graphs_are_an_error():
+    """The lengths of the sequences are those that the config allows, in several steps."""
+    run = PlannedRun(parse_config(SMALL[:-1], program="rl.plan")[1])
+    trainer = run.roles["trainer"].trainer
+    errors = {}
+    for name, change in (
+        ("packed", {}),
+        ("no packing", {"packing": False}),
+        ("no limit of tokens", {"micro_batch_tokens": None}),
+    ):
+        limits = MicroBatchLimits.of(replace(trainer, **change), "flex")
+        shapes = shapes_of(run, trainer, limits)
+        role = {"role": "trainer", "rank": 0, "error": None, "peak": 0, "shapes": shapes}
+        errors[name] = start.errors_of({"roles": [role]}, run)
+    assert errors.pop("packed") == []
+    for found in errors.values():
+        assert re.fullmatch(
+            r"trainer rank 0 compiles attention for \d+ shapes of micro-batches in 8 steps, and at "
+            "most 8 are allowed: set trainer.micro_batch_tokens, and trainer.packing to True",
+            *found,
+        )
 
 
 def test_another_version_of_torch_is_refused(monkeypatch, capsys):

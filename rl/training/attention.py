@@ -183,6 +183,5 @@ def attention_config(
 
 def _has_flash_attention() -> bool:
     """Return whether the FlashAttention that torchtitan's varlen needs on this GPU is installed."""
-    package = {"FA3": "flash_attn_interface", "FA4": "flash_attn"}
-    needed = get_cuda_flash_attention_impl()
-    return needed is None or find_spec(package[needed]) is not None
+    modules = {"FA3": ["flash_attn_interface"], "FA4": ["flash_attn", "flash_attn.cute"]}
+    return all(map(find_spec, modules.get(get_cuda_flash_attention_impl(), [])))

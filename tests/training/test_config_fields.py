@@ -201,7 +201,8 @@ def test_attention_is_of_the_kind_of_the_config():
         ("FA3", [], FlexAttention),
         ("FA4", [], FlexAttention),
         ("FA3", ["flash_attn_interface"], VarlenAttention),
-        ("FA4", ["flash_attn"], VarlenAttention),
+        ("FA4", ["flash_attn"], FlexAttention),  # FlashAttention 2
+        ("FA4", ["flash_attn", "flash_attn.cute"], VarlenAttention),
     ],
 )
 def test_auto_attention_on_a_gpu_is_one_that_is_installed(monkeypatch, needed, installed, kind):

@@ -100,7 +100,7 @@ def rehearse(
             ledger.end()
             if engine is not None:
                 engine.close()
-    limits = engine and micro_batch_limits(engine.config, engine.model.config)
+    limits = None if engine is None else micro_batch_limits(engine.config, engine.model.config)
     return {
         "role": name,
         "rank": rank,

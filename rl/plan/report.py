@@ -22,18 +22,14 @@ BAR = 30
 WIDTH = 48
 SHOWN = 8
 NAMES = {
-    "allgather_base": "all-gather",
-    "allgather": "all-gather",
-    "all_gather_into_tensor": "all-gather",
-    "reduce_scatter_base": "reduce-scatter",
-    "reduce_scatter_tensor": "reduce-scatter",
-    "allreduce": "all-reduce",
-    "all_reduce": "all-reduce",
-    "all_to_all_single": "all-to-all",
-    "alltoall_base": "all-to-all",
-    "shard_dim_alltoall": "all-to-all",
-    "flex_cp_allgather": "all-gather",
-    "flex_cp_allgather_backward": "reduce-scatter",
+    name: kind
+    for kind, names in {
+        "all-gather": "allgather_base allgather all_gather_into_tensor flex_cp_allgather",
+        "reduce-scatter": "reduce_scatter_base reduce_scatter_tensor flex_cp_allgather_backward",
+        "all-reduce": "allreduce all_reduce",
+        "all-to-all": "all_to_all_single alltoall_base shard_dim_alltoall",
+    }.items()
+    for name in names.split()
 }
 """Kinds of collectives by the names of their operators."""
 
@@ -225,7 +221,7 @@ def _push(plan: Plan) -> Iterator[str]:
         f"at most, {size_text(push.most_from_a_rank)} from a trainer rank at most"
     )
     names = ("publish", "fetch", "pull")
-    yield "  of the busiest rank".ljust(24) + "".join(f"{name:24}" for name in (*names, "at least"))
+    yield "  of the busiest rank".ljust(24) + "".join(f"{name:24}" for name in names) + "at least"
     for each in plan.pushes:
         moves = {
             move.what: f"{size_text(move.bytes)}, {_seconds(move.seconds)}" for move in each.stages
@@ -330,19 +326,16 @@ def _role(role: dict[str, Any], run: PlannedRun) -> Iterator[str]:
 
 
 def _allocator(found: dict[str, int]) -> Iterator[str]:
-    if not found:
-        return
-    yield f"  torch's allocator over {found['steps']} more steps, most of them of varied batches"
-    rows = {
-        "of tensors at most": "allocated",
-        "reserved at most, in expandable segments": "reserved",
-        "of this added by these steps": "grown",
-        "reserved at most without expandable segments": "fixed",
-        "stay reserved when another model has the device": "kept",
-    }
-    for label, name in rows.items():
-        if found[name] or name == "grown":
-            yield f"  {size_text(found[name]):>12}  {label}"
+    if found:
+        sizes = {name: size_text(bytes) for name, bytes in found.items()}
+        yield (
+            f"  allocator after {found['steps']} more steps of varied batches: {sizes['reserved']} "
+            f"reserved for {sizes['allocated']} at most"
+        )
+        yield (
+            f"    {sizes['grown']} of it since the second step; {sizes['fixed']} would be reserved "
+            "without expandable segments"
+        )
 
 
 def _moved(role: dict[str, Any]) -> tuple[Counter[str], Counter[str]]:

@@ -17,7 +17,6 @@ from rl.compat.fake_cuda import (
     tree_map_only,
 )
 from rl.plan.rehearsal import shadows
-from rl.plan.rehearsal.allocator import RELEASE
 from rl.plan.rehearsal.device_ledger import Ledger
 from rl.plan.rehearsal.shadows import set_shadow, shadow_of
 
@@ -82,13 +81,9 @@ class FakeCuda(Device):
         self.ledger.resize(self._numbers[key], bytes)
 
     def called(self, name: str) -> None:
-        """Record a call of the driver: ``synchronize`` makes the host wait, and ``empty_cache``
-        gives memory back.
-        """
+        """Record a call of the driver; ``synchronize`` makes the host wait."""
         if name == "synchronize":
             self.ledger.wait("torch.cuda.synchronize")
-        if name == "empty_cache":
-            self.ledger.events.append((RELEASE, 0, 0))
 
     @property
     def used(self) -> int:

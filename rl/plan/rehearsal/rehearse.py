@@ -5,16 +5,15 @@ number of a rank and a config's arguments, and prints JSON.
 import dataclasses
 import json
 import os
-import resource
 import sys
 import tempfile
-import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
+from torchtitan.config import CompileConfig
 
 import rl.training.sharded_model as model_module
 from rl.cli.arguments import parse_config
@@ -25,8 +24,8 @@ from rl.compat.torch_internals import local_tensor
 from rl.config import RLConfig
 from rl.errors import end_program
 from rl.plan.memory import GIB
-from rl.plan.planned_run import PlannedRun
-from rl.plan.rehearsal.allocator import after_steps
+from rl.plan.planned_run import LEARNING, PlannedRun
+from rl.plan.rehearsal.allocator import Event, after_steps
 from rl.plan.rehearsal.device import FakeCuda
 from rl.plan.rehearsal.device_ledger import Ledger, line_of_error
 from rl.plan.rehearsal.rehearsed_batches import Work, shapes_of, work_of
@@ -49,6 +48,7 @@ ASSUMED = (
     "collectives do nothing, and no rank waits for another one",
     "no initial weights are drawn and none are read",
     "flex attention keeps queries, keys, values, its result and a float32 number for each row",
+    "nothing is compiled; compiled code needs no more memory",
 )
 
 
@@ -75,23 +75,24 @@ def rehearse(
     device: FakeCuda, run: PlannedRun, name: str, rank: int, *, allocated: int = 0
 ) -> dict[str, Any]:
     """Return what rank ``rank`` of role ``name`` does in two steps, as JSON-able data with sizes in
-    bytes. An error of the engine is under ``error``, and what the allocator reserves over
-    ``allocated`` more steps of varied batches under ``allocator``.
+    bytes. An error of the engine is under ``error``. ``allocator`` has what torch's allocator
+    reserves if ``allocated`` steps follow, which repeat the second one or have varied batches.
     """
     device.ledger = ledger = Ledger()
     device.routes_evenly = True
-    began = time.monotonic()
-    error = None
     reserved = {}
+    error = None
     kept = Kept()
     with device, tempfile.TemporaryDirectory() as folder:
+        works = [work_of(run, name)] * STEPS
+        works += [work_of(run, name, seed=seed) for seed in range(VARIED if allocated else 0)]
         engine = None
         try:
             engine = _engine(run, name, rank, folder)
-            second = _two_steps(device, engine, run, name, kept)
-            ledger.end()
+            turns = len(run.shared) > 1 and name in run.shared
+            starts = _steps(device, engine, works, kept, learns=name in LEARNING, turns=turns)
             if allocated:
-                reserved = _reserved(device, engine, run, name, kept, second, allocated)
+                reserved = _reserved(ledger.events, starts, allocated)
         except Exception as raised:
             sentence = str(raised).partition("\n")[0]
             where = line_of_error(raised)
@@ -110,8 +111,6 @@ def rehearse(
         "kept": kept.sizes,
         "allocator": reserved,
         "shapes": shapes_of(run, run.roles[name].trainer, limits),
-        "seconds": time.monotonic() - began,
-        "host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         **_entries(ledger, kept),
     }
 
@@ -128,78 +127,62 @@ def _engine(run: PlannedRun, name: str, rank: int, folder: str) -> TrainingEngin
         "MASTER_PORT": "1",  # the fake process group connects to nothing
     }
     comm = dataclasses.replace(role.trainer.comm, mode="fake_backend")
-    trainer = dataclasses.replace(role.trainer, comm=comm)
+    trainer = dataclasses.replace(role.trainer, comm=comm, compile=CompileConfig())
     steps = 10 * STEPS
     return TrainingEngine(trainer, role.model, head=role.head, seed=0, steps=steps, folder=folder)
 
 
-def _two_steps(
-    device: FakeCuda, engine: TrainingEngine, run: PlannedRun, name: str, kept: "Kept"
-) -> int:
-    """Run two steps of the longest sequences and note what the rank keeps. If models take turns,
-    the engine leaves the device in the second step and returns to it. Return the number of events
-    before the second step.
+def _steps(
+    device: FakeCuda,
+    engine: TrainingEngine,
+    works: Sequence[Work],
+    kept: "Kept",
+    *,
+    learns: bool,
+    turns: bool,
+) -> list[int]:
+    """Run a step of each of ``works`` and note what the rank keeps. If ``turns``, the engine leaves
+    the device in the second step and returns to it. Return the number of events before each step,
+    and in the end. Of steps after the second one, only events are recorded.
     """
-    work = work_of(run, name)
-    turns = len(run.shared) > 1 and name in run.shared
-    for step in range(1, 1 + STEPS):
-        began = len(device.ledger.events)
-        _step(device, engine, work, str(step), kept, turns=turns and step == STEPS)
+    ledger = device.ledger
+    starts = []
+    for step, work in enumerate(works, 1):
+        if step == STEPS + 1:
+            ledger.end()
+            device.ledger = ledger = Ledger(ledger.used, live=ledger.live, events=ledger.events)
+            device.routes_evenly = False
+        starts.append(len(ledger.events))
+        if work.forward:
+            ledger.begin(f"forward {step}")
+            engine.forward(work.batch, temperature=work.temperature)
+        if learns:
+            ledger.begin(f"forward_backward {step}")
+            engine.forward_backward(work.batch, work.loss, temperature=work.temperature)
+            gradients = (each.grad for each in engine.model.parameters())
+            kept.note(device, "gradients", [each for each in gradients if each is not None])
+        if turns and step == STEPS:
+            ledger.begin("offload")
+            engine.offload()
+            ledger.begin("onload")
+            engine.onload()
+        if learns:
+            ledger.begin(f"optim_step {step}")
+            engine.optim_step(denominator=work.denominator)
     states = [state for each in engine.optimizers for state in each.state.values()]
     moments = [each for state in states for each in state.values() if each.dim()]
     kept.note(device, "parameters", engine.model.parameters())
     kept.note(device, "optimizer states", moments)
     kept.note(device, "buffers", engine.model.buffers())
-    return began
+    return [*starts, len(ledger.events)]
 
 
-def _step(
-    device: FakeCuda, engine: TrainingEngine, work: Work, name: str, kept: "Kept", *, turns: bool
-) -> None:
-    ledger = device.ledger
-    if work.forward:
-        ledger.begin(f"forward {name}")
-        engine.forward(work.batch, temperature=work.temperature)
-    if work.loss is not None:
-        ledger.begin(f"forward_backward {name}")
-        engine.forward_backward(work.batch, work.loss, temperature=work.temperature)
-        gradients = (each.grad for each in engine.model.parameters())
-        kept.note(device, "gradients", [each for each in gradients if each is not None])
-    if turns:
-        ledger.begin("offload")
-        engine.offload()
-        ledger.begin("onload")
-        engine.onload()
-    if work.loss is not None:
-        ledger.begin(f"optim_step {name}")
-        engine.optim_step(denominator=work.denominator)
-
-
-def _reserved(
-    device: FakeCuda,
-    engine: TrainingEngine,
-    run: PlannedRun,
-    name: str,
-    kept: "Kept",
-    second: int,
-    steps: int,
-) -> dict[str, int]:
-    """Return what torch's allocator reserves if ``steps`` steps follow the two, in bytes. Each
-    repeats the second of the two, whose events begin at ``second``, or a step of a varied batch.
-    """
-    events = device.ledger.events
-    device.ledger = Ledger(device.ledger.used, live=device.ledger.live, events=events)
-    device.routes_evenly = False
-    ends = [second, len(events)]
-    for seed in range(VARIED):
-        work = work_of(run, name, seed=seed)
-        _step(device, engine, work, f"of varied batch {seed + 1}", kept, turns=False)
-        ends.append(len(events))
-    recorded = [events[start:end] for start, end in pairwise(ends)]
-    fixed, expandable = (
-        after_steps(events[: ends[1]], recorded, steps, expandable=kind) for kind in (False, True)
-    )
-    return {"steps": steps, **expandable, "fixed": fixed["reserved"]}
+def _reserved(events: Sequence[Event], starts: Sequence[int], steps: int) -> dict[str, int]:
+    """Return what torch's allocator reserves if ``steps`` steps by chance follow the first two."""
+    recorded = [events[start:end] for start, end in pairwise(starts[1:])]
+    first = events[: starts[STEPS]]
+    fixed = after_steps(first, recorded, steps, expandable=False)["reserved"]
+    return {"steps": steps, "fixed": fixed} | after_steps(first, recorded, steps, expandable=True)
 
 
 class Kept:

@@ -56,6 +56,12 @@ class PushChecks:
             self._tolerance = 1e-3 if generator.dtype == "float32" else 0.5
         block_size = (generator.block_size if generator else None) or BLOCK
         longest = config.longest_sequence
+        suspects = ["a cache of older weights"]
+        if config.trainer is not None and config.trainer.lora is not None:
+            suspects.append("an adapter that was not merged")
+        if shape_of(config.model).num_experts:
+            suspects.append("a choice of other experts")
+        self._suspects = f"{', '.join(suspects)} or another kernel"
         # A prompt of more than one block finds a stale block.
         length = max(1, min(block_size + 64, longest - TOKENS))
         draw = torch.Generator().manual_seed(0)
@@ -120,8 +126,8 @@ class PushChecks:
             raise RunError(
                 f"canary of policy version {version}: a log-prob of {generator.name} differs by "
                 f"{difference:.3g} from the trainer's, above weights.canary_tolerance="
-                f"{self._tolerance}; all parameters are equal, so a cache of older weights or "
-                "another kernel makes the difference"
+                f"{self._tolerance}; all parameters are equal, so {self._suspects} makes the "
+                "difference"
             )
 
     async def differing(self, arrival: Arrival, owner: str = "") -> list[str]:

@@ -56,8 +56,10 @@ class ExpertRecords:
     def __init__(self, engine: Any, buffer: torch.Tensor):
         """``buffer`` is that of ``keep_choices``."""
         self._buffer = buffer
+        on_gpu = buffer.is_cuda
+        self._rows = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu", pin_memory=on_gpu)
         self._slots = Slots(engine)
-        self._nobody = RoutedExperts(buffer[:0].cpu().numpy())
+        self._nobody = RoutedExperts(self._rows[:0].numpy())
         freed = self._slots.freed
         self._store = np.empty((self._slots.count, *buffer.shape[1:]), self._nobody.ids.dtype)
         self._store[freed] = RoutedExperts.none(freed.stop - freed.start, self._nobody).ids
@@ -87,14 +89,15 @@ class ExpertRecords:
         """Store what a step has computed; record that from which tokens were drawn."""
         stretches = [each.tokens for each in computed]
         ends = np.cumsum([tokens.end - tokens.begin for tokens in stretches]).tolist()
-        rows = self._buffer[: ends[-1] if ends else 0].to("cpu", copy=True).numpy()
+        count = ends[-1] if ends else 0
+        rows = self._rows[:count].copy_(self._buffer[:count]).numpy()
         self._store[self._slots.of(stretches)] = rows
         for (tokens, draws), end in zip(computed, ends, strict=True):
             record = self._records.get(tokens.name)
             if record is None or not draws:
                 continue
             if record.rows:
-                record.rows.append(rows[end - 1 : end])
+                record.rows.append(rows[end - 1 : end].copy())
             else:
                 whole = Stretch(tokens.name, record.first, tokens.end)
                 record.rows.append(self._store[self._slots.of([whole])])

@@ -57,8 +57,9 @@ class GeneratorConfig:
     """Share of a GPU's memory for this generator including its KV cache, on CUDA."""
 
     enforce_eager: Annotated[bool, PERFORMANCE] = True
-    """Whether to run the model eagerly. False compiles it, which generates faster and takes tens of
-    seconds more to start."""
+    """Whether to run the model eagerly. False compiles it, and on CUDA captures graphs, which
+    generates faster and takes tens of seconds more to start. Experts on CUDA are captured but not
+    compiled, which needs ``dtype`` bfloat16 and an H100, H200 or B200."""
 
     block_size: Annotated[int | None, at_least(1, 2**20), PERFORMANCE] = None
     """Number of tokens in a block of the KV cache, the unit of prefix caching. None for the default

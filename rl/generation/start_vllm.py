@@ -27,14 +27,16 @@ def start_vllm(config: GeneratorConfig, shape: ModelShape, **options: Any) -> An
     """Return a ``LLMEngine`` with the torchtitan model of ``shape``, whose parameters are 0.
     ``options`` are those of ``vllm_config``.
     """
-    # otherwise vLLM's sampler compiles a helper, which takes seconds and g++
-    torch.compiler.set_stance("force_eager" if config.enforce_eager else "default")
     from vllm import LLMEngine
+    from vllm.config import CompilationMode
 
     from rl.compat.vllm_executor import RankExecutor
 
     with tempfile.TemporaryDirectory(prefix="tiller-model-") as folder:
         chosen = vllm_config(config, shape, Path(folder), **options)
+        # otherwise vLLM's sampler compiles a helper, which takes seconds and g++
+        compiles = chosen.compilation_config.mode != CompilationMode.NONE
+        torch.compiler.set_stance("default" if compiles else "force_eager")
         return LLMEngine(chosen, RankExecutor, log_stats=False, multiprocess_mode=False)
 
 
@@ -67,6 +69,9 @@ def vllm_config(
     takes_chunks = runs_v2 or not on_cpu
     # V1 samples from generators of requests; records of experts are read before the next step
     runs_ahead = runs_v2 and not config.record_experts
+    # the number of an expert's tokens is no constant of compiled code; vLLM captures without it
+    is_captured = shape.num_experts > 0 and not (on_cpu or config.enforce_eager)
+    graphs = {"mode": "NONE", "cudagraph_mode": "FULL_DECODE_ONLY"} if is_captured else {}
     hf = engine_config(shape) | {"architectures": [ARCHITECTURE]}
     Path(folder, "config.json").write_text(json.dumps(hf))
     chosen = EngineArgs(
@@ -97,6 +102,7 @@ def vllm_config(
         gpu_memory_utilization=config.gpu_memory_utilization,
         enforce_eager=config.enforce_eager,
         enable_sleep_mode=in_turns and current_platform.is_sleep_mode_available(),
+        compilation_config=graphs,
         block_size=config.block_size,
         enable_prefix_caching=config.prefix_caching,
         logprobs_mode="processed_logprobs",  # after temperature, top-k and top-p

@@ -19,7 +19,7 @@ from torch import nn
 from torchtitan.models.qwen3 import Qwen3Model
 from torchtitan.protocols.module import Module
 from vllm.compilation.decorators import support_torch_compile
-from vllm.config import ModelConfig, VllmConfig, get_current_vllm_config
+from vllm.config import CompilationMode, ModelConfig, VllmConfig, get_current_vllm_config
 from vllm.distributed import (
     get_tp_group,
     tensor_model_parallel_all_gather,
@@ -112,7 +112,8 @@ def local_model(vllm_config: VllmConfig) -> Qwen3Model:
         ),
     )
     packed = device.type == "cpu" and can_pack(dtype)
-    use_kernels(config, compiled=not vllm_config.model_config.enforce_eager, packed=packed)
+    compiled = vllm_config.compilation_config.mode != CompilationMode.NONE
+    use_kernels(config, compiled=compiled, packed=packed)
     with torch.device("meta"):
         model = config.build()
     layouts = generator_layout(
@@ -188,7 +189,9 @@ def _add_collectives(model: Qwen3Model) -> None:
 
 @support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": 0})
 class HiddenStates(nn.Module):
-    """The model without its output head: the part that vLLM compiles unless ``enforce_eager``."""
+    """The model without its output head: the part that vLLM compiles and captures unless
+    ``enforce_eager``. Experts on CUDA are captured, not compiled.
+    """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         super().__init__()

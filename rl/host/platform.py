@@ -23,6 +23,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Variables that torch's allocator of GPU memory reads, the later name first."""
+GROUPED_ON = (9, 10)
+"""Major compute capabilities of the GPUs that keep the offsets of grouped products in bfloat16 on
+the device. Elsewhere torch reads the offsets on the host."""
 
 
 def select_device() -> None:

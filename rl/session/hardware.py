@@ -4,11 +4,13 @@ import math
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
+import torch
 from torchtitan.tools.utils import has_cuda_capability, has_rocm_capability
 
 from rl.errors import require
 from rl.host.listening import NO_LOOPBACK, has_loopback
 from rl.host.platform import (
+    GROUPED_ON,
     device_count,
     device_name,
     device_type,
@@ -150,6 +152,13 @@ class HardwareConfig:
         if self.device == "auto":
             return has_cuda_capability(8, 9) or has_rocm_capability(9, 4)
         return DEVICES[self.device].float8_tflops > 0
+
+    @property
+    def captures_experts(self) -> bool:
+        """Whether CUDA graphs can capture experts in bfloat16 on the device, a GPU."""
+        if self.device == "auto":
+            return torch.cuda.get_device_capability()[0] in GROUPED_ON
+        return self.device != "a100"
 
     @property
     def figures(self) -> Device:

@@ -45,10 +45,7 @@ def validate_generator_layout(config: RLConfig) -> None:
     shape = shape_of(config.model)
     parallel = generator.expert_parallel
     check_generator(generator.tensor_parallel_degree, shape, expert_parallel=parallel)
-    rule = "True with generator.expert_parallel=True"
-    fix = "how many tokens a rank's experts get is not known when a model is compiled"
-    holds = generator.enforce_eager or not parallel
-    check(config, "generator.enforce_eager", holds, rule, fix)
+    _validate_graphs(config)
     records = generator.record_experts
     rule = "None or False with model.num_experts=0"
     check(config, "generator.record_experts", not records or shape.num_experts > 0, rule)
@@ -59,6 +56,22 @@ def validate_generator_layout(config: RLConfig) -> None:
     check(config, "generator.nodes", generator.nodes == 0 or config.colocate != "all", rule)
     if config.hardware.kind == "cuda":
         _validate_share(config)
+
+
+def _validate_graphs(config: RLConfig) -> None:
+    """Check that experts can be compiled on CPU, or captured in CUDA graphs."""
+    generator = config.generator
+    hardware = config.hardware
+    if generator.enforce_eager or not shape_of(config.model).num_experts:
+        return
+    cuda = hardware.kind == "cuda"
+    for clashes, setting in (
+        (not cuda and generator.expert_parallel, "generator.expert_parallel=True on CPU"),
+        (cuda and generator.dtype == "float32", "experts and generator.dtype='float32'"),
+        (cuda and not hardware.captures_experts, "experts on a GPU other than H100, H200 and B200"),
+    ):
+        fix = "the host must then know how many tokens each expert gets"
+        check(config, "generator.enforce_eager", not clashes, f"True with {setting}", fix)
 
 
 def _validate_share(config: RLConfig) -> None:

@@ -34,6 +34,7 @@ EP, DP, TP, CP = (
 BALANCER = "trainer.parallelism.context_parallel_load_balancer"
 SEQUENCES = "trainer.parallelism.enable_sequence_parallel"
 GPUS = {"hardware.device": "h100", "hardware.gpus_per_node": 8}
+GRAPHS = {"generator.dtype": "bfloat16", "generator.enforce_eager": False}
 EXPERTS = {"model.num_experts": 4, "model.moe_hidden_dim": 20}
 MIXTURE = EXPERTS | {"model.experts_per_token": 2}
 CLAMPED = MIXTURE | {"model.family": "gpt_oss"}
@@ -108,6 +109,8 @@ REFUSED: list[tuple[Edits, str]] = [
         MIXTURE | {"generator.expert_parallel": True, "generator.enforce_eager": False},
         "True with .*expert_parallel",
     ),
+    (MIXTURE | GPUS | GRAPHS | {"generator.dtype": "float32"}, "True with experts and .*float32"),
+    (MIXTURE | GPUS | {"hardware.device": "a100"} | GRAPHS, "True with experts on .* than H100"),
     (MIXTURE | {"trainer.compile.enable": True}, "False unless trainer.parallelism"),
     (EXPERTS | {"model.experts_per_token": 0}, "between 1 and model.num_experts=4"),
     (EXPERTS | {"model.experts_per_token": 5}, "between 1 and model.num_experts=4"),
@@ -194,6 +197,7 @@ ACCEPTED: list[Edits] = [
     {CP: 2},
     SHARING,
     GPUS | BFLOAT16 | VARLEN,
+    MIXTURE | GPUS | GRAPHS | {"generator.expert_parallel": True},
     *({"weights.delta": True, "weights.transport": each} for each in ("auto", *NETWORKS)),
     *({"weights.fan_out": 2, "weights.transport": each} for each in ("auto", "tcp")),
     {"weights.canary_tolerance": 0},

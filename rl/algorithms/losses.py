@@ -103,19 +103,20 @@ class PolicyLoss(Configurable):
         return metrics
 
     def _differences(self, difference: torch.Tensor, tokens: Tokens) -> dict[str, Metric]:
-        """Return the largest differences from the generator's log-probs.
+        """Return differences from the generator's log-probs.
 
-        - ``logprob/error_max``: over tokens drawn with the current weights, or over all tokens if
-          the batch has no ``staleness``
+        - ``logprob/error_mean``, ``logprob/error_max``: over tokens drawn with the current weights,
+          or over all tokens if the batch has no ``staleness``
         - ``logprob/drift_max``: over tokens drawn with older weights
         """
-        if "staleness" not in tokens:
-            return {"logprob/error_max": Metric(difference, "max")}
-        current = tokens["staleness"] == 0
-        return {
+        current = tokens["staleness"] == 0 if "staleness" in tokens else None
+        errors = {
+            "logprob/error_mean": Metric(difference, "mean", current),
             "logprob/error_max": Metric(difference, "max", current),
-            "logprob/drift_max": Metric(difference, "max", ~current),
         }
+        if current is None:
+            return errors
+        return errors | {"logprob/drift_max": Metric(difference, "max", ~current)}
 
 
 class ClippedLoss(PolicyLoss):

@@ -9,7 +9,7 @@ from rl.config.clusters import KubernetesConfig, SlurmConfig
 from rl.config.rollout import EvaluationConfig, RecordConfig, RolloutConfig
 from rl.environments.task import Task
 from rl.generation.generator_config import GeneratorConfig
-from rl.model.shape import ModelConfig
+from rl.model.shape import ModelConfig, shape_of
 from rl.observe.sinks import Sink
 from rl.observe.trackers import TensorBoard, Trackio, WeightsAndBiases
 from rl.session.hardware import HardwareConfig
@@ -74,8 +74,25 @@ class WatchdogConfig:
     entropy_max: Annotated[float, at_least(0, 1000)] = 0.0
     """Largest mean entropy of a token, in nats; 0 for no limit."""
 
+    mismatch: Action = "warn"
+    """Consequence if trainer and generators compute different log-probs of a token with the same
+    weights: they have other tokens, experts, adapters or settings."""
+
+    mismatch_max: Annotated[float | None, at_least(0, 1e6)] = None
+    """Largest value of the metric ``logprob/error_mean``, in nats per token; 0 for no limit. None
+    for what rounding explains, divided by the temperature if that is below 1:
+
+    - 0.001 in float32, 0.1 in bfloat16, 0.5 with float8
+    - 0.1 in float32 if a mixture of experts has an asynchronous pipeline, or does not replay the
+      recorded experts
+    - no limit if ``generator.inflight_policy`` is ``continue``"""
+
+    reference: Action = "warn"
+    """Consequence if ``kl/reference`` is above ``mismatch_max`` in the first step, in which the
+    reference has the policy's weights."""
+
     drift: Action = "warn"
-    """Consequence if trainer and generators disagree."""
+    """Consequence if the policy is far from the policies that drew the tokens."""
 
     drift_max: Annotated[float, at_least(0, 1e6)] = 0.0
     """Largest value of the metric ``kl/behaviour``, in nats per token; 0 for no limit."""
@@ -242,6 +259,10 @@ class RunConfig:
         """
         return {}
 
+    def watchdog_limits(self) -> WatchdogConfig:
+        """Return ``watchdog`` with a ``mismatch_max`` for the numbers that the run computes in."""
+        return self.watchdog
+
     @property
     def trainer_tflops(self) -> float:
         """Peak TFLOP/s of all devices of the trainer; 0 if it is unknown."""
@@ -287,6 +308,17 @@ class SamplingRunConfig(RunConfig):
     def sampling_run(self) -> "SamplingRunConfig":
         """Return this config."""
         return self
+
+    def watchdog_limits(self) -> WatchdogConfig:
+        limits = self.watchdog
+        if limits.mismatch_max is not None or self.generator.inflight_policy == "continue":
+            return limits
+        training = self.trainer.training
+        dtypes = {self.generator.dtype, training.dtype, training.mixed_precision_param}
+        replays = self.trainer.router_replay != "none" and self.rollout.pipeline == "deterministic"
+        exact = dtypes == {"float32"} and (replays or not shape_of(self.model).num_experts)
+        most = 0.5 if self.trainer.float8 is not None else 1e-3 if exact else 0.1
+        return replace(limits, mismatch_max=most / min(1.0, self.rollout.temperature))
 
     def generation(self) -> dict[str, Any]:
         """Return the fields of the session that concern generators."""

@@ -33,7 +33,7 @@ class Report:
         self._record = record
         self._events = events
         self._watch = watch
-        self._watchdog = Watchdog(config.watchdog)
+        self._watchdog = Watchdog(config.watchdog_limits())
         self._peak_tflops = config.trainer_tflops
         self.evaluated = -1
         """Step of the newest evaluation on the way; -1 before the first."""
@@ -45,7 +45,7 @@ class Report:
         self._watch.step = step + 1
         self._events.emit("started", step=step, host=socket.gethostname(), pid=os.getpid())
         self.evaluated = max((row["step"] for row in self._record.read_evaluations()), default=-1)
-        self._watchdog = Watchdog.from_dict(self._config.watchdog, state)
+        self._watchdog = Watchdog.from_dict(self._config.watchdog_limits(), state)
 
     def to_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps, as JSON."""

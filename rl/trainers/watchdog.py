@@ -29,23 +29,32 @@ def _non_finite(config: WatchdogConfig, row: Row) -> str:
     return " and ".join(f"{name} is {value}" for name, value in row.items() if not isfinite(value))
 
 
+def _above(row: Row, name: str, limit: float, field: str) -> str:
+    """Find a metric above a limit that is not 0."""
+    value = row.get(name, nan)
+    return f"{name} is {value:.4g}, above watchdog.{field}={limit}" if value > limit > 0 else ""
+
+
+def _mismatch(config: WatchdogConfig, row: Row) -> str:
+    return _above(row, "logprob/error_mean", config.mismatch_max or 0.0, "mismatch_max")
+
+
+def _reference(config: WatchdogConfig, row: Row) -> str:
+    """Find a reference that is not the initial policy."""
+    found = _above(row, "kl/reference", config.mismatch_max or 0.0, "mismatch_max")
+    same = "policy and reference have the same weights in the first step"
+    return f"{found}; {same}" if found and row.get("step") == 1 else ""
+
+
 def _drift(config: WatchdogConfig, row: Row) -> str:
-    drift = row.get("kl/behaviour", nan)
-    limit = config.drift_max
-    return (
-        f"kl/behaviour is {drift:.4g}, above watchdog.drift_max={limit}"
-        if drift > limit > 0
-        else ""
-    )
+    return _above(row, "kl/behaviour", config.drift_max, "drift_max")
 
 
 def _entropy(config: WatchdogConfig, row: Row) -> str:
     entropy = row.get("entropy/mean", nan)
     if entropy < config.entropy_min:
         return f"entropy/mean is {entropy:.4g}, below watchdog.entropy_min={config.entropy_min}"
-    if entropy > config.entropy_max > 0:
-        return f"entropy/mean is {entropy:.4g}, above watchdog.entropy_max={config.entropy_max}"
-    return ""
+    return _above(row, "entropy/mean", config.entropy_max, "entropy_max")
 
 
 def _zero_std(config: WatchdogConfig, row: Row) -> str:
@@ -85,6 +94,8 @@ def _starving(config: WatchdogConfig, row: Row) -> str:
 
 CONDITIONS = (  # causes before effects
     Condition("non_finite", _non_finite),
+    Condition("mismatch", _mismatch),
+    Condition("reference", _reference),
     Condition("drift", _drift),
     Condition("entropy", _entropy),
     Condition("zero_std", _zero_std, "zero_std_steps"),

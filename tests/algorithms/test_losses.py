@@ -213,12 +213,15 @@ def test_log_prob_errors_and_drift_of_stale_tokens_are_separate_metrics():
     tokens = rollouts()
     staleness = torch.arange(len(tokens["logprobs"])) % 3
     _, metrics = dapo().build()(Tokens(tokens, staleness=staleness))
-    error = metrics["logprob/error_max"]
-    drift = metrics["logprob/drift_max"]
-    assert torch.equal(error.weights, staleness == 0)
-    assert torch.equal(drift.weights, staleness > 0)
     difference = (tokens["logprobs"] - tokens["behaviour_logprobs"]).abs()
-    assert torch.equal(error.values, difference) and torch.equal(drift.values, difference)
+    for name, reduction, counted in (
+        ("error_mean", "mean", staleness == 0),
+        ("error_max", "max", staleness == 0),
+        ("drift_max", "max", staleness > 0),
+    ):
+        values, rule, weights = metrics[f"logprob/{name}"]
+        assert rule == reduction and torch.equal(weights, counted)
+        assert torch.equal(values, difference)
 
 
 def test_the_behaviour_weight_and_its_cap_are_measured():

@@ -261,6 +261,9 @@ trainers/test_watchdog.py
   test_a_failure_names_step_condition_value_and_the_field_to_change:
     WatchdogConfig zero_std zero_std_steps vanished vanished_steps starving starving_share
     WatchdogConfig starving_steps entropy entropy_min entropy_max drift drift_max non_finite
+    WatchdogConfig mismatch mismatch_max
+  test_a_reference_that_is_not_the_initial_policy_is_found_in_the_first_step:
+    WatchdogConfig reference
 training/test_checkpoint.py
   test_a_run_can_start_from_another_runs_checkpoint:
     BaseCheckpointManager.Config initial_load_path initial_load_model_only

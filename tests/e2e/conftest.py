@@ -23,6 +23,8 @@ def finished(tmp_path_factory) -> Callable[..., Run]:
             runs[arguments] = Run(*arguments, folder=tmp_path_factory.mktemp("finished") / "run")
             assert runs[arguments].wait() == 0, runs[arguments].stderr
             runs[arguments].assert_nothing_left()
+            last = runs[arguments].metrics()[-1]
+            assert (last["watchdog/mismatch"], last["watchdog/reference"]) == (0, 0)
         return runs[arguments]
 
     return run

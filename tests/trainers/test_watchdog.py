@@ -5,9 +5,11 @@ import math
 
 import pytest
 
+from rl.cli.arguments import read_config
 from rl.config import WatchdogConfig
 from rl.errors import RunError
 from rl.trainers.watchdog import Watchdog
+from tests.tables import check_rows
 
 GOOD = {
     "reward/zero_std_groups": 0.5,
@@ -15,6 +17,7 @@ GOOD = {
     "timing/step": 1.0,
     "entropy/mean": 1.0,
     "kl/behaviour": 0.001,
+    "logprob/error_mean": 0.001,
     "loss/mean": -0.2,
     "trainer/grad_norm": 0.3,
     "trainer/updates": 1.0,
@@ -29,6 +32,7 @@ LIMITS = {
     "entropy_min": 0.1,
     "entropy_max": 2.0,
     "drift_max": 0.05,
+    "mismatch_max": 0.002,
 }
 CASES = [
     ("zero_std", {"reward/zero_std_groups": 1.0}, 3, "reward/zero_std_groups is 1, "),
@@ -47,6 +51,12 @@ CASES = [
     ("vanished", {"trainer/updates": 0.0}, 2, "trainer/updates is 0: the dtype of the parameters"),
     ("entropy", {"entropy/mean": 0.09}, 1, "entropy/mean is 0.09, below watchdog.entropy_min=0.1"),
     ("entropy", {"entropy/mean": 2.5}, 1, "entropy/mean is 2.5, above watchdog.entropy_max=2.0"),
+    (
+        "mismatch",
+        {"logprob/error_mean": 0.003},
+        1,
+        "logprob/error_mean is 0.003, above watchdog.mismatch_max=0.002",
+    ),
     ("drift", {"kl/behaviour": 0.06}, 1, "kl/behaviour is 0.06, above watchdog.drift_max=0.05"),
     ("non_finite", {"loss/mean": math.nan}, 1, "loss/mean is nan"),
     ("non_finite", {"trainer/grad_norm": math.inf}, 1, "trainer/grad_norm is inf"),
@@ -54,7 +64,26 @@ CASES = [
 """Name of the condition, what a step's metrics then say, steps until the condition is an alarm, and
 the beginning of the alarm.
 """
-NAMES = {"stalled", "zero_std", "vanished", "starving", "entropy", "drift", "non_finite"}
+NAMES = {
+    *("stalled", "zero_std", "vanished", "starving", "entropy", "drift", "non_finite"),
+    *("mismatch", "reference"),
+}
+EXPERTS = "--model.num_experts 4 --model.experts_per_token 2 --model.moe_hidden_dim 64"
+ROUNDING = {
+    "": 0.001,
+    "--rollout.temperature 0.5": 0.002,
+    "--rollout.temperature 2": 0.001,
+    "--generator.dtype bfloat16": 0.1,
+    "--trainer.training.mixed_precision_param bfloat16": 0.1,
+    EXPERTS: 0.1,
+    f"{EXPERTS} --trainer.router_replay generator": 0.001,
+    f"{EXPERTS} --trainer.router_replay generator --rollout.pipeline asynchronous": 0.1,
+    "trainer.float8:linear --trainer.float8.emulate": 0.5,
+    "--generator.inflight_policy continue": None,
+    "--watchdog.mismatch_max 0": 0.0,
+    "--watchdog.mismatch_max 0.3 --rollout.temperature 0.5": 0.3,
+}
+"""Largest mean difference of log-probs that is no alarm, by options of the quickstart."""
 EACH_CASE = pytest.mark.parametrize(("name", "bad", "steps", "says"), CASES)
 
 
@@ -111,6 +140,26 @@ def test_a_healthy_run_raises_no_alarm():
     assert counts(watchdog) == {}
 
 
+def test_a_reference_that_is_not_the_initial_policy_is_found_in_the_first_step():
+    away = {"kl/reference": 0.003}
+    watchdog = watch()
+    said = "step 1: reference: kl/reference is 0.003, above watchdog.mismatch_max=0.002; policy and"
+    [[alarm], later] = go(watchdog, 1, away, away)
+    assert alarm.startswith(said) and later == []
+    assert not any(go(watch(mismatch_max=0.0), 1, away) + go(watch(), 1, {"kl/reference": 0.001}))
+    with pytest.raises(RunError, match="; set watchdog.reference to 'warn'"):
+        go(watch(reference="fail"), 1, away)
+
+
+def test_a_mismatch_is_more_than_rounding_explains():
+    def check(row):
+        options, most = row
+        _, config = read_config(["--config", "quickstart", *options.split()], program="test")
+        assert config.watchdog_limits().mismatch_max == most
+
+    check_rows([*ROUNDING.items()], check)
+
+
 @pytest.mark.parametrize(
     "reason",
     [{"advantage/std": 0.0}, {"trainer/lr/AdamW": 0.0}],
@@ -124,8 +173,9 @@ def test_a_step_that_has_nothing_to_learn_has_not_vanished(reason):
 
 def test_unset_limits_and_missing_metrics_raise_no_alarm():
     watchdog = Watchdog(WatchdogConfig(**dict.fromkeys(NAMES, "fail")))
+    high = {"entropy/mean": 1e9, "logprob/error_mean": 1e9}
     assert not any(
-        go(watchdog, 1, *[{"entropy/mean": 0.0, "kl/behaviour": 1e9}, {"entropy/mean": 1e9}])
+        go(watchdog, 1, {"entropy/mean": 0.0, "kl/behaviour": 1e9, "kl/reference": 1e9}, high)
     )
     assert [watchdog.check({"step": step}) for step in range(3, 30)] == [[]] * 27
     assert counts(watchdog) == {}
@@ -135,12 +185,13 @@ def test_all_conditions_of_a_step_are_counted_and_the_cause_fails_first():
     bad = {name: value for _, row, _, _ in CASES for name, value in row.items()}
     watchdog = watch(zero_std_steps=1, starving_steps=1)
     [told] = go(watchdog, 1, bad)
-    order = ["non_finite", "drift", "entropy", "zero_std", "starving"]
+    order = ["non_finite", "mismatch", "drift", "entropy", "zero_std", "starving"]
     assert [text.split(": ")[1] for text in told] == order
     failing = watch(zero_std_steps=1, zero_std="fail", non_finite="fail")
     with pytest.raises(RunError, match="step 1: non_finite"):
         go(failing, 1, bad)
-    assert counts(failing) == {"non_finite": 1, "drift": 1, "entropy": 1, "zero_std": 1}
+    names = ("non_finite", "mismatch", "drift", "entropy", "zero_std")
+    assert counts(failing) == dict.fromkeys(names, 1)
 
 
 def test_a_stall_is_printed_and_counted_once_until_a_step_ends():

@@ -24,6 +24,12 @@ BREAKS = (
         "algorithms/test_losses.py",
     ),
     Break(
+        "rl/algorithms/losses.py",
+        'Metric(difference, "mean", current)',
+        'Metric(difference, "mean")',
+        "algorithms/test_losses.py",
+    ),
+    Break(
         "rl/algorithms/kl.py",
         "(-log_ratio).exp() - 1 + log_ratio",
         "log_ratio.exp() - 1 - log_ratio",
@@ -346,6 +352,54 @@ BREAKS = (
         "kept = complete[-keep:]",
         "kept = complete[:keep]",
         "training/test_checkpoint.py trainers",
+    ),
+    Break(
+        "rl/trainers/watchdog.py",
+        "if value > limit > 0 else",
+        "if value > limit else",
+        "trainers/test_watchdog.py",
+    ),
+    Break(
+        "rl/trainers/watchdog.py",
+        'if found and row.get("step") == 1 else',
+        "if found else",
+        "trainers/test_watchdog.py",
+    ),
+    Break(
+        "rl/config/run.py",
+        "mismatch_max=most / min(1.0, self.rollout.temperature)",
+        "mismatch_max=most",
+        "trainers/test_watchdog.py",
+    ),
+    Break(
+        "rl/trainers/report.py",
+        "Watchdog.from_dict(self._config.watchdog_limits(), state)",
+        "Watchdog.from_dict(self._config.watchdog, state)",
+        "e2e/test_faults.py",
+    ),
+    Break(
+        "rl/trainers/run.py",
+        "if step in config.steps:",
+        "if step - 1 in config.steps:",
+        "trainers/test_conformance.py",
+    ),
+    Break(
+        "rl/session/profiles.py",
+        'if f"{mesh.name}[{rank}]" in config.ranks and mesh.is_running',
+        "if mesh.is_running",
+        "trainers/test_conformance.py",
+    ),
+    Break(
+        "rl/session/metrics_page.py",
+        "{} if current is None else await current.pool.figures()",
+        "{}",
+        "trainers/test_metrics_page.py",
+    ),
+    Break(
+        "rl/observe/prometheus.py",
+        "GaugeMetricFamily if name in NOW else CounterMetricFamily",
+        "CounterMetricFamily",
+        "trainers/test_metrics_page.py",
     ),
     # actors
     Break(

@@ -30,6 +30,7 @@ from rl.training.routing import Routing
 from rl.training.sharded_model import (
     build_model,
     gradient_shards,
+    keeps_gathered,
     reduce_over_replicas,
     reset_passes,
     reshard,
@@ -86,6 +87,7 @@ class TrainingEngine:
         )
         self.matmul = kernel_in_use() if self.device.type == "cpu" else "cuBLAS"
         """Kernel of float32 matrix products."""
+        self._gathered = keeps_gathered(config, self.dims)
         self._routers = routers_of(self.model) if config.router_replay == "generator" else []
         # After the model: its initializers draw more on some ranks than on others.
         titan_dist.set_determinism(self.dims, self.device, config.debug, distinct_seed_mesh_dims=[])
@@ -173,7 +175,7 @@ class TrainingEngine:
         parts = []
         totals = MetricTotals(self._batch_group)
         for micro, is_last in self._micro_batches(batch):
-            reduce_over_replicas(self.model, is_last)
+            reduce_over_replicas(self.model, is_last, gathered=self._gathered)
             with self._context():
                 self._routing.watch()
                 outputs = self._run(micro, temperature)
@@ -184,6 +186,8 @@ class TrainingEngine:
                 (weight * ((per_token * micro.loss_weights).sum() + balance)).backward()
             totals.add(per_token, metrics, micro.loss_weights)
             parts.append((micro.index, {name: v.detach() for name, v in outputs.items()}))
+        if self._gathered:
+            reshard(self.model)
         self.work.add(batch.lengths)
         divisor = batch.loss_weights if batch.denominators is None else batch.denominators
         self._sums.weight += float(divisor.sum(dtype=torch.float64))

@@ -88,6 +88,9 @@ def build_model(
         for module in built.modules():
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
+                if keeps_gathered(config, dims):
+                    module.set_reshard_after_forward(False, recurse=False)
+                    module.set_reshard_after_backward(False, recurse=False)
     built.to_empty(device=device_type())
     with torch.no_grad():
         built.init_weights(buffer_device=None)
@@ -287,22 +290,38 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
+def keeps_gathered(config: TrainerConfig, dims: ParallelDims) -> bool:
+    """Return whether FSDP keeps parameters and gradients gathered from the first pass of a call to
+    the last. It does on CPU if it shards nothing: a pass then copies neither.
+    """
+    numerics = config.training
+    dtypes = {numerics.mixed_precision_param, numerics.mixed_precision_reduce}
+    shards = dims.dp_shard * dims.cp * dims.ep
+    policy = config.parallelism.fsdp_reshard_after_forward
+    is_float32 = dtypes == {"float32"}
+    return device_type() == "cpu" and is_float32 and shards == 1 and policy != "always"
+
+
 def reset_passes(model: nn.Module) -> None:
     """Have FSDP forget a forward or backward pass that raised, and what it holds of the gradients
     of the passes before that one.
     """
+    model.zero_grad()  # of gathered parameters too
     # before its first pass FSDP holds nothing
     if isinstance(model, FSDPModule) and model._get_fsdp_state()._is_root is not None:
         model.reset_iter_state()
 
 
-def reduce_over_replicas(model: nn.Module, reduces: bool) -> None:
+def reduce_over_replicas(model: nn.Module, reduces: bool, *, gathered: bool) -> None:
     """Set whether backward passes all-reduce gradients over replicas. Gradients of a pass without
-    the all-reduce stay on the rank, and the next pass with it adds them.
+    the all-reduce stay on the rank, and the next pass with it adds them; if parameters are kept
+    ``gathered``, they stay gathered too.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_requires_all_reduce(reduces, recurse=False)
+            if gathered:
+                module.set_requires_gradient_sync(reduces, recurse=False)
 
 
 def local_box(parameter: torch.Tensor) -> Box:

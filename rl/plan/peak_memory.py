@@ -87,6 +87,8 @@ class MemoryOfPasses(PassSizes):
         self.embedding, self.head = groups.pop("embedding"), groups.pop("head")
         self.tied = not self.embedding
         self.layer = max(groups.values())
+        self.alone = 3 * REDUCED * (self.degrees.data_parallel_shard_degree * self.cp == 1)
+        """Bytes of an element of a gradient that FSDP divides on a rank without others."""
 
     def peak(self) -> PeakMemory:
         """Return the moment at which the ranks need the most memory."""
@@ -126,14 +128,15 @@ class MemoryOfPasses(PassSizes):
 
     def in_reduction(self) -> PeakMemory:
         """Return the moment at which the gradients of a layer are reduced."""
-        layer = (3 * self.p + REDUCED) * self.layer
+        layer = max(3 * self.p + REDUCED, self.alone) * self.layer
         return PeakMemory(self.saved(), 0, layer + self._head_during_layers())
 
     def in_embedding(self) -> PeakMemory:
         """Return the moment at which the gradients of the embedding are reduced."""
         words = self.head if self.tied else self.embedding
         gradients = 2 if self.tied else 1
-        gathered = ((1 + gradients) * self.p + REDUCED) * words + REDUCED * self.layer
+        copies = max((1 + gradients) * self.p + REDUCED, self.alone)
+        gathered = copies * words + REDUCED * self.layer
         return PeakMemory(self.tokens * self.p * self.width, 0, gathered)
 
     def _head_during_layers(self) -> int:
@@ -197,8 +200,12 @@ class MemoryOfPasses(PassSizes):
         return 2 * p * d + gathered + max(rotated, other)
 
     def _kept(self) -> int:
-        """Return the bytes per token of a layer that selective checkpointing keeps."""
-        return self.p * (2 * self.shape.dim + 2 * self.q + 2 * self.k + self.f)
+        """Return the bytes per token of a layer that selective checkpointing keeps: products, or
+        what experts exchange.
+        """
+        experts = 2 * self.routed * self.shape.dim // self.tp
+        feed_forward = experts if self.ep > 1 else self.f
+        return self.p * (2 * self.shape.dim + 2 * self.q + 2 * self.k + feed_forward)
 
     def _temporary(self) -> int:
         """Return the bytes per token of gradients within a layer: those of experts while their

@@ -18,6 +18,7 @@ class Move:
     """Bytes that the busiest rank moves over its link, and their time at the full rate."""
 
     what: str
+    """Stage of a push, or role."""
     link: str
     bytes: int
     seconds: float
@@ -43,11 +44,8 @@ class Push:
 def transports(run: PlannedRun) -> list[TransportName]:
     """Return the transports that can push between the run's places, that of the run first."""
     found: list[TransportName] = [run.transport, "collective", "tcp", "rdma"]
-    if not run.push_crosses_hosts:
-        found.append("shared_memory")
-        if run.cuda:
-            found.append("cuda_ipc")
-    return list(dict.fromkeys(found))
+    local: list[TransportName] = ["shared_memory", "cuda_ipc"] if run.cuda else ["shared_memory"]
+    return list(dict.fromkeys(found if run.push_crosses_hosts else [*found, *local]))
 
 
 def push_of(run: PlannedRun, transport: TransportName) -> Push:

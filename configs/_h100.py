@@ -2,8 +2,8 @@
 
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
-from torchtitan.config import ParallelismConfig, TrainingConfig
-from torchtitan.distributed.activation_checkpoint import FullAC
+from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
 from rl.algorithms.losses import dapo
 from rl.config import EvaluationConfig, PolicyGradientConfig, RLConfig, RolloutConfig
@@ -26,9 +26,10 @@ def on_h100s(
     nodes: int = 1,
     experts: int = 1,
     tp: int = 1,
+    recompute: type[SelectiveAC] | type[FullAC] | None = SelectiveAC,
 ) -> RLConfig:
-    """DAPO's loss one step off policy, in bfloat16: ``shard`` GPUs train, ``replicas * tp``
-    generate.
+    """DAPO's loss at most two steps off policy, in bfloat16: ``shard`` GPUs train, ``replicas *
+    tp`` generate. ``recompute`` is how activations are recomputed that do not fit.
     """
     return RLConfig(
         steps=500,
@@ -38,7 +39,8 @@ def on_h100s(
             prompts_per_step=128,
             samples_per_prompt=8,
             max_tokens=COMPLETION,
-            max_staleness=1,
+            pipeline="asynchronous",  # no step waits for the longest answer of a batch
+            max_staleness=2,  # an answer may take two steps; the loss's ratio corrects for it
             reward_workers=4,
         ),
         algorithm=PolicyGradientConfig(loss=dapo(), overlong_buffer=512),
@@ -52,7 +54,9 @@ def on_h100s(
             training=TrainingConfig(mixed_precision_param="bfloat16"),
             optimizer=default_adamw(lr=1e-6, weight_decay=0.1),
             lr_scheduler=LRSchedulersContainer.Config(warmup_steps=10, decay_ratio=0.0),
-            activation_checkpoint=FullAC.Config(),
+            # half of the products are kept, which takes 72 of 79 GiB at most
+            activation_checkpoint=recompute and recompute.Config(),
+            compile=CompileConfig(enable=True),  # fuses norms, rotations and activations
             checkpoint=CheckpointManager.Config(
                 enable=True,
                 folder="checkpoints",
@@ -61,7 +65,8 @@ def on_h100s(
                 initial_load_model_only=False,
                 async_mode="async",
             ),
-            micro_batch_tokens=4 * (PROMPT + COMPLETION),
+            # activations of more tokens would have to be recomputed more
+            micro_batch_tokens=(4 if recompute is FullAC else 2) * (PROMPT + COMPLETION),
         ),
         generator=GeneratorConfig(
             replicas=replicas,

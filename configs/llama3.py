@@ -13,13 +13,13 @@ from ._h100 import COMPLETION, PROMPT, on_h100s
 def llama3_2_1b() -> RLConfig:
     """Llama-3.2-1B on one node: two GPUs train, six generate."""
     model = _llama(dim=2048, n_layers=16, n_heads=32, head_dim=64, hidden_dim=8192)
-    return on_h100s(model, shard=2, replicas=6)
+    return on_h100s(model, shard=2, replicas=6, recompute=None)  # 33 of 79 GiB
 
 
 def llama3_2_3b() -> RLConfig:
     """Llama-3.2-3B on one node: four GPUs train, four generate."""
     model = _llama(dim=3072, n_layers=28, n_heads=24, head_dim=128, hidden_dim=8192)
-    return on_h100s(model, shard=4, replicas=4)
+    return on_h100s(model, shard=4, replicas=4, recompute=None)  # 59 of 79 GiB
 
 
 def llama3_1_8b() -> RLConfig:

@@ -215,11 +215,8 @@ def _push(plan: Plan) -> Iterator[str]:
     push = plan.push
     if push is None:
         return
-    yield (
-        f"push by {push.transport}{' over the network' if push.over_network else ''}: "
-        f"{size_text(push.total)} in all, {size_text(max(push.per_reader))} to a generator rank "
-        f"at most, {size_text(push.most_from_a_rank)} from a trainer rank at most"
-    )
+    over = " over the network" if push.over_network else ""
+    yield f"push by {push.transport}{over}: {size_text(push.total)} in all"
     names = ("publish", "fetch", "pull")
     yield "  of the busiest rank".ljust(24) + "".join(f"{name:24}" for name in names) + "at least"
     for each in plan.pushes:
@@ -327,15 +324,11 @@ def _role(role: dict[str, Any], run: PlannedRun) -> Iterator[str]:
 
 def _allocator(found: dict[str, int]) -> Iterator[str]:
     if found:
-        sizes = {name: size_text(bytes) for name, bytes in found.items()}
-        yield (
-            f"  allocator after {found['steps']} more steps of varied batches: {sizes['reserved']} "
-            f"reserved for {sizes['allocated']} at most"
-        )
-        yield (
-            f"    {sizes['grown']} of it since the second step; {sizes['fixed']} would be reserved "
-            "without expandable segments"
-        )
+        names = ("reserved", "allocated", "grown", "fixed")
+        reserved, allocated, grown, fixed = (size_text(found[name]) for name in names)
+        yield f"  allocator after {found['steps']} more steps of varied batches"
+        yield f"    {reserved} reserved for {allocated} at most, {grown} since the second step"
+        yield f"    {fixed} would be reserved without expandable segments"
 
 
 def _moved(role: dict[str, Any]) -> tuple[Counter[str], Counter[str]]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torchtitan.distributed.activation_checkpoint import MemoryBudgetAC
 
 from rl.compat import WRITTEN_FOR
 from rl.errors import RunError, require
@@ -63,11 +64,8 @@ def errors_of(result: dict[str, Any], run: PlannedRun) -> list[str]:
         reserved = role["allocator"]["reserved"]
         need = reserved + role["not_rehearsed"]
         if need > memory:
-            found.append(
-                f"{name} needs {need / GIB:.2f} GiB of {run.device.memory_gib:g} GiB: torch's "
-                f"allocator reserves {reserved / GIB:.2f} GiB, and {' and '.join(NOT_REHEARSED)} "
-                "need the rest"
-            )
+            sizes = f"{need / GIB:.2f} GiB of {run.device.memory_gib:g} GiB"
+            found.append(f"{name} needs {sizes}; torch's allocator has {reserved / GIB:.2f} of it")
         if (count := len(role["shapes"])) > MOST_SHAPES:
             found.append(
                 f"{name} compiles attention for {count} shapes of micro-batches in {SHAPE_STEPS} "
@@ -95,17 +93,16 @@ def _check(run: PlannedRun, rank: int) -> None:
         field="hardware.device",
         fix="--rehearse needs the name of a GPU, such as --hardware.device h100",
     )
-    trainers = {name: role.trainer for name, role in run.roles.items()}
-    ranks = {name: trainer.ranks for name, trainer in trainers.items()}
+    most = max(role.trainer.ranks for role in run.roles.values())
     require(
-        0 <= rank < max(ranks.values()),
+        0 <= rank < most,
         f"--rank is {rank}",
         field="--rank",
-        fix=f"it must be below {max(ranks.values())}, the number of ranks of the largest model",
+        fix=f"it must be below {most}, the number of ranks of the largest model",
     )
     require(
-        not any(trainer.compile.enable for trainer in trainers.values()),
-        "trainer.compile.enable is True",
-        field="trainer.compile.enable",
-        fix="--rehearse cannot run compiled code: add --trainer.compile.no-enable",
+        not isinstance(run.config.trainer.activation_checkpoint, MemoryBudgetAC.Config),
+        "trainer.activation_checkpoint is memory-budget",
+        field="trainer.activation_checkpoint",
+        fix="--rehearse compiles nothing, and only compiled code keeps to a budget",
     )

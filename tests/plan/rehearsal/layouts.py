@@ -1,9 +1,10 @@
 """Layouts of two layers that are rehearsed, as arguments of programs."""
 
 P = "--trainer.parallelism"
-DENSE = "--config qwen3_0_6b --model.n_layers 2"
-UNTIED = "--config qwen3_8b_2_nodes --model.n_layers 2"
-EXPERTS = "--config qwen3_30b_a3b --model.n_layers 2"
+SIZES = "--model.n_layers 2 --trainer.micro_batch_tokens 16384"
+DENSE = f"--config qwen3_0_6b {SIZES}"
+UNTIED = f"--config qwen3_8b_2_nodes {SIZES}"
+EXPERTS = f"--config qwen3_30b_a3b {SIZES}"
 
 LAYOUTS = {
     "FSDP 8": UNTIED,
@@ -22,10 +23,16 @@ LAYOUTS = {
     f"{P}.data_parallel_shard_degree 8 --trainer.router_replay generator",
     "float8": f"{UNTIED} trainer.float8:linear",
     "selective": f"{DENSE} trainer.activation-checkpoint:selective",
+    "EP 8, selective": f"{EXPERTS} trainer.activation-checkpoint:selective",
     "no checkpointing": f"{DENSE} trainer.activation-checkpoint:none",
     "float32": f"{DENSE} --trainer.training.mixed_precision_param float32",
     "adapters": f"{DENSE} trainer.lora:on",
     "adapters of experts": f"{EXPERTS} trainer.lora:on",
+}
+
+LAYOUTS = {
+    name: each if "checkpoint" in each else f"{each} trainer.activation-checkpoint:full"
+    for name, each in LAYOUTS.items()
 }
 
 TOGETHER = ("FSDP 8, varlen", "CP 2 x TP 2")

@@ -48,6 +48,9 @@ def test_the_program_prints_memory_collectives_and_waits_as_json(capsys):
     }
     assert any("outputs_of" in each["line"] for each in role["syncs"])
     assert role["assumed"]
+    memory = role["allocator"]
+    assert role["peak"] <= memory["allocated"] <= memory["reserved"] <= memory["fixed"]
+    assert (memory["steps"], role["not_rehearsed"]) == (40, 2 << 30)
 
 
 def rehearse_warm(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
@@ -58,19 +61,22 @@ def rehearse_warm(command: list[str], **options: Any) -> subprocess.CompletedPro
 
 def test_the_program_prints_a_report(monkeypatch, capsys):
     monkeypatch.setattr(start, "subprocess", SimpleNamespace(run=rehearse_warm))
-    assert main([*SMALL, "--hardware.memory_gib", "2"]) == 2
+    assert main([*SMALL, "--hardware.memory_gib", "7"]) == 2
     text = capsys.readouterr().out
     for part in (
         "two steps of the longest sequences on a made-up h100",
         "trainer rank 0 of 2: ",
-        " GiB at most of 2 GiB; the plan says ",
+        " GiB at most of 7 GiB; the plan says ",
         "forward_backward 2",
         "rl/training/logprobs.py:",
         "attention is compiled for: 1 x 4096, 1 x 8192, 1 x 12288, 1 x 16384\n",
         "reduce-scatter, ",
         "copy to the host, rl/training/micro_batches.py:",
+        "allocator after 40 more steps of varied batches\n",
+        " would be reserved without expandable segments\n",
         "collectives do nothing",
-        "this cannot work\n  error: trainer rank 0 needs ",
+        "this cannot work\n  error: trainer rank 0 needs 8.",
+        " GiB of 7 GiB; torch's allocator has ",
     ):
         assert part in text
     assert max(map(len, text.splitlines())) <= 140
@@ -81,7 +87,7 @@ def test_the_program_prints_a_report(monkeypatch, capsys):
     [
         ([*SMALL, "--rank", "2"], "--rank is 2; it must be below 2"),
         ([*SMALL, "--hardware.device", "auto"], "hardware.device is 'auto'; --rehearse needs the"),
-        ([*SMALL, "--trainer.compile.enable"], "compile.enable is True; --rehearse cannot"),
+        ([*SMALL, "trainer.activation-checkpoint:memory-budget"], "is memory-budget; --rehearse"),
         (["--config", "qwen3_0_6b", "--rank", "0"], "error: --rank needs --rehearse\n"),
     ],
 )

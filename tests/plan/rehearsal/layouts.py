@@ -39,7 +39,6 @@ TOGETHER = ("FSDP 8, varlen", "CP 2 x TP 2")
 """Layouts of dense models for the default tests. Others are for the long tests."""
 
 WHOLE = {
-    name: f"--config {name}"
-    for name in ("qwen3_0_6b", "qwen3_8b_2_nodes", "qwen3_14b_4_nodes", "qwen3_30b_a3b")
+    name: f"--config {name}" for name in ("qwen3_0_6b", "qwen3_8b", "qwen2_5_14b", "qwen3_30b_a3b")
 }
 """Recipes at their full size."""

@@ -29,6 +29,13 @@ GIVEN = 10
 """Bytes of a recorded expert: the record, and the id that the router gets."""
 
 
+INPUT = 12
+"""Bytes of a token of an engine step: its id and position."""
+
+ROUTED = 24
+"""Bytes of a token's place among those of an expert: its weight, and indices."""
+
+
 @dataclass(frozen=True, slots=True)
 class PeakMemory:
     """Memory of a pass at one moment, by purpose."""
@@ -294,17 +301,27 @@ def rope_tables(run: PlannedRun, role: Role) -> int:
 
 
 def engine_step(run: PlannedRun) -> int:
-    """Return the bytes that an engine step needs on a generator rank: the activations of the step's
-    tokens, and three float32 copies of the logits of sampled tokens.
+    """Return the bytes that an engine step needs on a generator rank: those of a layer for the
+    step's tokens, or the logits of sampled tokens with two float32 copies.
     """
     generator = run.rl.generator
     shape = run.shape
     tp = generator.tensor_parallel_degree
     p = run.transfer_bytes
-    wide = 4 * shape.dim + (2 * feed_forward_width(shape) + shape.n_heads * shape.head_dim) // tp
+    q = shape.n_heads * shape.head_dim // tp
+    k = max(1, shape.n_kv_heads // tp) * shape.head_dim
+    attention = p * (q + 2 * k) + (4 * (q + k) + p * q if p < 4 else p * (q + 2 * k))
+    if shape.num_experts:  # whose results are combined in float32
+        copies = 2 * p + 8 + (p if generator.expert_parallel else 0)
+        other = (copies * shape.dim + ROUTED) * shape.experts_per_token
+        other += p * shape.dim + 8 * shape.num_experts
+    else:
+        other = 3 * p * shape.hidden_dim // tp
+    layer = INPUT + 3 * p * shape.dim + max(attention, other)
     tokens = generator.max_batched_tokens
     sampled = generator.max_running_requests  # the step with which vLLM profiles GPU memory
     if not run.cuda:
         tokens = max(tokens, shape.max_seq_len)
         sampled = min(sampled, math.ceil(run.sequences_sampled / generator.replicas))
-    return tokens * wide * p + 3 * 4 * sampled * shape.vocab_size
+    logits = sampled * shape.vocab_size * (p + 8)
+    return max(tokens * layer, tokens * p * shape.dim + logits)

@@ -147,7 +147,7 @@ class HostCalls(TorchFunctionMode):
             return args[0].to(_current())
         if func is torch.Tensor.set_ and isinstance(args[0], FakeTensor):
             return _whole(args[0], args[1])
-        if func is torch.Tensor.to:
+        if func in (torch.Tensor.to, torch.tensor):
             args = tuple(map(_indexed, args))
             kwargs = {name: _indexed(value) for name, value in kwargs.items()}
         return func(*args, **kwargs)

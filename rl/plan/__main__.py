@@ -27,8 +27,9 @@ and whether the run can work. A plan starts nothing and needs no GPU. Memory is 
   --json        print one JSON object, with sizes in bytes and times in seconds
   --diff OTHER  print no plan but the fields in which OTHER differs, and whether they change the
                 numbers of a run; OTHER is the name of a config or the config.json of a run
-  --rehearse    print no plan: run two steps of the real trainer of each model on a GPU without
-                numbers, and print its memory, collectives and waits; needs no GPU
+  --rehearse    print no plan: run two steps of the real trainer of each model, and steps of a
+                generator's model, on a GPU without numbers, and print their memory, collectives
+                and waits, and whether CUDA graphs can capture the generator; needs no GPU
   --rank R      rank that is rehearsed, of the models that have it; 0 by default
 
   {{program}} --config quickstart --rollout.max_staleness 1

@@ -240,7 +240,7 @@ def _generator_items(run: PlannedRun, staging: int) -> list[Item]:
     if not run.cuda and generator.dtype == "float32":
         items.append(Item("packed weights", packed_weights(run)))
     items.append(Item("engine step", engine_step(run), estimate=True))
-    items.append(Item("CUDA graphs", _graphs(run), estimate=True))
+    items.append(Item("CUDA graphs", graph_bytes(run), estimate=True))
     cache = kv_bytes(run)
     if run.record_bytes:  # a row for each slot of the KV cache
         records = cache // kv_bytes_per_token(generator, run.shape) * run.record_bytes
@@ -248,7 +248,7 @@ def _generator_items(run: PlannedRun, staging: int) -> list[Item]:
     return [*items, Item("KV cache", cache, estimate=run.cuda)]
 
 
-def _graphs(run: PlannedRun) -> int:
+def graph_bytes(run: PlannedRun) -> int:
     """Return the bytes of a generator's CUDA graphs, which stay on a device that others use in
     turns. Elsewhere they count as a part of the KV cache.
     """
@@ -279,7 +279,7 @@ def kv_bytes(run: PlannedRun) -> int:
     if not run.cuda:
         return int(generator.kv_cache_gib * GIB)
     share = int(generator.gpu_memory_utilization * run.device.memory_gib * GIB)
-    others = generator_weights(run) + engine_step(run) + _graphs(run) + CUDA_CONTEXT
+    others = generator_weights(run) + engine_step(run) + graph_bytes(run) + CUDA_CONTEXT
     return max(0, share - others)
 
 

@@ -19,6 +19,8 @@ from rl.types import Place
 from rl.weights.transport import choose_transport
 
 LEARNING = ("trainer", "critic")
+GENERATOR = "generator-0"
+"""Mesh of the first generator. The others are like it."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -77,6 +79,14 @@ class PlannedRun:
         self.push_crosses_hosts = len(hosts) > 1
         sharing = {"none": [], "models": [*self.roles], "all": [*self.roles, "generator"]}
         self.shared = frozenset(sharing[config.colocate])
+
+    @property
+    def rehearsed(self) -> dict[str, int]:
+        """Number of ranks of each model that a rehearsal runs: the roles, and a generator."""
+        ranks = {name: place.ranks for name, place in self.places.items()}
+        if self.generators:
+            ranks[GENERATOR] = self.generators[0].ranks
+        return ranks
 
     @property
     def sequences_sampled(self) -> int:

@@ -21,16 +21,13 @@ from rl.validation.values import values
 BAR = 30
 WIDTH = 48
 SHOWN = 8
-NAMES = {
-    name: kind
-    for kind, names in {
-        "all-gather": "allgather_base allgather all_gather_into_tensor flex_cp_allgather",
-        "reduce-scatter": "reduce_scatter_base reduce_scatter_tensor flex_cp_allgather_backward",
-        "all-reduce": "allreduce all_reduce",
-        "all-to-all": "all_to_all_single alltoall_base shard_dim_alltoall",
-    }.items()
-    for name in names.split()
+OPERATORS = {
+    "all-gather": "allgather_base allgather all_gather_into_tensor flex_cp_allgather",
+    "reduce-scatter": "reduce_scatter_base reduce_scatter_tensor flex_cp_allgather_backward",
+    "all-reduce": "allreduce all_reduce",
+    "all-to-all": "all_to_all_single alltoall_base shard_dim_alltoall",
 }
+NAMES = {name: kind for kind, names in OPERATORS.items() for name in names.split()}
 """Kinds of collectives by the names of their operators."""
 
 
@@ -299,6 +296,12 @@ def _role(role: dict[str, Any], run: PlannedRun) -> Iterator[str]:
         f"{role['role']} rank {role['rank']} of {role['ranks']}: {size_text(role['peak'])} at most "
         f"of {run.device.memory_gib:g} GiB; the plan says {size_text(role['planned'])}"
     )
+    if chosen := role["generator"]:
+        graphs = f"{len(chosen['captured'])} {chosen['graphs']}" if chosen["captured"] else "no"
+        figures = (chosen["cache"], chosen["token"], role["items"]["KV cache"])
+        cache, token, planned = map(size_text, figures)
+        yield f"  vLLM chooses {chosen['attention']} attention and {graphs} CUDA graphs"
+        yield f"  KV cache of {cache}, {token} a token; the plan says {planned}"
     yield f"  {'memory':22}{'peak':>12}{'at the end':>12}"
     for phase in role["phases"]:
         sizes = (size_text(phase[name]) for name in ("peak", "after"))
@@ -318,7 +321,7 @@ def _role(role: dict[str, Any], run: PlannedRun) -> Iterator[str]:
         yield f"  {size_text(bytes):>12}  {kind}, {counted(counts[kind], 'call')}"
     yield "  waits of the host for the device in the last step"
     for each in role["syncs"]:
-        if _is_last(each["phase"]):
+        if each["phase"] in role["last"]:
             yield f"  {each['count']:12}  {each['reason']}, {each['line']}"
 
 
@@ -336,12 +339,8 @@ def _moved(role: dict[str, Any]) -> tuple[Counter[str], Counter[str]]:
     counts: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
     for each in role["collectives"]:
-        if _is_last(each["phase"]):
+        if each["phase"] in role["last"]:
             kind = NAMES.get(each["kind"], each["kind"])
             counts[kind] += each["count"]
             sizes[kind] += each["bytes"]
     return counts, sizes
-
-
-def _is_last(phase: str) -> bool:
-    return phase.endswith(" 2")

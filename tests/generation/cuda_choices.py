@@ -9,7 +9,6 @@ import importlib
 import json
 import sys
 import tempfile
-import types
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch
 
 from configs.quickstart import quickstart
 from configs.qwen3 import qwen3_0_6b, qwen3_8b, qwen3_30b_a3b
+from rl.compat import fake_vllm
 from rl.compat.fake_cuda import pretend
 from rl.compat.titan import tell_device
 from rl.config import RLConfig
@@ -35,16 +35,6 @@ H100: Any = SimpleNamespace(
     holds=lambda key: False,
     called=lambda name: None,
 )
-KERNELS = (
-    "vllm._C_stable_libtorch",
-    "vllm._moe_C_stable_libtorch",
-    "vllm._qutlass_C",
-    "vllm.vllm_flash_attn",
-    "vllm.vllm_flash_attn.flash_attn_interface",
-)
-"""Compiled parts of vLLM's CUDA build. Nothing here calls them."""
-
-
 def in_turns() -> RLConfig:
     """Return a config whose trainer and generators share GPUs."""
     config = qwen3_8b()
@@ -69,37 +59,12 @@ CASES: dict[str, tuple[Callable[[], RLConfig], dict[str, Any]]] = {
 """Configs and changes of their generators."""
 
 
-class Kernels(types.ModuleType):
-    """Module whose functions are all there and answer True."""
-
-    __path__ = ()  # a package
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return lambda *_, **__: True
-
-
 def believe_in_gpus() -> None:
     """Let torch, torchtitan and vLLM see eight H100s for the rest of the process."""
-    import triton.backends
-
-    driver = SimpleNamespace(is_active=lambda: True)
-    triton.backends.backends["cpu"] = SimpleNamespace(driver=driver)  # vLLM's CPU build asks for it
-    importlib.import_module("rl.generation.vllm_model")  # with the kernels of this build
-    for name in KERNELS:
-        sys.modules[name] = Kernels(name)
+    importlib.import_module("rl.generation.vllm_model")  # vLLM as this host has it
     pretend(H100)
-    vars(torch._C)["_cuda_getDeviceCount"] = lambda: H100.count
     tell_device("cuda", torch.cuda)
-    from vllm.platforms.cuda import NonNvmlCudaPlatform
-
-    for name, module in list(sys.modules.items()):
-        if name.startswith("vllm") and "current_platform" in vars(module):
-            vars(module)["current_platform"] = NonNvmlCudaPlatform()
-    vars(sys.modules["vllm.platforms"])["_current_platform"] = NonNvmlCudaPlatform()
-    importlib.reload(importlib.import_module("vllm.v1.attention.backends.fa_utils"))
-    vars(importlib.import_module("vllm.device_allocator.cumem"))["cumem_available"] = True
+    fake_vllm.believe(H100.count)
 
 
 def choices(config: Any, backend: str) -> dict[str, Any]:

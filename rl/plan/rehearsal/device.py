@@ -1,6 +1,8 @@
 """Fake CUDA device: every operator passes through a mode that knows shapes, devices and sizes."""
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from rl.compat.fake_cuda import (
     tree_leaves,
     tree_map_only,
 )
+from rl.host.platform import GROUPED_ON
 from rl.plan.rehearsal import shadows
 from rl.plan.rehearsal.device_ledger import Ledger
 from rl.plan.rehearsal.shadows import set_shadow, shadow_of
@@ -37,6 +40,8 @@ INDEXED = (
     "aten._index_put_impl_.default",
 )
 JOINED = ("aten.cat.default", "aten.stack.default")
+COPIES = ("aten._to_copy.default", "aten.copy_.default")
+GROUPED = "aten._grouped_mm.default"
 KEYS_AND_VALUES = "cplib."
 """Operators that gather or reduce keys and values together."""
 COLLECTIVES = (
@@ -73,6 +78,15 @@ class FakeCuda(Device):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._host_calls.__exit__(*error)
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        """Raise RuntimeError for what a CUDA graph cannot capture: waits of the host, shapes that
+        depend on numbers, and copies between host and device.
+        """
+        self.ledger.captures = True
+        yield
+        self.ledger.captures = False
 
     def holds(self, key: int) -> bool:
         return key in self._numbers
@@ -124,6 +138,10 @@ class FakeCuda(Device):
 
     def _run(self, func: Any, name: str, args: Any, kwargs: Any, fakes: list[FakeTensor]) -> Any:
         """Return the result of an operator of the device, and record what it does."""
+        if self.ledger.captures and _reads_host(name, args, kwargs):
+            self.ledger.wait("copy from the host")
+        if name == GROUPED and self.capability[0] not in GROUPED_ON:
+            self.ledger.wait("offsets of grouped products")
         if name in COUNTING and kwargs.get("output_size") is None:
             self.ledger.wait(f"shape of {func.overloadpacket.__name__}")
         if name in INDEXED and any(index.dtype == torch.bool for index in _tensors([args[1]])):
@@ -164,15 +182,17 @@ class FakeCuda(Device):
 
     def _to_host(self, source: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
         dtype = kwargs.get("dtype") or source.dtype
-        if not kwargs.get("non_blocking"):
-            self.ledger.wait("copy to the host")
+        self._wait_for_copy(kwargs)
         return self._numbers_of(source).to(dtype).clone()
 
     def _write_to_host(self, target: torch.Tensor, source: torch.Tensor, kwargs: Any) -> Any:
-        if not kwargs.get("non_blocking"):
-            self.ledger.wait("copy to the host")
+        self._wait_for_copy(kwargs)
         with torch.no_grad():
             return target.copy_(self._numbers_of(source))
+
+    def _wait_for_copy(self, kwargs: Any) -> None:
+        if self.ledger.captures or not kwargs.get("non_blocking"):
+            self.ledger.wait("copy to the host")
 
     def _numbers_of(self, source: torch.Tensor) -> torch.Tensor:
         known = shadow_of(source)
@@ -247,6 +267,14 @@ def is_collective(name: str) -> bool:
     """Return whether operator ``name`` is a collective."""
     local = "wait_tensor" in name or "_wrap_tensor" in name
     return name.startswith(COLLECTIVES) and not local
+
+
+def _reads_host(name: str, args: Any, kwargs: Any) -> bool:
+    """Return whether operator ``name`` copies a tensor of the host to the device. Kernels take
+    single numbers as arguments.
+    """
+    hosts = [tensor for tensor in _tensors((args, kwargs)) if tensor.device.type == "cpu"]
+    return any(tensor.dim() or name in COPIES for tensor in hosts)
 
 
 def _require_what_kernels_take(name: str, args: tuple) -> None:

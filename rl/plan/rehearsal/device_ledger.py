@@ -39,6 +39,8 @@ class Ledger:
     used: int = 0
     peak: int = 0
     phase: str = "init"
+    captures: bool = False
+    """Whether a CUDA graph captures what runs, so that the host cannot wait."""
     live: dict[int, Allocation] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
     """Changes of memory, for a model of the allocator."""
@@ -87,7 +89,9 @@ class Ledger:
             self.events.append((key, 0, 0))
 
     def wait(self, reason: str) -> None:
-        """Record that the host waits for the device."""
+        """Record that the host waits for the device. Raises RuntimeError during a capture."""
+        if self.captures:
+            raise RuntimeError(f"a CUDA graph cannot capture this: {reason}")
         self.syncs[self.phase, reason, line_of_caller()] += 1
 
     def collective(self, kind: str, bytes: int) -> None:

@@ -1,5 +1,6 @@
-"""Rehearsal of one role: the real engine takes two steps on a fake device. The program takes the
-number of a rank and a config's arguments, and prints JSON.
+"""Rehearsal of one role: the real engine takes two steps on a fake device; of the generators, the
+real model takes steps. The program takes the number of a rank and a config's arguments, and prints
+JSON.
 """
 
 import dataclasses
@@ -9,22 +10,25 @@ import sys
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from importlib import import_module
 from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torchtitan.config import CompileConfig
 
 import rl.training.sharded_model as model_module
 from rl.cli.arguments import parse_config
-from rl.compat import fake_flex
+from rl.compat import fake_flex, fake_vllm
 from rl.compat.fake_cuda import pretend
 from rl.compat.titan import tell_device
 from rl.compat.torch_internals import local_tensor
 from rl.config import RLConfig
 from rl.errors import end_program
+from rl.generation.generator_config import environment
 from rl.plan.memory import GIB
-from rl.plan.planned_run import LEARNING, PlannedRun
+from rl.plan.planned_run import GENERATOR, LEARNING, PlannedRun
 from rl.plan.rehearsal.allocator import Event, after_steps
 from rl.plan.rehearsal.device import FakeCuda
 from rl.plan.rehearsal.device_ledger import Ledger, line_of_error
@@ -37,6 +41,7 @@ VARIED = 2
 """Number of varied batches that the steps of the allocator repeat."""
 ALLOCATED = 40
 """Number of these steps."""
+DECODED = "requests"
 CARDS = {
     "a100": ("NVIDIA A100-SXM4-80GB", (8, 0)),
     "h100": ("NVIDIA H100 80GB HBM3", (9, 0)),
@@ -50,10 +55,21 @@ ASSUMED = (
     "flex attention keeps queries, keys, values, its result and a float32 number for each row",
     "nothing is compiled; compiled code needs no more memory",
 )
+ASSUMED_OF_GENERATORS = (
+    ASSUMED[0],
+    "vLLM's kernels need no memory besides their results, and CUDA graphs none",
+    "a generator that vLLM compiles takes the memory of an eager one",
+    "sampling takes two float32 copies of the logits",
+)
 
 
-def fake_device(run: PlannedRun) -> FakeCuda:
-    """Return the GPU of the run's hardware, which torch believes in from now on."""
+def fake_device(run: PlannedRun, *, generates: bool = False) -> FakeCuda:
+    """Return the GPU of the run's hardware, which torch believes in from now on, and so does vLLM
+    if ``generates``.
+    """
+    if generates:
+        os.environ |= environment(run.rl.generator)
+        import_module("rl.generation.vllm_model")  # vLLM as this host has it
     if isinstance(run.config, RLConfig):
         run.config.algorithm.build(run=run.config)  # imports its module before torch believes
     name, capability = CARDS[run.hardware.device]
@@ -62,6 +78,8 @@ def fake_device(run: PlannedRun) -> FakeCuda:
     pretend(device)
     tell_device("cuda", torch.cuda)
     fake_flex.use_stand_ins()
+    if generates:
+        fake_vllm.believe(device.count)
     draw = model_module.titan.initializers
 
     def without_numbers(module: Any) -> dict[str, Any]:
@@ -74,43 +92,53 @@ def fake_device(run: PlannedRun) -> FakeCuda:
 def rehearse(
     device: FakeCuda, run: PlannedRun, name: str, rank: int, *, allocated: int = 0
 ) -> dict[str, Any]:
-    """Return what rank ``rank`` of role ``name`` does in two steps, as JSON-able data with sizes in
-    bytes. An error of the engine is under ``error``. ``allocator`` has what torch's allocator
-    reserves if ``allocated`` steps follow, which repeat the second one or have varied batches.
+    """Return what rank ``rank`` of role ``name`` does in its steps, as JSON-able data with sizes in
+    bytes. An error of the engine is under ``error``; ``last`` are the phases of the last step.
+    ``allocator`` has what torch's allocator reserves if ``allocated`` steps of a trainer follow,
+    which repeat the second one or have varied batches.
     """
     device.ledger = ledger = Ledger()
     device.routes_evenly = True
-    reserved = {}
-    error = None
+    error = generator = None
+    allocator: dict[str, int] = {}
+    shapes: list[list[int]] = []
     kept = Kept()
     with device, tempfile.TemporaryDirectory() as folder:
-        works = [work_of(run, name)] * STEPS
-        works += [work_of(run, name, seed=seed) for seed in range(VARIED if allocated else 0)]
-        engine = None
         try:
-            engine = _engine(run, name, rank, folder)
-            turns = len(run.shared) > 1 and name in run.shared
-            starts = _steps(device, engine, works, kept, learns=name in LEARNING, turns=turns)
-            if allocated:
-                reserved = _reserved(ledger.events, starts, allocated)
+            if name == GENERATOR:
+                from rl.plan.rehearsal.rehearsed_generator import run_generator
+
+                model, generator = run_generator(device, run, rank, folder)
+                kept.note(device, "parameters", model.parameters())
+                kept.note(device, "buffers", model.buffers())
+                kept.note(device, "KV cache", [model.rehearsed_cache])
+            else:
+                engine = _engine(run, name, rank, folder)
+                starts = _steps(device, engine, run, name, kept, varied=VARIED if allocated else 0)
+                if allocated:
+                    allocator = _reserved(ledger.events, starts, allocated)
+                trainer = run.roles[name].trainer
+                limits = micro_batch_limits(trainer, engine.model.config)
+                shapes = shapes_of(run, trainer, limits)
         except Exception as raised:
             sentence = str(raised).partition("\n")[0]
             where = line_of_error(raised)
             error = f"{device.ledger.phase}: {type(raised).__name__}: {sentence} ({where})"
-        finally:
-            ledger.end()
-            if engine is not None:
-                engine.close()
-    limits = None if engine is None else micro_batch_limits(engine.config, engine.model.config)
+        ledger.end()
+        if dist.is_initialized():
+            dist.destroy_process_group()
     return {
         "role": name,
         "rank": rank,
-        "ranks": run.roles[name].trainer.ranks,
+        "ranks": run.rehearsed[name],
         "error": error,
+        "generator": generator,
+        "last": [each for each in ledger.peaks if each.endswith((" 2", DECODED))],
         "peak": ledger.peak,
         "kept": kept.sizes,
-        "allocator": reserved,
-        "shapes": shapes_of(run, run.roles[name].trainer, limits),
+        "allocator": allocator,
+        "shapes": shapes,
+        "assumed": [*(ASSUMED if generator is None else ASSUMED_OF_GENERATORS), *ledger.assumed],
         **_entries(ledger, kept),
     }
 
@@ -135,16 +163,21 @@ def _engine(run: PlannedRun, name: str, rank: int, folder: str) -> TrainingEngin
 def _steps(
     device: FakeCuda,
     engine: TrainingEngine,
-    works: Sequence[Work],
+    run: PlannedRun,
+    name: str,
     kept: "Kept",
     *,
-    learns: bool,
-    turns: bool,
+    varied: int,
 ) -> list[int]:
-    """Run a step of each of ``works`` and note what the rank keeps. If ``turns``, the engine leaves
-    the device in the second step and returns to it. Return the number of events before each step,
-    and in the end. Of steps after the second one, only events are recorded.
+    """Run two steps of the longest sequences, and one of each of ``varied`` batches; note what the
+    rank keeps. If models take turns, the engine leaves the device in the second step and returns to
+    it. Return the number of events before each step, and in the end. Of steps after the second one,
+    only events are recorded.
     """
+    works = [work_of(run, name)] * STEPS
+    works += [work_of(run, name, seed=seed) for seed in range(varied)]
+    learns = name in LEARNING
+    turns = len(run.shared) > 1 and name in run.shared
     ledger = device.ledger
     starts = []
     for step, work in enumerate(works, 1):
@@ -230,7 +263,6 @@ def _entries(ledger: Ledger, kept: Kept) -> dict[str, Any]:
             for row in _rows(ledger.moved, "phase", "kind", "line", "bytes")
         ],
         "syncs": _rows(ledger.syncs, "phase", "reason", "line", "count"),
-        "assumed": [*ASSUMED, *ledger.assumed],
     }
 
 
@@ -244,8 +276,8 @@ def main(arguments: list[str]) -> int:
     rank = int(arguments[0])
     name, config = parse_config(arguments[1:], program="python -m rl.plan")
     run = PlannedRun(config)
-    device = fake_device(run)
-    roles = [each for each, role in run.roles.items() if rank < role.trainer.ranks]
+    roles = [each for each, ranks in run.rehearsed.items() if rank < ranks]
+    device = fake_device(run, generates=GENERATOR in roles)
     found = [rehearse(device, run, role, rank, allocated=ALLOCATED) for role in roles]
     print(json.dumps({"config": name, "roles": found}))
     return 0

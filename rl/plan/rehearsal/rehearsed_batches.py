@@ -78,13 +78,13 @@ def lengths_of(
 
 
 def shapes_of(
-    run: PlannedRun, trainer: TrainerConfig, limits: MicroBatchLimits | None
+    run: PlannedRun, trainer: TrainerConfig, limits: MicroBatchLimits
 ) -> list[list[int]]:
     """Return rows and width of each shape of a rank's micro-batches and of a dummy, in steps of
     sequences of random lengths up to the longest, most of them short. Kernels are compiled for
     these shapes; the result is empty if none are compiled.
     """
-    if limits is None or not limits.compiled:
+    if not limits.compiled:
         return []
     draw = torch.Generator().manual_seed(0)
     shapes = set()

@@ -64,7 +64,8 @@ def computed(operator: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         return None
     if name in SAME_ON_ALL_RANKS:
         return shadow_of(args[0]).clone()  # type: ignore[union-attr]
-    if "rand" in name or "c10d" in name or not _is_small(tensors, args, kwargs, name):
+    unknown = any(part in name for part in ("rand", "c10d", "vllm."))
+    if unknown or not _is_small(tensors, args, kwargs, name):
         return None
     real_args, real_kwargs = tree_map_only(torch.Tensor, shadow_of, (args, kwargs))
     if "device" in real_kwargs:

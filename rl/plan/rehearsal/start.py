@@ -20,12 +20,12 @@ MOST_SHAPES = 8
 """Maximum number of shapes that kernels are compiled for: Dynamo's limit of the graphs of a
 function, past which attention is not compiled and may need more memory than a device has."""
 
-NOT_REHEARSED = ("CUDA context", "push slots")
+NOT_REHEARSED = ("CUDA context", "CUDA graphs", "push slots")
 """Items of a plan that a rehearsal leaves out."""
 
 
 def rehearsal(run: PlannedRun, arguments: Sequence[str], *, rank: int) -> dict[str, Any]:
-    """Rehearse rank ``rank`` of every role that has it, and return the result as JSON-able data.
+    """Rehearse rank ``rank`` of every model that has it, and return the result as JSON-able data.
 
     ``arguments`` are the command line that ``run`` was made from. Raises ConfigError if the
     config cannot be rehearsed here, and RunError if the rehearsal itself fails.
@@ -43,9 +43,11 @@ def rehearsal(run: PlannedRun, arguments: Sequence[str], *, rank: int) -> dict[s
     planned = {(each.mesh, each.rank): each for each in all_ranks(run)}
     for role in result["roles"]:
         items = [each for each in planned[role["role"], rank].items if not each.on_host]
-        others = sum(item.bytes for item in items if item.name in NOT_REHEARSED)
-        role["planned"] = sum(item.bytes for item in items) - others
-        role["not_rehearsed"] = others
+        role["items"] = {
+            item.name: item.bytes for item in items if item.name not in NOT_REHEARSED
+        }
+        role["planned"] = sum(role["items"].values())
+        role["not_rehearsed"] = sum(item.bytes for item in items) - role["planned"]
     return result
 
 
@@ -61,7 +63,7 @@ def errors_of(result: dict[str, Any], run: PlannedRun) -> list[str]:
         if role["error"] is not None:
             found.append(f"{name}, {role['error']}")
             continue
-        reserved = role["allocator"]["reserved"]
+        reserved = role["allocator"].get("reserved", role["peak"])
         need = reserved + role["not_rehearsed"]
         if need > memory:
             sizes = f"{need / GIB:.2f} GiB of {run.device.memory_gib:g} GiB"
@@ -93,7 +95,7 @@ def _check(run: PlannedRun, rank: int) -> None:
         field="hardware.device",
         fix="--rehearse needs the name of a GPU, such as --hardware.device h100",
     )
-    most = max(role.trainer.ranks for role in run.roles.values())
+    most = max(run.rehearsed.values())
     require(
         0 <= rank < most,
         f"--rank is {rank}",

@@ -75,7 +75,8 @@ class Rehearsals:
     ) -> dict[str, Any]:
         """Return the result of a role, after ``change`` changed Tiller's code, with the plan's
         sizes by item as ``planned`` and ``planned_on_host``, and its bytes of collectives as
-        ``planned_moves``. ``allocated`` is the number of steps for the allocator.
+        ``planned_moves``. ``token`` is the planned size of a token in the KV cache. A negative rank
+        counts from the last one. ``allocated`` is the number of steps for the allocator.
         """
         job = self._warm.submit(_forked, arguments, rank, role, change, allocated)
         found = job.result(timeout=DEADLINE_S)
@@ -88,7 +89,8 @@ class Rehearsals:
 
 
 def _forked(arguments: str, *job: Any) -> dict[str, Any] | str:
-    import rl.plan.rehearsal.rehearse  # so that no fork imports these again
+    import rl.generation.vllm_model  # so that no fork imports these again
+    import rl.plan.rehearsal.rehearse
     import rl.trainers.algorithm  # noqa: F401
 
     context = get_context("fork")
@@ -122,20 +124,26 @@ def _rehearsed(
     import warnings
 
     from rl.cli.arguments import parse_config
+    from rl.generation.generator_config import kv_bytes_per_token
     from rl.plan.memory import all_ranks
-    from rl.plan.planned_run import PlannedRun
+    from rl.plan.planned_run import GENERATOR, PlannedRun
     from rl.plan.rehearsal.rehearse import fake_device, rehearse
 
     warnings.simplefilter("ignore")
     setting = PlannedRun(parse_config(shlex.split(arguments), program="rl.plan")[1])
+    rank %= setting.rehearsed[role]
     planned = next(each for each in all_ranks(setting) if (each.mesh, each.rank) == (role, rank))
     if change is not None:
         change()
-    result = rehearse(fake_device(setting), setting, role, rank, allocated=allocated)
+    device = fake_device(setting, generates=role == GENERATOR)
+    result = rehearse(device, setting, role, rank, allocated=allocated)
     items = {item.name: item.bytes for item in planned.items if not item.on_host}
-    moved = {phase: _planned_bytes(setting, role, train) for phase, train in PHASES.items()}
+    phases = PHASES if role in setting.roles else {}
+    moved = {phase: _planned_bytes(setting, role, train) for phase, train in phases.items()}
     on_host = {item.name: item.bytes for item in planned.items if item.on_host}
-    return result | {"planned": items, "planned_on_host": on_host, "planned_moves": moved}
+    token = kv_bytes_per_token(setting.rl.generator, setting.shape) if setting.generators else 0
+    plan = {"planned": items, "planned_on_host": on_host, "planned_moves": moved, "token": token}
+    return result | plan
 
 
 def _planned_bytes(setting: Any, role: str, train: bool) -> Counter[str]:

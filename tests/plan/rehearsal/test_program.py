@@ -75,6 +75,9 @@ def test_the_program_prints_a_report(monkeypatch, capsys):
         "allocator after 40 more steps of varied batches\n",
         " would be reserved without expandable segments\n",
         "collectives do nothing",
+        "generator-0 rank 0 of 1: ",
+        "  vLLM chooses FLASH_ATTN attention and 35 FULL_AND_PIECEWISE CUDA graphs\n  KV cache of ",
+        "graph of 256 requests",
         "this cannot work\n  error: trainer rank 0 needs 8.",
         " GiB of 7 GiB; torch's allocator has ",
     ):

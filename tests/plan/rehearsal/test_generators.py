@@ -1,0 +1,110 @@
+"""The generators' models run on a GPU as vLLM captures them in CUDA graphs, with the memory that
+the plan computes.
+"""
+
+import pytest
+
+from rl.model.families import BUILT_IN, family_named
+from tests.plan.rehearsal.layouts import DENSE, EXPERTS, UNTIED
+from tests.plan.rehearsal.mutations import Mutation
+from tests.plan.rehearsal.test_recipes import GPUS, RECIPES
+
+G = "--generator"
+GRAPHS = f"{G}.no-enforce_eager {G}.dtype bfloat16"
+TINY = f"--config quickstart {GPUS} --model.n_layers 1 {GRAPHS} {G}.tensor_parallel_degree 2"
+MIXTURE = "--model.num_experts 4 --model.experts_per_token 2 --model.moe_hidden_dim 64"
+FAMILIES = {
+    name: f"{TINY} --model.family {name} {MIXTURE if family_named(name).has_experts else ''}"
+    for name in BUILT_IN
+}
+LAYOUTS = {
+    "0.6B": DENSE,
+    "8B, TP 2": f"{UNTIED} {G}.tensor_parallel_degree 2",
+    "8B, few requests": f"{UNTIED} {G}.max_running_requests 8",
+    "experts": f"{EXPERTS} {GRAPHS}",
+    "whole experts, records": f"{EXPERTS} {GRAPHS} {G}.expert_parallel {G}.record_experts True",
+    "experts, eager": EXPERTS,
+}
+SHORT = ("gpt_oss", "qwen2", "whole experts, records")
+"""Rehearsals for the default tests. Others are for the long tests."""
+FORWARD = "rl.generation.vllm_model:HiddenStates.forward"
+UNCAPTURED = {
+    "a number of the device": "int(input_ids[0])",
+    "shape of an index by a mask": "positions[positions > 0]",
+    "shape of nonzero": "input_ids.nonzero()",
+    "copy to the host": "positions.to('cpu', non_blocking=True)",
+    "copy from the host": "positions + positions.new_tensor([0])",
+    "torch.cuda.synchronize": "torch.cuda.synchronize()",
+}
+"""What a graph cannot capture, by the reason of the error."""
+
+
+def long_unless_short(names):
+    return [pytest.param(name, marks=[] if name in SHORT else [pytest.mark.long]) for name in names]
+
+
+@pytest.mark.parametrize("name", long_unless_short([*FAMILIES, *LAYOUTS]))
+def test_a_generator_is_captured_with_the_planned_memory(name, rehearsals):
+    found = rehearsals.of({**FAMILIES, **LAYOUTS}[name], role="generator-0", rank=-1)
+    check_generator(found)
+    graphs = "NONE" if "eager" in name else "FULL_AND_PIECEWISE"
+    if "experts" in name or name in ("gpt_oss", "qwen3_moe"):
+        graphs = graphs.replace("AND_PIECEWISE", "DECODE_ONLY")
+    assert found["generator"]["graphs"] == graphs
+    assert found["generator"]["attention"] == "FLASH_ATTN"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "name", [each for each in RECIPES if each.startswith(("qwen3_", "llama", "smollm"))]
+)
+def test_the_generators_of_a_recipe_have_the_planned_memory(name, rehearsals):
+    check_generator(rehearsals.of(f"--config {name}", role="generator-0"))
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        pytest.param(reason, marks=[] if number < 2 else [pytest.mark.long])
+        for number, reason in enumerate(UNCAPTURED)
+    ],
+)
+def test_what_a_graph_cannot_capture_is_found(reason, rehearsals):
+    line = Mutation(FORWARD, "return", f"{UNCAPTURED[reason]}; return", "")
+    found = rehearsals.of(FAMILIES["qwen3"], role="generator-0", change=line)
+    assert found["error"].startswith(
+        f"graph of 1 request: RuntimeError: a CUDA graph cannot capture this: {reason} "
+        "(rl/generation/vllm_model.py:"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        (("record_experts=", 'dtype="float32", record_experts='), "rl/model/experts.py"),
+        pytest.param(
+            ("init_fake_mode(", "device.capability = (8, 0); init_fake_mode("),
+            "offsets of grouped products",
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_experts_whose_tokens_the_host_counts_are_not_captured(change, where, rehearsals):
+    run = "rl.plan.rehearsal.rehearsed_generator:run_generator"
+    found = rehearsals.of(
+        FAMILIES["qwen3_moe"], role="generator-0", change=Mutation(run, *change, "")
+    )
+    assert "a CUDA graph cannot capture this" in found["error"]
+    assert where in found["error"]
+
+
+def check_generator(found: dict) -> None:
+    """Raise AssertionError unless a generator ran and its memory is that of the plan."""
+    assert found["error"] is None
+    planned, kept = found["planned"], found["kept"]
+    assert planned["parameters"] == kept["parameters"]
+    assert found["generator"]["token"] == found["token"]
+    (step,) = (each for each in found["phases"] if each["phase"].startswith("step of"))
+    needed = step["peak"] - kept["parameters"] - kept["buffers"]
+    assert needed <= planned["engine step"] + kept["buffers"] <= 1.4 * needed
+    assert planned["KV cache"] == pytest.approx(found["generator"]["cache"], rel=0.01)

@@ -100,7 +100,7 @@ def guessing():
 
 
 @fault("--model.hf_path {model}", config="faults.guessing")
-def retokenised_turns() -> None:
+def retokenized_turns() -> None:
     """Episodes are decoded to text, and the trainer gets the tokens of this text."""
     from rl.environments.task import Task
     from rl.types.sequences import OpenSequence

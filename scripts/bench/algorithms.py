@@ -28,44 +28,28 @@ GOAL = 0.9
 WINDOW = 10
 ON_POLICY = ("ppo", "grpo_kl", "rloo", "gspo", "cispo", "dapo_loss", "reinforce_plus_plus", "dppo")
 OFF_POLICY = (
-    *(
-        "stale",
-        "stale_recomputed",
-        "stale_truncated",
-        "stale_masked_tokens",
-        "stale_masked_sequences",
-    ),
-    "stale_decayed",
+    *("stale", "stale_recomputed", "stale_truncated"),
+    *("stale_masked_tokens", "stale_masked_sequences", "stale_decayed"),
 )
+VARIABLES = {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, HERE))), "OMP_NUM_THREADS": "1"}
 
 
-def train(name: str, seed: int, folder: Path, options: list[str]) -> tuple[list[float], float]:
-    """Return the mean reward of each step, and the final exact match."""
-    command = [
-        sys.executable,
-        "-m",
-        "rl.train",
-        "--config",
-        f"algorithm_configs.{name}",
-        "--seed",
-        str(seed),
-    ]
+def train(
+    config: str, seed: int, folder: Path, options: list[str]
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Train in a process of its own; return the metrics of each step and the summary."""
+    command = [sys.executable, "-m", "rl.train", "--config", config, "--seed", str(seed)]
     done = subprocess.run(
         [*command, "--output-dir", str(folder), "--quiet", *options],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(map(str, (ROOT, HERE))),
-            "OMP_NUM_THREADS": "1",
-        },
+        env=os.environ | VARIABLES,
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
     )
     if done.returncode:
-        raise SystemExit(f"{done.stderr}algorithms: {name} with seed {seed} failed")
+        raise SystemExit(f"{done.stderr}{config} with seed {seed} failed")
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    summary = json.loads((folder / "summary.json").read_text())
-    return [row["reward/mean"] for row in rows], summary["eval/exact_match"]
+    return rows, json.loads((folder / "summary.json").read_text())
 
 
 def steps_to_goal(rewards: list[float]) -> int | None:
@@ -82,7 +66,9 @@ def compare(names: list[str], seeds: int, options: list[str], folder: Path) -> d
     for name in names:
         runs = []
         for seed in range(seeds):
-            runs.append(train(name, seed, folder / f"{name}-{seed}", options))
+            config = f"algorithm_configs.{name}"
+            rows, summary = train(config, seed, folder / f"{name}-{seed}", options)
+            runs.append(([row["reward/mean"] for row in rows], summary["eval/exact_match"]))
             print(f"{name:22} seed {seed}: exact match {runs[-1][1]:.3f}", flush=True)
         reached = [steps_to_goal(rewards) for rewards, _ in runs]
         found[name] = {
@@ -140,14 +126,8 @@ def main() -> None:
     names = arguments.only or (OFF_POLICY if arguments.off_policy else ON_POLICY)
     options = ["--steps", str(arguments.steps), "--trainer.checkpoint.no-enable"]
     if arguments.tiny:
-        options += [
-            "--rollout.prompts_per_step",
-            "16",
-            "--rollout.samples_per_prompt",
-            "2",
-            "--evaluation.prompts",
-            "8",
-        ]
+        sizes = "--rollout.prompts_per_step 16 --rollout.samples_per_prompt 2"
+        options += [*sizes.split(), "--evaluation.prompts", "8"]
     with tempfile.TemporaryDirectory() as folder:
         result = compare(list(names), arguments.seeds, options, Path(folder))
     print(f"{'algorithm':22} {'exact match':>12} {'steps to ' + str(GOAL):>14}")

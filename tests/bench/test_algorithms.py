@@ -10,8 +10,12 @@ SCRIPT = "scripts/bench/algorithms.py"
 def test_an_algorithm_has_solved_the_task_when_every_seed_has(monkeypatch, tmp_path):
     bench = module(SCRIPT, monkeypatch)
     ends = {("ppo", 0): 0.95, ("ppo", 1): 0.89, ("rloo", 0): 0.91, ("rloo", 1): 1.0}
-    rise = [step / 100 for step in range(101)]
-    monkeypatch.setattr(bench, "train", lambda name, seed, *_: (rise, ends[name, seed]))
+    rise = [{"reward/mean": step / 100} for step in range(101)]
+
+    def train(config: str, seed: int, *_):
+        return rise, {"eval/exact_match": ends[config.partition(".")[2], seed]}
+
+    monkeypatch.setattr(bench, "train", train)
     result = bench.compare(["ppo", "rloo"], 2, [], tmp_path)
     assert result["solved"] == ["rloo"]
     assert (

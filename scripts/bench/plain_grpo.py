@@ -1,8 +1,9 @@
 """The plain side of plain_loop.py: GRPO on the quickstart's task in one process, in PyTorch alone.
 
-Usage: python scripts/bench/plain_grpo.py SEED EXACT_MATCH EVALUATE_EVERY
+Usage: python scripts/bench/plain_grpo.py SEED EXACT_MATCH EVALUATE_EVERY [SIZE]
 
-Prints one JSON object: CPU-seconds since the start of the process, steps, and the exact match.
+SIZE is a name of plain_sizes.py, 0.1m by default. Prints one JSON object: CPU-seconds since the
+start of the process, steps, and the exact match.
 """
 
 import json
@@ -18,6 +19,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # a second thread costs more than it comput
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from plain_sizes import SIZES, Size
 
 VOCABULARY = {word: n for n, word in enumerate(["<pad>", "<bos>", "<eos>", "<unk>", "copy", "="])}
 FIRST_DIGIT = len(VOCABULARY)
@@ -27,56 +29,52 @@ PROMPTS = 32
 SAMPLES = 8
 NEW_TOKENS = 6
 EVALUATED = 256
-DIM = 64
-HEADS = 2
-LAYERS = 2
-HIDDEN = 192
 WORDS = 16
 
 
 class Block(nn.Module):
     """A layer of Qwen3: attention with normed queries and keys, then SwiGLU."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: Size) -> None:
         super().__init__()
-        self.qkv = nn.Linear(DIM, 3 * DIM, bias=False)
-        self.out = nn.Linear(DIM, DIM, bias=False)
-        self.up = nn.Linear(DIM, 2 * HIDDEN, bias=False)
-        self.down = nn.Linear(HIDDEN, DIM, bias=False)
-        self.norms = nn.ModuleList(nn.RMSNorm(DIM, eps=1e-6) for _ in range(2))
-        self.head_norms = nn.ModuleList(nn.RMSNorm(DIM // HEADS, eps=1e-6) for _ in range(2))
+        self.heads = [size.n_heads, size.n_kv_heads, size.n_kv_heads]
+        width = size.n_heads * size.head_dim
+        self.qkv = nn.Linear(size.dim, sum(self.heads) * size.head_dim, bias=False)
+        self.out = nn.Linear(width, size.dim, bias=False)
+        self.up = nn.Linear(size.dim, 2 * size.hidden_dim, bias=False)
+        self.down = nn.Linear(size.hidden_dim, size.dim, bias=False)
+        self.norms = nn.ModuleList(nn.RMSNorm(size.dim, eps=1e-6) for _ in range(2))
+        self.head_norms = nn.ModuleList(nn.RMSNorm(size.head_dim, eps=1e-6) for _ in range(2))
 
     def forward(self, x: torch.Tensor, rope: torch.Tensor, cache: list | None) -> torch.Tensor:
-        rows = self.qkv(self.norms[0](x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        q, k = (
-            rotate(norm(each), rope) for norm, each in zip(self.head_norms, rows[:2], strict=True)
-        )
-        v = rows[2]
+        rows = self.qkv(self.norms[0](x)).unflatten(-1, (sum(self.heads), -1)).transpose(1, 2)
+        *rows, v = rows.split(self.heads, dim=1)
+        q, k = (rotate(norm(each), rope) for norm, each in zip(self.head_norms, rows, strict=True))
         if cache is not None:
             if cache:
                 k, v = (torch.cat(pair, dim=2) for pair in zip(cache, (k, v), strict=True))
             cache[:] = k, v
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1)
+        attended = F.scaled_dot_product_attention(
+            q, k, v, is_causal=q.shape[2] > 1, enable_gqa=q.shape[1] > k.shape[1]
+        )
         x = x + self.out(attended.transpose(1, 2).flatten(2))
         gate, up = self.up(self.norms[1](x)).chunk(2, dim=-1)
         return x + self.down(F.silu(gate) * up)
 
 
 class Policy(nn.Module):
-    """A Qwen3 of 100 thousand parameters with tied embeddings."""
+    """A Qwen3 with tied embeddings."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: Size) -> None:
         super().__init__()
-        self.embed = nn.Embedding(WORDS, DIM)
-        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
-        self.norm = nn.RMSNorm(DIM, eps=1e-6)
+        self.embed = nn.Embedding(WORDS, size.dim)
+        self.blocks = nn.ModuleList(Block(size) for _ in range(size.n_layers))
+        self.norm = nn.RMSNorm(size.dim, eps=1e-6)
         for weight in self.parameters():
             if weight.dim() == 2:
                 nn.init.trunc_normal_(weight, std=0.02)
-        size = DIM // HEADS
-        angles = torch.outer(
-            torch.arange(32.0), 1e6 ** (-torch.arange(0, size, 2, dtype=torch.float32) / size)
-        )
+        powers = torch.arange(0, size.head_dim, 2, dtype=torch.float32) / size.head_dim
+        angles = torch.outer(torch.arange(32.0), 1e6**-powers)
         self.register_buffer("rope", torch.polar(torch.ones_like(angles), angles))
 
     def forward(self, tokens: torch.Tensor, caches: list[list] | None = None) -> torch.Tensor:
@@ -157,15 +155,15 @@ def train_step(policy: Policy, optimizer: torch.optim.Optimizer, prompts: torch.
     optimizer.zero_grad()
 
 
-def main(seed: int, wanted: float, every: int) -> None:
+def main(seed: int, wanted: float, every: int, size: Size) -> None:
     torch.manual_seed(seed)
     draws = random.Random(seed)
     numbers = [f"{number:03}" for number in range(1000)]
     trained = [number for number in numbers if not is_held_out(number)]
     held_out = prompts_of([number for number in numbers if is_held_out(number)][:EVALUATED])
-    policy = Policy()
+    policy = Policy(size)
     optimizer = torch.optim.AdamW(
-        policy.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+        policy.parameters(), lr=size.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
     )
     warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
     step = 0
@@ -182,4 +180,5 @@ def main(seed: int, wanted: float, every: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]))
+    name = sys.argv[4] if len(sys.argv) > 4 else "0.1m"
+    main(int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]), SIZES[name])

@@ -179,7 +179,7 @@ BENCHMARKS = {
     "layouts": ("--only fsdp2 moe-ep2 --json", check_layouts),
     "overlap": ("--tiny --rounds 1 --steps 2 --json", check_overlap),
     "plain_grpo": ("0 0.9 10", check_plain_grpo),
-    "plain_loop": ("--rounds 1 --json", check_plain_loop),
+    "plain_loop": ("--rounds 1 --only 0.1m --json", check_plain_loop),
     "processes": ("--only quickstart,\\ lockstep --steps 5 --json", check_processes),
     "push_network": ("--megabytes 8 --rounds 2 --json", check_push_network),
     "recording": ("--rounds 2 --steps 2 --json", check_recording),

@@ -75,7 +75,7 @@ def test_a_step_needs_no_reference_whose_scores_are_cached(options):
         plan_of("dpo_jsonl", [*options, *wide, "--reference.scores", scores]).step.training
         for scores in ("computed", "cached")
     )
-    assert cached == pytest.approx(computed * (1 + 3) / (4 + 3))
+    assert cached == pytest.approx(computed * 3 / (4 + 3))
 
 
 def test_the_report_names_no_part_that_the_run_has_not(options, capsys):

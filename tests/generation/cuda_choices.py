@@ -35,6 +35,8 @@ H100: Any = SimpleNamespace(
     holds=lambda key: False,
     called=lambda name: None,
 )
+
+
 def in_turns() -> RLConfig:
     """Return a config whose trainer and generators share GPUs."""
     config = qwen3_8b()

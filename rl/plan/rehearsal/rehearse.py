@@ -32,7 +32,7 @@ from rl.plan.planned_run import GENERATOR, LEARNING, PlannedRun
 from rl.plan.rehearsal.allocator import Event, after_steps
 from rl.plan.rehearsal.device import FakeCuda
 from rl.plan.rehearsal.device_ledger import Ledger, line_of_error
-from rl.plan.rehearsal.rehearsed_batches import Work, shapes_of, work_of
+from rl.plan.rehearsal.rehearsed_batches import shapes_of, work_of
 from rl.training.attention import micro_batch_limits
 from rl.training.engine import TrainingEngine
 

@@ -77,9 +77,7 @@ def lengths_of(
     return lengths
 
 
-def shapes_of(
-    run: PlannedRun, trainer: TrainerConfig, limits: MicroBatchLimits
-) -> list[list[int]]:
+def shapes_of(run: PlannedRun, trainer: TrainerConfig, limits: MicroBatchLimits) -> list[list[int]]:
     """Return rows and width of each shape of a rank's micro-batches and of a dummy, in steps of
     sequences of random lengths up to the longest, most of them short. Kernels are compiled for
     these shapes; the result is empty if none are compiled.

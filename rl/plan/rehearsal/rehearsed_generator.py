@@ -22,7 +22,7 @@ from rl.plan.rehearsal.device import FakeCuda
 
 def run_generator(
     device: FakeCuda, run: PlannedRun, rank: int, folder: str
-) -> tuple[torch.nn.Module, dict[str, Any]]:
+) -> tuple[Any, dict[str, Any]]:
     """Load a generator's model, run the step with which vLLM measures memory, and decode one token
     of one request, and of as many requests as the largest CUDA graph or an eager step has.
 

@@ -43,9 +43,7 @@ def rehearsal(run: PlannedRun, arguments: Sequence[str], *, rank: int) -> dict[s
     planned = {(each.mesh, each.rank): each for each in all_ranks(run)}
     for role in result["roles"]:
         items = [each for each in planned[role["role"], rank].items if not each.on_host]
-        role["items"] = {
-            item.name: item.bytes for item in items if item.name not in NOT_REHEARSED
-        }
+        role["items"] = {item.name: item.bytes for item in items if item.name not in NOT_REHEARSED}
         role["planned"] = sum(role["items"].values())
         role["not_rehearsed"] = sum(item.bytes for item in items) - role["planned"]
     return result

@@ -53,9 +53,8 @@ class Generator(Actor):
 
     config: GeneratorConfig
     model: ModelConfig
-    seed: int
-    timeout_s: float
-    in_turns: bool
+    options: dict[str, Any]
+    """Further arguments of the engine."""
 
     def __post_init__(self) -> None:
         self._rank = current_rank().rank
@@ -68,13 +67,7 @@ class Generator(Actor):
 
         def make_engine() -> GenerationEngine:
             bind_to_device()
-            return GenerationEngine(
-                self.config,
-                self.model,
-                seed=self.seed,
-                timeout_s=self.timeout_s,
-                in_turns=self.in_turns,
-            )
+            return GenerationEngine(self.config, self.model, **self.options)
 
         self._loop = EngineLoop(make_engine, self._pull)
         await self._loop.start()
@@ -174,7 +167,9 @@ class GeneratorMesh(Mesh):
         self._patience = 0.0
 
     def _arguments(self) -> tuple[Any, ...]:
-        return self.config, self.model, self.seed, self.collective_timeout_s, self.in_turns
+        timeout_s = self.collective_timeout_s
+        options = {"seed": self.seed, "timeout_s": timeout_s, "in_turns": self.in_turns}
+        return self.config, self.model, options
 
     def _environment(self) -> dict[str, str]:
         return environment(self.config)

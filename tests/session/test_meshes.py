@@ -36,7 +36,7 @@ def test_run_has_the_models_that_it_needs_and_places_them_as_it_says(roles):
         session = session_of(config)
         assert [*session._groups] == roles
         assert session._residency._shared == names
-        assert session.pool.meshes[0]._arguments()[-1] == ("generator" in names)
+        assert session.pool.meshes[0]._arguments()[-1]["in_turns"] == ("generator" in names)
 
 
 def test_trainers_alone_have_memory_of_a_gpu_that_grows_in_place(monkeypatch):

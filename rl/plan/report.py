@@ -298,7 +298,7 @@ def _role(role: dict[str, Any], run: PlannedRun) -> Iterator[str]:
     )
     if chosen := role["generator"]:
         graphs = f"{len(chosen['captured'])} {chosen['graphs']}" if chosen["captured"] else "no"
-        figures = (chosen["cache"], chosen["token"], role["items"]["KV cache"])
+        figures = (chosen["cache"], chosen["token"], role["items"].get("KV cache", 0))
         cache, token, planned = map(size_text, figures)
         yield f"  vLLM chooses {chosen['attention']} attention and {graphs} CUDA graphs"
         yield f"  KV cache of {cache}, {token} a token; the plan says {planned}"

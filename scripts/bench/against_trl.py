@@ -14,8 +14,8 @@ alternately, each with the whole host. Three kinds of work:
 
 Tiller runs in two ways. In lockstep all tokens of a batch are drawn by the weights that it updates,
 as TRL draws them. Asynchronously they may be drawn by those before (max_staleness 1); TRL has no
-such way on a CPU. Each side has the settings that are fastest for it (SETTINGS, OURS). With several
---trl-settings, the fastest of a round counts. Tiller has the default canary and records.
+such way on a CPU. Each side has the settings that are fastest for it (BEST). ``--settings`` tries
+others (SETTINGS, WAYS); the fastest of a round counts. Tiller has the default canary and records.
 
 A side's tokens per second are those of a turn's steps after the first five and before the last one,
 all together. A ratio is the median over the rounds. Ratios of tokens per CPU second, of all
@@ -104,26 +104,53 @@ SETTINGS = {
     "ahead": Setting(ahead=2),
 }
 """Settings of TRL by name."""
-BEST = {"uniform": "compiled", "varied": "compiled", "long_prompts": "compiled"}
-"""TRL's fastest settings by kind of work."""
 
 FAST = ["--trainer.compile.enable", "--generator.no-enforce_eager"]
-BOTH = ["--trainer.threads", str(CORES), "--generator.threads", str(CORES)]
-SHARING = {"uniform": "4", "varied": "4", "long_prompts": "8"}
-OURS = {
-    kind: {
-        "lockstep": [*FAST, *BOTH, "--trainer.prompt_sharing", sharing],
-        "asynchronous": [
-            *FAST,
-            "--rollout.max_staleness",
-            "1",
-            "--trainer.prompt_sharing",
-            sharing,
-        ],
-    }
-    for kind, sharing in SHARING.items()
+OWN = {
+    "uniform": ["--trainer.prompt_sharing", "4"],
+    "varied": ["--trainer.prompt_sharing", "4"],
+    "long_prompts": ["--trainer.prompt_sharing", "8", "--generator.block_size", "32"],
 }
-"""Options of Tiller's runs, by kind of work and way."""
+"""Options of Tiller by kind of work. Samples share full blocks of their prompt in the KV cache."""
+THREADS = ["--trainer.threads", str(CORES)]
+CHUNKS = ["--rollout.pipeline", "asynchronous", "--rollout.stream_chunks", "4"]
+RANKS = ["--trainer.parallelism.data_parallel_shard_degree", "2", "--generator.replicas", "2"]
+AHEAD = ["--rollout.max_staleness", "1"]
+FREE = [*AHEAD, "--rollout.pipeline", "asynchronous", "--generator.inflight_policy", "continue"]
+WAYS = {
+    "lockstep": {
+        "threads": [*THREADS, "--generator.threads", str(CORES)],
+        "chunks": CHUNKS,
+        "ranks": RANKS,
+    },
+    "asynchronous": {
+        "ordered": AHEAD,
+        "free": FREE,
+        "free-threads": [*FREE, *THREADS],
+    },
+}
+"""Options of Tiller by way and by the name of the setting:
+
+- threads: Trainer and generator compute in turns, each on all cores.
+- chunks: A quarter of the groups is trained on while the rest is drawn.
+- ranks: Two generators draw half of the groups each, and two ranks of the trainer learn from them.
+- ordered: A batch is drawn whole while the batch before is trained on.
+- free: Requests of the next batch begin as soon as staleness allows, so that the engine is full.
+- free-threads: The same, and the trainer uses cores that the generator leaves.
+"""
+BEST = {
+    "uniform": ["compiled", "threads", "ordered"],
+    "varied": ["compiled", "threads", "free"],
+    "long_prompts": ["compiled", "threads", "free"],
+}
+"""Fastest settings of TRL and of each way of Tiller, by kind of work."""
+WAY_OF = {name: way for way, settings in WAYS.items() for name in settings}
+"""Way of each setting of Tiller."""
+
+
+def options_of(kind: str, name: str) -> list[str]:
+    """Return the options of Tiller's setting ``name``."""
+    return [*FAST, *OWN[kind], *WAYS[WAY_OF[name]][name]]
 
 
 @dataclass(frozen=True)
@@ -270,10 +297,10 @@ def compare(
     write_model(model, WORKS[kind].model)
     turns: dict[str, list[Turn]] = {}
     for number in range(rounds):
-        for name in (*settings, *OURS[kind]):
+        for name in settings:
             own = folder / f"{name}-{number}"
-            if name in OURS[kind]:
-                turn = run_ours(kind, model, steps, own, *OURS[kind][name])
+            if name in WAY_OF:
+                turn = run_ours(kind, model, steps, own, *options_of(kind, name))
             else:
                 turn = run_trl(python, kind, SETTINGS[name], model, steps, own)
             turns.setdefault(name, []).append(turn)
@@ -284,19 +311,25 @@ def compare(
 
 
 def result_of(turns: dict[str, list[Turn]], completions: int) -> dict[str, Any]:
-    """Return the medians of the rounds' ratios, and their extremes. Of several settings of TRL, the
-    fastest of a round counts. A step has so many ``completions``.
+    """Return the medians of the rounds' ratios by way, and their extremes. Of several settings of
+    TRL, or of a way, the fastest of a round counts. A step has so many ``completions``.
 
     Raises SystemExit if the sides trained completions of different lengths.
     """
-    ours = {name: turns[name] for name in ("lockstep", "asynchronous")}
-    theirs = [each for name, each in turns.items() if name not in ours]
-    trl = [max(each, key=lambda turn: turn.per_s) for each in zip(*theirs, strict=True)]
+    sides: dict[str, list[list[Turn]]] = {"trl": [], **{way: [] for way in WAYS}}
+    for name, each in turns.items():
+        sides[WAY_OF.get(name, "trl")].append(each)
+    fastest = {
+        side: [max(of_round, key=lambda turn: turn.per_s) for of_round in zip(*each, strict=True)]
+        for side, each in sides.items()
+        if each
+    }
+    trl = fastest.pop("trl")
     ratios: dict[str, list[float]] = {}
     cpu: dict[str, list[float]] = {}
-    for name, own in ours.items():
-        ratios[name] = [a.per_s / b.per_s for a, b in zip(own, trl, strict=True)]
-        cpu[name] = [a.per_cpu_s / b.per_cpu_s for a, b in zip(own, trl, strict=True)]
+    for way, own in fastest.items():
+        ratios[way] = [a.per_s / b.per_s for a, b in zip(own, trl, strict=True)]
+        cpu[way] = [a.per_cpu_s / b.per_cpu_s for a, b in zip(own, trl, strict=True)]
     lengths = {name: _mean_length(each, completions) for name, each in turns.items()}
     if max(lengths.values()) > (1 + MAX_DIFFERENCE) * min(lengths.values()):
         raise SystemExit(f"against_trl: the sides' completions have different lengths: {lengths}")
@@ -332,10 +365,10 @@ def main() -> None:
         help=f"of each turn, {WARM_UP} of them to warm up, and one that does not count",
     )
     parser.add_argument(
-        "--trl-settings",
+        "--settings",
         nargs="+",
-        choices=SETTINGS,
-        help="settings of TRL (default: the fastest for each kind of work)",
+        choices=[*SETTINGS, *WAY_OF],
+        help="settings of TRL and of Tiller (default: the fastest for each kind of work)",
     )
     parser.add_argument(
         "--trl-env", type=Path, default=TRL_ENV, help=f"TRL's environment (default {TRL_ENV})"
@@ -344,6 +377,8 @@ def main() -> None:
         "--json", action="store_true", help="print one JSON object as the last line"
     )
     arguments = parser.parse_args()
+    if arguments.settings and {*arguments.settings}.isdisjoint(SETTINGS):
+        parser.error("--settings: name one of TRL too")
     if arguments.steps <= WARM_UP + 1:
         parser.error(f"--steps: {arguments.steps} leaves none that count")
     python = trl_python(arguments.trl_env.expanduser())
@@ -351,11 +386,11 @@ def main() -> None:
     result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         for kind in arguments.only:
-            settings = arguments.trl_settings or [BEST[kind]]
+            settings = arguments.settings or BEST[kind]
             own = Path(folder, kind)
             found = compare(python, kind, settings, arguments.rounds, arguments.steps, own)
             result[kind] = found
-            ways = (f"{name} {found[name]:.2f}" for name in OURS[kind])
+            ways = (f"{way} {found[way]:.2f}" for way in WAYS if way in found)
             print(f"{kind}: over TRL {', '.join(ways)}", flush=True)
     if arguments.json:
         print(json.dumps(result))

@@ -30,8 +30,9 @@ def against_trl(monkeypatch):
 def test_our_side_is_asked_for_the_same_work(against_trl, tmp_path, kind, step, stops):
     work = against_trl.WORKS[kind]
     against_trl.write_model(tmp_path, work.model)
-    for options in against_trl.OURS[kind].values():
-        arguments = ["--config", f"grpo_ours.{kind}", "--model.hf_path", str(tmp_path), *options]
+    for name in against_trl.WAY_OF:
+        options = ["--model.hf_path", str(tmp_path), *against_trl.options_of(kind, name)]
+        arguments = ["--config", f"grpo_ours.{kind}", *options]
         _, config = parse_config(arguments, program="test")
         task = config.task.build(seed=0, model=config.model)
         rollout = config.rollout
@@ -70,24 +71,25 @@ def test_our_side_runs_and_a_turn_has_the_steps_that_count(against_trl, tmp_path
         assert length == work.new_tokens
 
 
-def test_ratios_are_those_of_each_round_with_the_fastest_setting_of_trl(against_trl):
+def test_ratios_are_those_of_each_round_with_the_fastest_setting_of_each_side(against_trl):
     def turns(*seconds, tokens=640.0):
         return [against_trl.Turn(each, tokens, 2 * each, 1) for each in seconds]
 
     sides = {
         "eager": turns(2.0, 4.0, 9.0),
         "compiled": turns(3.0, 3.0, 10.0),
-        "lockstep": turns(2.0, 2.0, 2.0),
-        "asynchronous": turns(1.0, 1.0, 9.0),
+        "threads": turns(2.0, 2.0, 2.0),
+        "ranks": turns(3.0, 3.0, 3.0),
+        "free": turns(1.0, 1.0, 9.0),
     }
     result = against_trl.result_of(sides, 64)
     assert result["lockstep"] == result["cpu"]["lockstep"] == 1.5
     assert result["asynchronous"] == 2.0
     assert result["spread"] == {"lockstep": [1.0, 4.5], "asynchronous": [1.0, 3.0]}
     assert result["tokens_per_s"]["eager"] == 160.0
-    assert result["seconds_per_step"]["lockstep"] == 2.0
-    assert result["mean_length"]["lockstep"] == 10.0
-    sides["lockstep"] = turns(2.0, 2.0, 2.0, tokens=512.0)
+    assert result["seconds_per_step"]["threads"] == 2.0
+    assert result["mean_length"]["threads"] == 10.0
+    sides["threads"] = turns(2.0, 2.0, 2.0, tokens=512.0)
     with pytest.raises(SystemExit, match="different lengths"):
         against_trl.result_of(sides, 64)
 

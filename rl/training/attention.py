@@ -15,8 +15,17 @@ from torchtitan.tools.utils import get_cuda_flash_attention_impl
 
 from rl.errors import require
 from rl.host.platform import device_type
+from rl.model.decoder import SinkAttention
 from rl.training.micro_batches import MicroBatchLimits
 from rl.training.trainer_config import TrainerConfig
+
+CALL = 2**13
+"""Number of pairs of tokens whose attention costs as much as one more call."""
+LONG = 128
+"""Mean length of documents from which on one row of all of them costs less than rows that are as
+long as the longest."""
+BLOCK = 512
+"""Number of keys that torch's kernel computes at once, so that no later ones are left out."""
 
 
 class MaskedAttention(FlexAttention):
@@ -69,14 +78,18 @@ class DenseAttention(MaskedAttention):
     def attend(
         self,
         qkv: Any,
-        mask: torch.Tensor,
+        mask: "torch.Tensor | Documents",
         sinks: torch.Tensor | None,
         *,
         scale: float | None = None,
         enable_gqa: bool = False,
         **_: Any,
     ) -> torch.Tensor:
-        """Return the output of ``forward``; the mask is bool [B, 1, L, L] (True: attend)."""
+        """Return the output of ``forward``; the mask is bool [B, 1, L, L] (True: attend), or the
+        documents of the rows.
+        """
+        if isinstance(mask, Documents):
+            return mask.attend(*qkv, scale=scale, enable_gqa=enable_gqa)
         q, k, v = (heads.transpose(1, 2) for heads in qkv)
         if sinks is not None:  # one more key of logit 0, to which the mask adds the sink
             k, v = (F.pad(heads, (0, 0, 0, 1)) for heads in (k, v))
@@ -87,6 +100,40 @@ class DenseAttention(MaskedAttention):
             q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
         )
         return out.transpose(1, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Documents:
+    """Documents of rows that are laid end to end, each of which attends causally to itself alone.
+
+    No pair of tokens of two documents is computed, and none of a token and a later one.
+    """
+
+    lengths: list[int]
+
+    @classmethod
+    def of(cls, positions: torch.Tensor) -> "Documents | None":
+        """Return the documents of ``positions`` [B, L], each of which starts at a 0; None if one
+        call with a dense mask costs less than a call for each document.
+        """
+        starts = (positions.flatten() == 0).nonzero().flatten()
+        lengths = starts.diff(append=starts.new_tensor([positions.numel()]))
+        pairs = lengths.square() // (1 + (lengths > BLOCK).long())
+        saved = positions.numel() * positions.shape[1] - int(pairs.sum())
+        return cls(lengths.tolist()) if saved > CALL * len(lengths) else None
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
+    ) -> torch.Tensor:
+        """Return the output of :meth:`MaskedAttention.forward`."""
+        parts = (heads.flatten(0, 1).split(self.lengths) for heads in (q, k, v))
+        outputs = [
+            F.scaled_dot_product_attention(
+                *(each.transpose(0, 1).unsqueeze(0) for each in own), is_causal=True, **options
+            )
+            for own in zip(*parts, strict=True)
+        ]
+        return torch.cat([out.squeeze(0).transpose(0, 1) for out in outputs]).view(q.shape)
 
 
 def dense_mask(positions: torch.Tensor) -> torch.Tensor:
@@ -128,16 +175,23 @@ def tree_mask(positions: torch.Tensor, window: int = 0) -> Callable[..., torch.T
     return attends
 
 
-def attention_masks(model: Qwen3Model, positions: torch.Tensor, *, trees: bool = False) -> Any:
+def attention_masks(
+    model: Qwen3Model, positions: torch.Tensor, *, trees: bool = False, splits: bool = False
+) -> Any:
     """Return the masks with which the layers of ``model`` attend causally within the documents of
     ``positions`` [B, L], which may have branches if ``trees``. For a model with attention windows,
     the result is {window: mask}, with the window 0 for layers without one.
+
+    The result may be :class:`Documents` in place of a dense mask if ``splits``, a result of
+    :func:`splits_documents`.
     """
     configs = [layer.attention.inner_attention for layer in model.config.layers]
     windows = {each.window for each in configs if isinstance(each, MaskedAttention.Config)}
     dense = isinstance(configs[0], DenseAttention.Config)
     if not trees and not any(windows):
-        return dense_mask(positions) if dense else model.get_attention_masks(positions)
+        if not dense:
+            return model.get_attention_masks(positions)
+        return (Documents.of(positions) if splits else None) or dense_mask(positions)
     rows, length = positions.shape
     create = create_mask if dense else create_attention_mask
     masks = {
@@ -147,6 +201,21 @@ def attention_masks(model: Qwen3Model, positions: torch.Tensor, *, trees: bool =
         for window in windows
     }
     return masks if any(windows) else masks[0]
+
+
+def splits_documents(config: TrainerConfig, model: Qwen3Model.Config) -> bool:
+    """Return whether a trainer of ``model`` may compute the attention of one document after the
+    other: dense attention of whole documents in whole rows, which nothing compiles.
+    """
+    attentions = [layer.attention for layer in model.layers]
+    is_plain = all(
+        isinstance(each.inner_attention, DenseAttention.Config)
+        and not each.inner_attention.window
+        and not isinstance(each, SinkAttention.Config)
+        for each in attentions
+    )
+    whole = config.prompt_sharing == config.parallelism.context_parallel_degree == 1
+    return is_plain and whole and not config.compile.enable
 
 
 def micro_batch_limits(config: TrainerConfig, model: Qwen3Model.Config) -> MicroBatchLimits:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from rl.model.router import give, routers_of
 from rl.model.shape import ModelConfig
 from rl.model.shards import Shards
 from rl.training.adapters import Adapters
-from rl.training.attention import attention_masks, micro_batch_limits
+from rl.training.attention import LONG, attention_masks, micro_batch_limits, splits_documents
 from rl.training.context import SequenceShard
 from rl.training.gradient import divide_and_clip, have_changed, optimizer_state, rounding_elements
 from rl.training.kept_logits import kept_logits
@@ -87,6 +88,7 @@ class TrainingEngine:
         )
         self.matmul = kernel_in_use() if self.device.type == "cpu" else "cuBLAS"
         """Kernel of float32 matrix products."""
+        self._splits = splits_documents(config, self.model.config)
         self._gathered = keeps_gathered(config, self.dims)
         self._routers = routers_of(self.model) if config.router_replay == "generator" else []
         # After the model: its initializers draw more on some ranks than on others.
@@ -144,9 +146,13 @@ class TrainingEngine:
         """
         self.require_resident("forward", "model")
         parts = []
-        for micro, _ in self._micro_batches(batch):
-            with self._context():
-                parts.append((micro.index, self._run(micro, temperature)))
+        try:
+            for micro, _ in self._micro_batches(batch):
+                with self._context():
+                    parts.append((micro.index, self._run(micro, temperature)))
+        except Exception:
+            reset_passes(self.model)
+            raise
         reshard(self.model)
         return outputs_of(batch, parts)
 
@@ -165,6 +171,7 @@ class TrainingEngine:
         try:
             return self._accumulate(batch, loss, temperature, weight)
         except Exception:
+            self.model.zero_grad()  # of gathered parameters too
             reset_passes(self.model)
             self._forget_gradients()
             raise
@@ -374,6 +381,8 @@ class TrainingEngine:
         more micro-batches, yield dummies.
         """
         limits = micro_batch_limits(self.config, self.model.config)
+        if self._splits and limits.tokens and len(batch.tokens) >= LONG * len(batch):
+            limits = replace(limits, one_row=True)
         planned = plan(batch, limits)
         count = int(over_ranks(self._batch_group, len(planned), dist.ReduceOp.MAX))
         if count == 0:
@@ -387,7 +396,8 @@ class TrainingEngine:
         """Return the model's outputs for the micro-batch's tokens, float32 [T]."""
         cells = [micro.tokens, micro.targets, micro.positions]
         cells += [] if micro.experts is None else [micro.experts]
-        masks = attention_masks(self.model, micro.positions, trees=self.config.prompt_sharing > 1)
+        trees = self.config.prompt_sharing > 1
+        masks = attention_masks(self.model, micro.positions, trees=trees, splits=self._splits)
         if self._sequence is not None:
             cells, masks = self._sequence.shard(*cells, masks=masks)
         tokens, targets, positions, *experts = cells

@@ -306,7 +306,6 @@ def reset_passes(model: nn.Module) -> None:
     """Have FSDP forget a forward or backward pass that raised, and what it holds of the gradients
     of the passes before that one.
     """
-    model.zero_grad()  # of gathered parameters too
     # before its first pass FSDP holds nothing
     if isinstance(model, FSDPModule) and model._get_fsdp_state()._is_root is not None:
         model.reset_iter_state()

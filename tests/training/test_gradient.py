@@ -2,7 +2,9 @@
 alone.
 """
 
+import contextlib
 import itertools
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +24,8 @@ from rl.algorithms.losses import (
     ImportanceSamplingLoss,
     grpo,
 )
+from rl.training import attention
+from rl.training import engine as module
 from rl.training.micro_batches import MicroBatchLimits
 from tests.training.batches import ragged_batch, with_experts, with_prompts
 from tests.training.reference import (
@@ -167,8 +171,13 @@ def check_partition(engine, data) -> None:
     )
     engine, weights = engine
     engine.optimizers.zero_grad()
-    for rows in calls:
-        engine.forward_backward(batch.select(rows), loss.build(), temperature=TEMPERATURE)
+    # documents as short as these are computed alone only if a call costs nothing
+    short = mock.patch.multiple(attention, CALL=-(10**9)), mock.patch.object(module, "LONG", 0)
+    with contextlib.ExitStack() as stack:
+        for each in short if data.draw(st.booleans()) else ():
+            stack.enter_context(each)
+        for rows in calls:
+            engine.forward_backward(batch.select(rows), loss.build(), temperature=TEMPERATURE)
     wanted, *_ = reference_gradient(weights, loss, batch)
     assert min(gradient.norm() for gradient in wanted.values()) > 1e-3
     assert relative_error(gradients_of(engine), wanted) <= 1e-6
@@ -239,15 +248,15 @@ def test_the_padding_of_compiled_rows_does_not_change_the_gradient(folder, monke
     """Rows of 256 cells have at most 61 that are not padding."""
     engine = engine_of(EXPERTS, folder=folder, lr=0.0)
     found = {}
-    for attention in ("dense", "flex"):
+    for kind in ("dense", "flex"):
         monkeypatch.setattr(
             "rl.training.engine.micro_batch_limits",
-            lambda config, _, attention=attention: MicroBatchLimits.of(config, attention),
+            lambda config, _, kind=kind: MicroBatchLimits.of(config, kind),
         )
         for cut in KINDS:
             cut_by(engine, **CUTS[cut].fields)
             played = accumulate(engine, *CUTS[cut].batches, loss=CUTS[cut].loss)
-            found[attention, cut] = played["gradients"]
+            found[kind, cut] = played["gradients"]
     for cut in KINDS:
         padded, exact = found["flex", cut], found["dense", cut]
         assert relative_error(padded, exact) <= 1e-6, cut

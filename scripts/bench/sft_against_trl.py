@@ -39,7 +39,7 @@ from typing import Any
 import psutil
 from against_trl import HERE, OFFLINE, ROOT, TIMEOUT_S, TRL_ENV, trl_python, write_model
 from cpu_time import cpu_seconds
-from sft_work import EXAMPLES, MODEL, PAIRS, answers, preferences
+from sft_work import EXAMPLES, MAX_TOKENS, MODEL, PAIRS, answers, preferences
 
 WARM_UP = 3
 MAX_LOSS_DIFFERENCE = 1e-3
@@ -62,13 +62,14 @@ SIDES = {
     "trl_sft": Side("sft", False, {"rows": 1, "passes": 16, "processes": 2}),
     "trl_sft_packed": Side("sft", True, {"rows": 1, "passes": 5, "processes": 2}),
     "trl_dpo": Side("dpo", False, {"rows": 1, "passes": 8, "processes": 2}),
-    "sft": Side("sft", False),
+    "sft": Side("sft", False, overrides=["--trainer.micro_batch_tokens", str(MAX_TOKENS)]),
     "sft_packed": Side("sft", True),
     "dpo": Side("dpo", False),
     "dpo_packed": Side("dpo", True),
 }
 """Sides of the comparison. TRL has one row per forward pass, which is its fastest setting: one row
-has no padding."""
+has no padding. Tiller's micro-batches have room for two of the longest sequences (sft_ours.py), and
+for one where rows are padded: fewer rows of different lengths are then in one of them."""
 
 PAIRED = {
     "sft": "trl_sft",

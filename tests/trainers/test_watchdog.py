@@ -142,11 +142,11 @@ def test_a_healthy_run_raises_no_alarm():
 
 def test_a_reference_that_is_not_the_initial_policy_is_found_in_the_first_step():
     away = {"kl/reference": 0.003}
-    watchdog = watch()
     said = "step 1: reference: kl/reference is 0.003, above watchdog.mismatch_max=0.002; policy and"
-    [[alarm], later] = go(watchdog, 1, away, away)
-    assert alarm.startswith(said) and later == []
-    assert not any(go(watch(mismatch_max=0.0), 1, away) + go(watch(), 1, {"kl/reference": 0.001}))
+    [[alarm]] = go(watch(), 1, away)
+    assert alarm.startswith(said)
+    assert go(watch(), 2, away) == go(watch(), 1, {"kl/reference": 0.001}) == [[]]
+    assert go(watch(mismatch_max=0.0), 1, away) == [[]]
     with pytest.raises(RunError, match="; set watchdog.reference to 'warn'"):
         go(watch(reference="fail"), 1, away)
 

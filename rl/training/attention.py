@@ -127,12 +127,12 @@ class Documents:
     ) -> torch.Tensor:
         """Return the output of :meth:`MaskedAttention.forward`."""
         parts = (heads.flatten(0, 1).split(self.lengths) for heads in (q, k, v))
-        outputs = [
-            F.scaled_dot_product_attention(
-                *(each.transpose(0, 1).unsqueeze(0) for each in own), is_causal=True, **options
+        outputs = []
+        for own in zip(*parts, strict=True):
+            query, key, value = (heads.transpose(0, 1).unsqueeze(0) for heads in own)
+            outputs.append(
+                F.scaled_dot_product_attention(query, key, value, is_causal=True, **options)
             )
-            for own in zip(*parts, strict=True)
-        ]
         return torch.cat([out.squeeze(0).transpose(0, 1) for out in outputs]).view(q.shape)
 
 

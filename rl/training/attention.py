@@ -1,7 +1,7 @@
 """Attention that trains on CPU; torchtitan's own attention does not."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -18,6 +18,7 @@ from rl.host.platform import device_type
 from rl.model.decoder import SinkAttention
 from rl.training.micro_batches import MicroBatchLimits
 from rl.training.trainer_config import TrainerConfig
+from rl.types import Batch
 
 CALL = 2**13
 """Number of pairs of tokens whose attention costs as much as one more call."""
@@ -176,15 +177,17 @@ def tree_mask(positions: torch.Tensor, window: int = 0) -> Callable[..., torch.T
 
 
 def attention_masks(
-    model: Qwen3Model, positions: torch.Tensor, *, trees: bool = False, splits: bool = False
+    model: Qwen3Model, positions: torch.Tensor, config: TrainerConfig | None = None
 ) -> Any:
     """Return the masks with which the layers of ``model`` attend causally within the documents of
-    ``positions`` [B, L], which may have branches if ``trees``. For a model with attention windows,
-    the result is {window: mask}, with the window 0 for layers without one.
+    ``positions`` [B, L], which may have branches if ``config`` shares prompts. For a model with
+    attention windows, the result is {window: mask}, with the window 0 for layers without one.
 
-    The result may be :class:`Documents` in place of a dense mask if ``splits``, a result of
+    The result may be :class:`Documents` in place of a dense mask with a ``config`` of
     :func:`splits_documents`.
     """
+    trees = config is not None and config.prompt_sharing > 1
+    splits = config is not None and splits_documents(config, model.config)
     configs = [layer.attention.inner_attention for layer in model.config.layers]
     windows = {each.window for each in configs if isinstance(each, MaskedAttention.Config)}
     dense = isinstance(configs[0], DenseAttention.Config)
@@ -218,12 +221,19 @@ def splits_documents(config: TrainerConfig, model: Qwen3Model.Config) -> bool:
     return is_plain and whole and not config.compile.enable
 
 
-def micro_batch_limits(config: TrainerConfig, model: Qwen3Model.Config) -> MicroBatchLimits:
-    """Return the limits of the micro-batches of a trainer of ``model``."""
+def micro_batch_limits(
+    config: TrainerConfig, model: Qwen3Model.Config, batch: Batch | None = None
+) -> MicroBatchLimits:
+    """Return the limits of the micro-batches of a trainer of ``model``, those of ``batch`` if it is
+    given: on CPU its documents share one row if they are long.
+    """
     inner = model.first_attention.inner_attention
     dense = isinstance(inner, DenseAttention.Config)
     kind = "dense" if dense else "flex" if isinstance(inner, FlexAttention.Config) else "varlen"
-    return MicroBatchLimits.of(config, kind)
+    limits = MicroBatchLimits.of(config, kind)
+    if batch is None or not limits.tokens or not splits_documents(config, model):
+        return limits
+    return replace(limits, one_row=len(batch.tokens) >= LONG * len(batch))
 
 
 def attention_config(

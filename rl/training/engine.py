@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from rl.model.router import give, routers_of
 from rl.model.shape import ModelConfig
 from rl.model.shards import Shards
 from rl.training.adapters import Adapters
-from rl.training.attention import LONG, attention_masks, micro_batch_limits, splits_documents
+from rl.training.attention import attention_masks, micro_batch_limits
 from rl.training.context import SequenceShard
 from rl.training.gradient import divide_and_clip, have_changed, optimizer_state, rounding_elements
 from rl.training.kept_logits import kept_logits
@@ -88,7 +87,6 @@ class TrainingEngine:
         )
         self.matmul = kernel_in_use() if self.device.type == "cpu" else "cuBLAS"
         """Kernel of float32 matrix products."""
-        self._splits = splits_documents(config, self.model.config)
         self._gathered = keeps_gathered(config, self.dims)
         self._routers = routers_of(self.model) if config.router_replay == "generator" else []
         # After the model: its initializers draw more on some ranks than on others.
@@ -380,9 +378,7 @@ class TrainingEngine:
         """Yield each micro-batch of this rank, and whether it is the last. While another rank has
         more micro-batches, yield dummies.
         """
-        limits = micro_batch_limits(self.config, self.model.config)
-        if self._splits and limits.tokens and len(batch.tokens) >= LONG * len(batch):
-            limits = replace(limits, one_row=True)
+        limits = micro_batch_limits(self.config, self.model.config, batch)
         planned = plan(batch, limits)
         count = int(over_ranks(self._batch_group, len(planned), dist.ReduceOp.MAX))
         if count == 0:
@@ -396,8 +392,7 @@ class TrainingEngine:
         """Return the model's outputs for the micro-batch's tokens, float32 [T]."""
         cells = [micro.tokens, micro.targets, micro.positions]
         cells += [] if micro.experts is None else [micro.experts]
-        trees = self.config.prompt_sharing > 1
-        masks = attention_masks(self.model, micro.positions, trees=trees, splits=self._splits)
+        masks = attention_masks(self.model, micro.positions, self.config)
         if self._sequence is not None:
             cells, masks = self._sequence.shard(*cells, masks=masks)
         tokens, targets, positions, *experts = cells

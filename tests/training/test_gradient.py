@@ -25,7 +25,6 @@ from rl.algorithms.losses import (
     grpo,
 )
 from rl.training import attention
-from rl.training import engine as module
 from rl.training.micro_batches import MicroBatchLimits
 from tests.training.batches import ragged_batch, with_experts, with_prompts
 from tests.training.reference import (
@@ -172,10 +171,8 @@ def check_partition(engine, data) -> None:
     engine, weights = engine
     engine.optimizers.zero_grad()
     # documents as short as these are computed alone only if a call costs nothing
-    short = mock.patch.multiple(attention, CALL=-(10**9)), mock.patch.object(module, "LONG", 0)
-    with contextlib.ExitStack() as stack:
-        for each in short if data.draw(st.booleans()) else ():
-            stack.enter_context(each)
+    short = mock.patch.multiple(attention, CALL=-(10**9), LONG=0)
+    with short if data.draw(st.booleans()) else contextlib.nullcontext():
         for rows in calls:
             engine.forward_backward(batch.select(rows), loss.build(), temperature=TEMPERATURE)
     wanted, *_ = reference_gradient(weights, loss, batch)
@@ -251,7 +248,7 @@ def test_the_padding_of_compiled_rows_does_not_change_the_gradient(folder, monke
     for kind in ("dense", "flex"):
         monkeypatch.setattr(
             "rl.training.engine.micro_batch_limits",
-            lambda config, _, kind=kind: MicroBatchLimits.of(config, kind),
+            lambda config, *_, kind=kind: MicroBatchLimits.of(config, kind),
         )
         for cut in KINDS:
             cut_by(engine, **CUTS[cut].fields)

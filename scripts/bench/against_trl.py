@@ -17,9 +17,9 @@ as TRL draws them. Asynchronously they may be drawn by those before (max_stalene
 such way on a CPU. Each side has the settings that are fastest for it (BEST). ``--settings`` tries
 others (SETTINGS, WAYS); the fastest of a round counts. Tiller has the default canary and records.
 
-A side's tokens per second are those of a turn's steps after the first five and before the last one,
-all together. A ratio is the median over the rounds. Ratios of tokens per CPU second, of all
-processes of a side, change little on a host that other programs use too.
+A side's tokens per second are those of a turn's steps after the first ten, in which torch.compile
+compiles again for other lengths, and before the last one, all together. A ratio is the median over
+the rounds. Ratios of tokens per CPU second, of all processes, change less on a busy host.
 
 All threads wait for each other as trainer.threads has them wait. TRL's step is fastest with that:
 OMP_WAIT_POLICY=PASSIVE alone was slower, and OpenMP's default was not faster.
@@ -59,7 +59,7 @@ PINNED = (
     "accelerate==1.15.0",
     "datasets==5.2.0",
 )
-WARM_UP = 5
+WARM_UP = 10
 TIMEOUT_S = 1800.0
 CORES = os.cpu_count() or 1
 MAX_DIFFERENCE = 0.15
@@ -145,7 +145,6 @@ BEST = {
 }
 """Fastest settings of TRL and of each way of Tiller, by kind of work."""
 WAY_OF = {name: way for way, settings in WAYS.items() for name in settings}
-"""Way of each setting of Tiller."""
 
 
 def options_of(kind: str, name: str) -> list[str]:
@@ -361,7 +360,7 @@ def main() -> None:
     parser.add_argument(
         "--steps",
         type=int,
-        default=25,
+        default=30,
         help=f"of each turn, {WARM_UP} of them to warm up, and one that does not count",
     )
     parser.add_argument(

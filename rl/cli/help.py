@@ -119,6 +119,7 @@ that python -m rl.train takes. Add these for a run of several nodes or GPUs:
   --trainer.parallelism.context_parallel_degree 1
   --trainer.parallelism.tensor_parallel_degree 1
   --trainer.parallelism.expert_parallel_degree 1
+  --trainer.compile.no-enable
 {one_gpu}
 
 exit codes: 0 done, 1 failed, 2 the arguments cannot work, 130 Ctrl-C"""

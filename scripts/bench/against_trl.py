@@ -154,7 +154,7 @@ def options_of(kind: str, name: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Turn:
-    """What a side did in one turn, in the steps that count."""
+    """Work of a side in one turn, in the steps that count."""
 
     seconds: float
     tokens: float

@@ -23,7 +23,7 @@ LAYOUTS = {
     "8B, few requests": f"{UNTIED} {G}.max_running_requests 8",
     "experts": f"{EXPERTS} {GRAPHS}",
     "whole experts, records": f"{EXPERTS} {GRAPHS} {G}.expert_parallel {G}.record_experts True",
-    "experts, eager": EXPERTS,
+    "experts, eager": f"{EXPERTS} {G}.enforce_eager",
 }
 SHORT = ("gpt_oss", "qwen2", "whole experts, records")
 """Rehearsals for the default tests. Others are for the long tests."""

@@ -44,9 +44,14 @@ class Labels:
     """Target difference between the rewards of each pair, float [P], for a reward model."""
 
     @classmethod
-    def pairs(cls, count: int, margins: torch.Tensor | None = None) -> "Labels":
+    def pairs(
+        cls,
+        count: int,
+        margins: torch.Tensor | None = None,
+        device: torch.device | None = None,
+    ) -> "Labels":
         """Return the labels of ``count`` pairs: rows 0, 2, 4... are chosen over 1, 3, 5..."""
-        rows = torch.arange(2 * count)
+        rows = torch.arange(2 * count, device=device)
         return cls(chosen=rows[::2], rejected=rows[1::2], margins=margins)
 
     @classmethod

@@ -90,7 +90,7 @@ class LossOfPairs(Configurable):
         reference = None
         if loss.needs_reference:
             reference = tokens[REFERENCE][first].double() + tokens[REMAINDER][first].double()
-        labels = Labels.pairs(len(counts) // 2)
+        labels = Labels.pairs(len(counts) // 2, device=owner.device)
         at = first[labels.chosen]  # the token that has the metrics of a pair
         if MARGIN in tokens:
             labels = replace(labels, margins=tokens[MARGIN][at])

@@ -14,8 +14,8 @@ alternately, each with the whole host. Three kinds of work:
 
 Tiller runs in two ways. In lockstep all tokens of a batch are drawn by the weights that it updates,
 as TRL draws them. Asynchronously they may be drawn by those before (max_staleness 1); TRL has no
-such way on a CPU. Each side has the settings that are fastest for it (BEST). ``--settings`` tries
-others (SETTINGS, WAYS); the fastest of a round counts. Tiller has the default canary and records.
+such way on a CPU. Each side has settings for each kind of work (BEST). ``--settings`` tries others
+(SETTINGS, WAYS); the fastest of a round counts. Tiller has the default canary and records.
 
 A side's tokens per second are those of a turn's steps after the first ten, in which torch.compile
 compiles again for other lengths, and before the last one, all together. A ratio is the median over

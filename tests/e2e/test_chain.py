@@ -78,7 +78,7 @@ def common(start, folder, seed: int, steps: int, lr: float) -> dict:
 
 def measured(trainer, folder) -> tuple[dict[str, float], dict[str, float]]:
     """Train and save; return the scores before and after."""
-    with trainer:
+    with trainer.blocking() as trainer:
         before = trainer.evaluate()
         trainer.train()
         trainer.save_pretrained(folder)

@@ -51,7 +51,8 @@ def set_shadow(tensor: torch.Tensor, numbers: torch.Tensor | None) -> None:
 
 def computed(operator: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Return the result of the operator on the shadows of its arguments, or None if a number is
-    unknown, too many would be computed, or the operator fails on the host.
+    unknown, too many would be computed, or the operator fails on the host. Memory that nothing has
+    written to has zeros.
 
     Arguments that the operator writes into lose their shadow if the result is unknown.
     """
@@ -73,7 +74,8 @@ def computed(operator: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     real_kwargs.pop("non_blocking", None)
     try:
         with torch.no_grad():
-            return operator(*real_args, **real_kwargs)
+            result = operator(*real_args, **real_kwargs)
+            return result.zero_() if "empty" in name else result
     except (RuntimeError, NotImplementedError):  # no such kernel for the CPU
         return None
 

@@ -17,7 +17,7 @@ LAYOUTS = {
     "--generator.nodes 1",
     "HSDP 2 x 2": f"{DENSE} {P}.data_parallel_replicate_degree 2 --generator.replicas 4",
     "EP 8": EXPERTS,
-    "experts without EP": f"{EXPERTS} {P}.expert_parallel_degree 1",
+    "experts without EP": f"{EXPERTS} {P}.expert_parallel_degree 1 --trainer.compile.no-enable",
     "EP 8 x TP 2": f"{EXPERTS} {P}.tensor_parallel_degree 2 {P}.data_parallel_shard_degree 8",
     "EP 8 x CP 2, router replay": f"{EXPERTS} {P}.context_parallel_degree 2 "
     f"{P}.data_parallel_shard_degree 8 --trainer.router_replay generator",

@@ -110,7 +110,7 @@ def test_a_rehearsal_says_what_is_reserved_for_varied_batches(arguments, rehears
     found = rehearsals.of(arguments, allocated=40)
     assert found["error"] is None
     memory = found["allocator"]
-    assert found["peak"] <= memory["allocated"] <= memory["reserved"] <= memory["fixed"]
+    assert found["peak"] <= memory["allocated"] <= min(memory["reserved"], memory["fixed"])
     assert memory["reserved"] <= 1.3 * memory["allocated"]
     assert {each["phase"] for each in found["phases"]} == {
         "init",

@@ -19,7 +19,7 @@ FAMILIES = {
 }
 LAYOUTS = {
     "0.6B": DENSE,
-    "8B, TP 2": f"{UNTIED} {G}.tensor_parallel_degree 2",
+    "8B, TP 2": f"{UNTIED} {G}.tensor_parallel_degree 2 {G}.replicas 4",
     "8B, few requests": f"{UNTIED} {G}.max_running_requests 8",
     "experts": f"{EXPERTS} {GRAPHS}",
     "whole experts, records": f"{EXPERTS} {GRAPHS} {G}.expert_parallel {G}.record_experts True",
@@ -33,7 +33,7 @@ UNCAPTURED = {
     "shape of an index by a mask": "positions[positions > 0]",
     "shape of nonzero": "input_ids.nonzero()",
     "copy to the host": "positions.to('cpu', non_blocking=True)",
-    "copy from the host": "positions + positions.new_tensor([0])",
+    "copy from the host": "positions.copy_(torch.zeros(1).expand(len(positions)))",
     "torch.cuda.synchronize": "torch.cuda.synchronize()",
 }
 """What a graph cannot capture, by the reason of the error."""

@@ -33,7 +33,8 @@ def test_the_models_of_an_rl_run(role, rehearsals):
 def test_a_reference_of_experts_has_the_planned_memory(degrees, rehearsals):
     shards = "--reference.parallelism.data_parallel_shard_degree 16"
     uses = f"--algorithm.loss.kl_coef 0.1 --colocate models {shards}"
-    found = rehearsals.of(f"{EXPERTS} {uses} --reference.parallelism.{degrees}", role="reference")
+    layout = f"--reference.parallelism.{degrees} --trainer.compile.no-enable"
+    found = rehearsals.of(f"{EXPERTS} {uses} {layout}", role="reference")
     assert found["error"] is None
     assert found["peak"] <= planned_bytes(found["planned"]) <= 1.15 * found["peak"]
 
@@ -42,10 +43,10 @@ def test_a_reference_of_experts_has_the_planned_memory(degrees, rehearsals):
     ("config", "role", "forward"),
     [
         pytest.param("sft_jsonl", "trainer", False, marks=pytest.mark.long),
-        pytest.param("dpo_jsonl", "trainer", True, marks=pytest.mark.long),
+        pytest.param("dpo_jsonl", "trainer", False, marks=pytest.mark.long),
         pytest.param("dpo_jsonl", "reference", True, marks=pytest.mark.long),
         (f"{CONFIGS}.kto", "trainer", True),
-        pytest.param("reward_model_jsonl", "trainer", True, marks=pytest.mark.long),
+        pytest.param("reward_model_jsonl", "trainer", False, marks=pytest.mark.long),
     ],
 )
 def test_the_models_of_a_run_on_examples(config, role, forward, options, rehearsals):

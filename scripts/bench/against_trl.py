@@ -272,7 +272,8 @@ def run_watched(
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
             words = " ".join(map(str, command))
-            raise SystemExit(f"{err.read()}against_trl: this failed: {words}")
+            program = Path(sys.argv[0]).stem
+            raise SystemExit(f"{err.read()}{program}: this failed: {words}")
         return out.read(), spent[marks[1]] - spent[marks[0]]
 
 

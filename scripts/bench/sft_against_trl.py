@@ -24,21 +24,17 @@ TRL is installed as by against_trl.py.
 """
 
 import argparse
-import contextlib
 import json
 import os
 import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
-from against_trl import HERE, OFFLINE, ROOT, TIMEOUT_S, TRL_ENV, trl_python, write_model
-from cpu_time import cpu_seconds
+from against_trl import HERE, ROOT, TRL_ENV, run_watched, trl_python, write_model
 from sft_work import EXAMPLES, MAX_TOKENS, MODEL, PAIRS, answers, preferences
 
 WARM_UP = 3
@@ -128,7 +124,7 @@ def run_trl(python: Path, side: Side, steps: int, work: Path, folder: Path) -> d
     out, cpu_s = run_watched(
         [python, *(launcher if processes > 1 else []), HERE / "sft_trl.py", path],
         folder.with_suffix(".progress"),
-        steps,
+        (WARM_UP, steps),
         OMP_NUM_THREADS=str(max(1, (os.cpu_count() or 1) // processes)),
         OMP_WAIT_POLICY="PASSIVE",
     )
@@ -149,7 +145,7 @@ def run_ours(side: Side, steps: int, work: Path, folder: Path) -> dict[str, Any]
     _, cpu_s = run_watched(
         [sys.executable, "-m", "rl.train", *options, *side.overrides],
         folder / "metrics.jsonl",
-        steps,
+        (WARM_UP, steps),
         PYTHONPATH=os.pathsep.join(map(str, (ROOT, HERE))),
     )
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -159,34 +155,6 @@ def run_ours(side: Side, steps: int, work: Path, folder: Path) -> dict[str, Any]
         "loss": statistics.mean(row["loss/mean"] for row in rows),
         "cpu_s": cpu_s,
     }
-
-
-def run_watched(
-    command: Sequence[str | Path], progress: Path, steps: int, **variables: str
-) -> tuple[str, float]:
-    """Return the output of a command, and the CPU seconds of all its processes from step WARM_UP to
-    the last. Each step adds a line to ``progress``.
-
-    Raises SystemExit with its errors if it fails.
-    """
-    marks: dict[int, float] = {}
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        environment = {**os.environ, **OFFLINE, **variables}
-        process = psutil.Popen([*map(str, command)], env=environment, stdout=out, stderr=err)
-        end = time.monotonic() + TIMEOUT_S
-        while process.poll() is None and time.monotonic() < end:
-            done = len(progress.read_text().splitlines()) if progress.exists() else 0
-            for step in (WARM_UP, steps):
-                if done >= step and step not in marks:
-                    marks[step] = cpu_seconds(process)
-            time.sleep(0.02)
-        err.seek(0)
-        out.seek(0)
-        if process.poll() != 0 or len(marks) < 2:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-            raise SystemExit(f"{err.read()}sft_against_trl: this failed: {command}")
-        return out.read(), marks[steps] - marks[WARM_UP]
 
 
 def compare(

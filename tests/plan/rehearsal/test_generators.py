@@ -36,7 +36,7 @@ UNCAPTURED = {
     "copy from the host": "positions.copy_(torch.zeros(1).expand(len(positions)))",
     "torch.cuda.synchronize": "torch.cuda.synchronize()",
 }
-"""What a graph cannot capture, by the reason of the error."""
+"""Expressions that a graph cannot capture, by the reason of the error."""
 
 
 def long_unless_short(names):

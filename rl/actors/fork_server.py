@@ -251,6 +251,9 @@ def _forget_parent() -> None:
     import numpy
     import torch
 
+    from rl.host.platform import set_heap
+
+    set_heap()
     gc.set_threshold(*COLLECT_AT)
     random.seed()
     numpy.random.seed()

@@ -23,6 +23,14 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Variables that torch's allocator of GPU memory reads, the later name first."""
+HEAP = {
+    "MALLOC_ARENA_MAX": (-8, 1),
+    "MALLOC_MMAP_THRESHOLD_": (-3, 2**30),
+    "MALLOC_TRIM_THRESHOLD_": (-1, 2**30),
+}
+"""Variables of glibc's heap, each with its number in mallopt(3) and the value with which a process
+keeps up to 1 GiB of the memory that it frees. The kernel clears each new page: without the values
+this takes up to a tenth of a training step on CPU."""
 GROUPED_ON = (9, 10)
 """Major compute capabilities of the GPUs that keep the offsets of grouped products in bfloat16 on
 the device. Elsewhere torch reads the offsets on the host."""
@@ -57,12 +65,27 @@ def thread_variables(threads: int) -> dict[str, str]:
 
 
 def allocator_variables() -> dict[str, str]:
-    """Return the variables to launch a process with whose memory on a GPU grows in place, so that
-    fragments of one size serve tensors of another. Empty if the environment has such variables.
+    """Return the variables to launch a trainer's rank with, without those that the environment has.
+
+    - Memory on a GPU grows in place, so that fragments of one size serve tensors of another.
+    - On CPU the process keeps memory that it frees: see HEAP.
     """
-    if any(name in os.environ for name in ALLOCATOR):
-        return {}
-    return {ALLOCATOR[0]: "expandable_segments:True"}
+    variables = {}
+    if not any(name in os.environ for name in ALLOCATOR):
+        variables[ALLOCATOR[0]] = "expandable_segments:True"
+    if device_type() == "cpu":
+        own = {name: str(value) for name, (_, value) in HEAP.items() if name not in os.environ}
+        variables.update(own)
+    return variables
+
+
+def set_heap() -> None:
+    """Do what glibc does with the variables of HEAP at the start of a program. Call this in a
+    process that was forked, before it has threads.
+    """
+    for name, (number, _) in HEAP.items():
+        if name in os.environ:
+            _libc.mallopt(number, int(os.environ[name]))
 
 
 def bind_to_device() -> None:
@@ -107,11 +130,13 @@ def peak_memory() -> int:
 
 
 def release_cached_memory() -> None:
-    """Give the device back the memory that torch keeps for later tensors, so that other processes
-    can have it. Does nothing without CUDA.
+    """Give the device back the memory that torch, or on CPU the heap, keeps for later tensors, so
+    that other processes can have it.
     """
     if device_type() == "cuda":
         torch.cuda.empty_cache()
+    else:
+        _libc.malloc_trim(0)
 
 
 def discard(memory: torch.UntypedStorage) -> None:

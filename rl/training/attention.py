@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.flex_attention import create_mask
 from torchtitan.models.common.attention import FlexAttention, create_attention_mask
 from torchtitan.models.common.config_utils import get_attention_config
 from torchtitan.models.qwen3 import Qwen3Model
@@ -195,15 +194,23 @@ def attention_masks(
         if not dense:
             return model.get_attention_masks(positions)
         return (Documents.of(positions) if splits else None) or dense_mask(positions)
-    rows, length = positions.shape
-    create = create_mask if dense else create_attention_mask
-    masks = {
-        window: create(
-            tree_mask(positions, window), rows, None, length, length, device=positions.device
-        )
-        for window in windows
-    }
+    create = dense_tree_mask if dense else flex_tree_mask
+    masks = {window: create(positions, window) for window in windows}
     return masks if any(windows) else masks[0]
+
+
+def dense_tree_mask(positions: torch.Tensor, window: int) -> torch.Tensor:
+    """Return the values of :func:`tree_mask`, bool [B, 1, L, L]."""
+    rows, cells = (torch.arange(size, device=positions.device) for size in positions.shape)
+    attends = tree_mask(positions, window)
+    return attends(rows.view(-1, 1, 1), rows, cells.view(-1, 1), cells).unsqueeze(1)
+
+
+def flex_tree_mask(positions: torch.Tensor, window: int) -> Any:
+    """Return :func:`tree_mask` as a block mask of flex attention, which needs CUDA to run."""
+    rows, length = positions.shape
+    attends = tree_mask(positions, window)
+    return create_attention_mask(attends, rows, None, length, length, device=positions.device)
 
 
 def splits_documents(config: TrainerConfig, model: Qwen3Model.Config) -> bool:

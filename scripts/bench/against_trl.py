@@ -44,7 +44,7 @@ from typing import Any
 
 import psutil
 from cpu_time import cpu_seconds
-from grpo_work import MODEL, WORKS
+from grpo_work import END, MODEL, WORKS
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -183,8 +183,10 @@ def trl_python(folder: Path) -> Path:
     return environment_python(folder, PINNED, name="against_trl: TRL")
 
 
-def write_model(folder: Path, fields: dict[str, Any] = MODEL) -> None:
-    """Write random weights, and a tokenizer whose vocabulary has the size of the model's."""
+def write_model(folder: Path, fields: dict[str, Any] = MODEL, constant: Sequence[int] = ()) -> None:
+    """Write random weights, and a tokenizer whose vocabulary has the size of the model's. The
+    logits of the tokens ``constant`` are 0.
+    """
     import torch
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
@@ -197,9 +199,10 @@ def write_model(folder: Path, fields: dict[str, Any] = MODEL) -> None:
 
     logging.disable_progress_bar()
     torch.manual_seed(0)
-    Qwen3ForCausalLM(Qwen3Config(**hf_config(shape_of(ModelConfig(**fields))))).save_pretrained(
-        folder
-    )
+    model = Qwen3ForCausalLM(Qwen3Config(**hf_config(shape_of(ModelConfig(**fields)))))
+    for token in constant:
+        model.lm_head.weight.data[token] = 0.0
+    model.save_pretrained(folder)
     words = Tokenizer(
         WordLevel({f"w{token}": token for token in range(fields["vocab_size"])}, unk_token="w0")
     )
@@ -294,7 +297,7 @@ def compare(
     """Measure all sides of a kind of work alternately; return the result of ``result_of``."""
     folder.mkdir()
     model = folder / "model"
-    write_model(model, WORKS[kind].model)
+    write_model(model, WORKS[kind].model, constant=[END] if WORKS[kind].ends else [])
     turns: dict[str, list[Turn]] = {}
     for number in range(rounds):
         for name in settings:

@@ -71,6 +71,7 @@ def main(path: str) -> None:
             max_completion_length=work.new_tokens,
             learning_rate=work.learning_rate,
             lr_scheduler_type="constant",
+            shuffle_dataset=False,
             max_grad_norm=MAX_NORM,
             epsilon=CLIP,
             beta=0.0,

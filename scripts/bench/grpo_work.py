@@ -56,8 +56,8 @@ class Work:
 
 
 END = 1
-"""Token that ends a completion of work that ``ends``. A random model draws it once in ``words``
-tokens."""
+"""Token that ends a completion of work that ``ends``. Its logit is 0, so that a random model draws
+it once in about ``words`` tokens, whatever the tokens before are."""
 
 WORKS = {
     "uniform": Work(8, 8, 16, 32, words=512, ends=False, learning_rate=1e-3),

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -32,14 +34,48 @@ def test_a_thread_stays_on_the_cores_beside_its_device_that_it_may_use(tmp_path,
     assert found == [[core for core in own if core in near]] * 2
 
 
-@pytest.mark.parametrize("name", ["", *platform.ALLOCATOR])
-def test_memory_of_a_gpu_grows_in_place_unless_the_environment_says_how(name, monkeypatch):
-    for each in platform.ALLOCATOR:
+@pytest.mark.parametrize("name", ["", *platform.ALLOCATOR, *platform.HEAP])
+def test_trainers_have_allocator_variables_unless_the_environment_has_them(name, monkeypatch):
+    for each in (*platform.ALLOCATOR, *platform.HEAP):
         monkeypatch.delenv(each, raising=False)
     if name:
-        monkeypatch.setenv(name, "max_split_size_mb:64")
-    expected = {} if name else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-    assert allocator_variables() == expected
+        monkeypatch.setenv(name, "1")
+    grows = set() if name in platform.ALLOCATOR else {"PYTORCH_ALLOC_CONF"}
+    assert allocator_variables().keys() == grows | platform.HEAP.keys() - {name}
+
+
+KEEPS = """
+import os, resource, sys, threading
+import torch
+from rl.host import platform
+
+def new_pages():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(8):
+        torch.ones(16 << 20)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+os.environ |= platform.allocator_variables()
+platform.set_heap()
+counts = []
+thread = threading.Thread(target=lambda: counts.extend([new_pages(), new_pages()]))
+thread.start()
+thread.join()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+platform.release_cached_memory()
+resident = int(open("/proc/self/statm").read().split()[1]) * 4
+print(*counts, before - resident)
+"""
+
+
+def test_a_forked_trainer_keeps_memory_that_it_frees_until_it_is_released():
+    variables = {key: value for key, value in os.environ.items() if key not in platform.HEAP}
+    found = subprocess.run(
+        [sys.executable, "-c", KEEPS], env=variables, capture_output=True, text=True, check=True
+    )
+    first, second, given_back = map(int, found.stdout.split())
+    assert second < first / 10
+    assert given_back > 60_000, "release_cached_memory kept the 64 MiB"
 
 
 def test_the_memory_of_a_host_is_what_the_hosts_of_the_job_have(tmp_path, monkeypatch):

@@ -30,6 +30,11 @@ RELIES_ON = (
     "torch:_foreach_mul_",
     # torch has no public way to choose oneDNN for a product
     "torch:ops.mkldnn._linear_pointwise(X, W, B, attr, scalars, algorithm)",
+    # the public function does not return what its backward pass needs
+    "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu("
+    "query, key, value, dropout_p, is_causal, attn_mask, scale)",
+    "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu_backward("
+    "grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, attn_mask, scale)",
     # torch has no public name for the history of allocations
     "torch.cuda.memory:_record_memory_history(enabled, stacks)",
     "torch.cuda.memory:_dump_snapshot(filename)",
@@ -100,3 +105,24 @@ def onednn_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return ``x @ weight.T``, computed by oneDNN on the CPU."""
     times = torch.ops.mkldnn._linear_pointwise.default
     return times(x, weight, None, "none", [], "")  # type: ignore[no-any-return]
+
+
+def flash_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: torch.Tensor | None, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the attention output on CPU of q [B, N, L, H], k and v [B, N_kv, K, H], and the log of
+    the sum of exponentials of the scores [B, N, L]. ``mask`` [B, 1, L, K] is added to the scores;
+    without one, attention is causal.
+    """
+    compute = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    return compute(q, k, v, 0.0, mask is None, attn_mask=mask, scale=scale)  # type: ignore[no-any-return]
+
+
+def flash_attention_backward(
+    grad: torch.Tensor, *saved: torch.Tensor, mask: torch.Tensor | None, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of q, k and v of ``flash_attention``. ``saved`` are its three inputs and
+    its two outputs.
+    """
+    compute = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    return compute(grad, *saved, 0.0, mask is None, attn_mask=mask, scale=scale)  # type: ignore[no-any-return]

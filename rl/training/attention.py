@@ -15,17 +15,9 @@ from torchtitan.tools.utils import get_cuda_flash_attention_impl
 from rl.errors import require
 from rl.host.platform import device_type
 from rl.model.decoder import SinkAttention
+from rl.training.documents import Documents
 from rl.training.micro_batches import MicroBatchLimits
 from rl.training.trainer_config import TrainerConfig
-from rl.types import Batch
-
-CALL = 2**13
-"""Number of pairs of tokens whose attention costs as much as one more call."""
-LONG = 128
-"""Mean length of documents from which on one row of all of them costs less than rows that are as
-long as the longest."""
-BLOCK = 512
-"""Number of keys that torch's kernel computes at once, so that no later ones are left out."""
 
 
 class MaskedAttention(FlexAttention):
@@ -89,7 +81,7 @@ class DenseAttention(MaskedAttention):
         documents of the rows.
         """
         if isinstance(mask, Documents):
-            return mask.attend(*qkv, scale=scale, enable_gqa=enable_gqa)
+            return mask.attend(qkv, scale)
         q, k, v = (heads.transpose(1, 2) for heads in qkv)
         if sinks is not None:  # one more key of logit 0, to which the mask adds the sink
             k, v = (F.pad(heads, (0, 0, 0, 1)) for heads in (k, v))
@@ -100,40 +92,6 @@ class DenseAttention(MaskedAttention):
             q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
         )
         return out.transpose(1, 2)
-
-
-@dataclass(frozen=True, slots=True)
-class Documents:
-    """Documents of rows that are laid end to end, each of which attends causally to itself alone.
-
-    No pair of tokens of two documents is computed, and none of a token and a later one.
-    """
-
-    lengths: list[int]
-
-    @classmethod
-    def of(cls, positions: torch.Tensor) -> "Documents | None":
-        """Return the documents of ``positions`` [B, L], each of which starts at a 0; None if one
-        call with a dense mask costs less than a call for each document.
-        """
-        starts = (positions.flatten() == 0).nonzero().flatten()
-        lengths = starts.diff(append=starts.new_tensor([positions.numel()]))
-        pairs = lengths.square() // (1 + (lengths > BLOCK).long())
-        saved = positions.numel() * positions.shape[1] - int(pairs.sum())
-        return cls(lengths.tolist()) if saved > CALL * len(lengths) else None
-
-    def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
-    ) -> torch.Tensor:
-        """Return the output of :meth:`MaskedAttention.forward`."""
-        parts = (heads.flatten(0, 1).split(self.lengths) for heads in (q, k, v))
-        outputs = []
-        for own in zip(*parts, strict=True):
-            query, key, value = (heads.transpose(0, 1).unsqueeze(0) for heads in own)
-            outputs.append(
-                F.scaled_dot_product_attention(query, key, value, is_causal=True, **options)
-            )
-        return torch.cat([out.squeeze(0).transpose(0, 1) for out in outputs]).view(q.shape)
 
 
 def dense_mask(positions: torch.Tensor) -> torch.Tensor:
@@ -182,18 +140,17 @@ def attention_masks(
     ``positions`` [B, L], which may have branches if ``config`` shares prompts. For a model with
     attention windows, the result is {window: mask}, with the window 0 for layers without one.
 
-    The result may be :class:`Documents` in place of a dense mask with a ``config`` of
-    :func:`splits_documents`.
+    The result is :class:`Documents` in place of a dense mask with a ``config`` of
+    :func:`computes_documents`.
     """
+    if config is not None and computes_documents(config, model.config):
+        return Documents.of(positions)
     trees = config is not None and config.prompt_sharing > 1
-    splits = config is not None and splits_documents(config, model.config)
     configs = [layer.attention.inner_attention for layer in model.config.layers]
     windows = {each.window for each in configs if isinstance(each, MaskedAttention.Config)}
     dense = isinstance(configs[0], DenseAttention.Config)
     if not trees and not any(windows):
-        if not dense:
-            return model.get_attention_masks(positions)
-        return (Documents.of(positions) if splits else None) or dense_mask(positions)
+        return dense_mask(positions) if dense else model.get_attention_masks(positions)
     create = dense_tree_mask if dense else flex_tree_mask
     masks = {window: create(positions, window) for window in windows}
     return masks if any(windows) else masks[0]
@@ -213,9 +170,9 @@ def flex_tree_mask(positions: torch.Tensor, window: int) -> Any:
     return create_attention_mask(attends, rows, None, length, length, device=positions.device)
 
 
-def splits_documents(config: TrainerConfig, model: Qwen3Model.Config) -> bool:
-    """Return whether a trainer of ``model`` may compute the attention of one document after the
-    other: dense attention of whole documents in whole rows, which nothing compiles.
+def computes_documents(config: TrainerConfig, model: Qwen3Model.Config) -> bool:
+    """Return whether a trainer of ``model`` computes the attention of documents, without a mask of
+    whole rows: dense attention without windows, sinks or context parallelism.
     """
     attentions = [layer.attention for layer in model.layers]
     is_plain = all(
@@ -224,23 +181,16 @@ def splits_documents(config: TrainerConfig, model: Qwen3Model.Config) -> bool:
         and not isinstance(each, SinkAttention.Config)
         for each in attentions
     )
-    whole = config.prompt_sharing == config.parallelism.context_parallel_degree == 1
-    return is_plain and whole and not config.compile.enable
+    return is_plain and config.parallelism.context_parallel_degree == 1
 
 
-def micro_batch_limits(
-    config: TrainerConfig, model: Qwen3Model.Config, batch: Batch | None = None
-) -> MicroBatchLimits:
-    """Return the limits of the micro-batches of a trainer of ``model``, those of ``batch`` if it is
-    given: on CPU its documents share one row if they are long.
-    """
+def micro_batch_limits(config: TrainerConfig, model: Qwen3Model.Config) -> MicroBatchLimits:
+    """Return the limits of the micro-batches of a trainer of ``model``."""
     inner = model.first_attention.inner_attention
     dense = isinstance(inner, DenseAttention.Config)
     kind = "dense" if dense else "flex" if isinstance(inner, FlexAttention.Config) else "varlen"
     limits = MicroBatchLimits.of(config, kind)
-    if batch is None or not limits.tokens or not splits_documents(config, model):
-        return limits
-    return replace(limits, one_row=len(batch.tokens) >= LONG * len(batch))
+    return replace(limits, one_row=limits.one_row or computes_documents(config, model))
 
 
 def attention_config(

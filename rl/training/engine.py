@@ -378,7 +378,7 @@ class TrainingEngine:
         """Yield each micro-batch of this rank, and whether it is the last. While another rank has
         more micro-batches, yield dummies.
         """
-        limits = micro_batch_limits(self.config, self.model.config, batch)
+        limits = micro_batch_limits(self.config, self.model.config)
         planned = plan(batch, limits)
         count = int(over_ranks(self._batch_group, len(planned), dist.ReduceOp.MAX))
         if count == 0:

@@ -192,7 +192,7 @@ def gradients_of(engine: TrainingEngine) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def logits_of(engine: TrainingEngine, tokens: torch.Tensor) -> torch.Tensor:
-    """Logits [B, L, V] of rows of one length: the model itself only ends in log-probs."""
+    """Logits [B, L, V] of sequences of one length: the model itself only ends in log-probs."""
     kept: list[torch.Tensor] = []
     handle = engine.model.norm.register_forward_hook(
         lambda module, given, hidden: kept.append(hidden)
@@ -202,7 +202,8 @@ def logits_of(engine: TrainingEngine, tokens: torch.Tensor) -> torch.Tensor:
     engine.config.micro_batch_size = len(tokens)
     engine.forward(Batch(tokens=padded, lengths=lengths, loss_weights=torch.ones(len(padded))))
     handle.remove()
-    return kept[0][:, : tokens.shape[1]] @ whole(engine.model.lm_head.weight).T
+    hidden = kept[0].flatten(0, 1)[: tokens.numel()].unflatten(0, tokens.shape)
+    return hidden @ whole(engine.model.lm_head.weight).T
 
 
 def accumulate(

@@ -1,45 +1,72 @@
-"""Attention of packed documents on CPU, one after the other, is that of a dense mask."""
+"""Attention of documents and their branches on CPU is that of a dense mask."""
 
 import pytest
 import torch
 
-from rl.training.attention import DenseAttention, Documents, dense_mask
+from rl.training.attention import DenseAttention, dense_tree_mask
+from rl.training.documents import Documents, _groups
+
+ROWS = {
+    "documents": [[300, 90, 10], [150, 250], [398, 1, 1]],
+    "a long document": [[600, 100, 20]],
+    "equal documents": [[9, 9, 9], [9, 9, 9]],
+    # each inner list has the cells of a prompt, then of its branches
+    "branches": [[[4, 6, 5, 1], [3, 9], 12], [[1, 1, 1], 37]],
+    "long branches": [[[520, 30, 40, 530]]],
+}
 
 
-def positions_of(rows: list[list[int]]) -> torch.Tensor:
-    return torch.stack([torch.cat([torch.arange(length) for length in row]) for row in rows])
+def positions_of(rows) -> torch.Tensor:
+    return torch.stack([torch.cat([_positions(piece) for piece in row]) for row in rows])
+
+
+def _positions(piece: int | list[int]) -> torch.Tensor:
+    if isinstance(piece, int):
+        return torch.arange(piece)
+    prompt, *branches = piece
+    ends = [torch.arange(prompt, prompt + length) for length in branches]
+    return torch.cat([torch.arange(prompt), *ends])
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
-def test_documents_attend_as_with_a_dense_mask(kv_heads):
-    positions = positions_of([[300, 90, 10], [150, 250], [398, 1, 1]])
-    documents = Documents.of(positions)
-    assert documents.lengths == [300, 90, 10, 150, 250, 398, 1, 1]
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+def test_documents_attend_as_with_a_dense_mask(rows, kv_heads):
+    positions = positions_of(rows)
     draw = torch.Generator().manual_seed(0)
+    shape = (*positions.shape, 4, 16)
     qkv = [
-        torch.randn(3, 400, heads, 16, generator=draw, dtype=torch.float64, requires_grad=True)
+        torch.randn(*shape[:2], heads, 16, generator=draw, dtype=torch.float64, requires_grad=True)
         for heads in (4, kv_heads, kv_heads)
     ]
-    weights = torch.randn(3, 400, 4, 16, generator=draw, dtype=torch.float64)
+    weights = torch.randn(shape, generator=draw, dtype=torch.float64)
     layer = DenseAttention(DenseAttention.Config())
     results = []
-    for masks in (documents, dense_mask(positions)):
+    for masks in (Documents.of(positions), dense_tree_mask(positions, 0)):
         out = layer(*qkv, attention_masks=masks, scale=0.3, enable_gqa=kv_heads < 4)
         results.append([out, *torch.autograd.grad((out * weights).sum(), qkv)])
     for own, wanted in zip(*results, strict=True):
         torch.testing.assert_close(own, wanted, rtol=1e-12, atol=1e-12)
 
 
+def test_the_kernel_of_documents_follows_the_rules_of_operators():
+    positions = positions_of(ROWS["branches"])
+    pieces = Documents.of(positions).pieces
+    qkv = [torch.randn(*positions.shape, heads, 16, requires_grad=True) for heads in (4, 2, 2)]
+    torch.library.opcheck(torch.ops.tiller.attend.default, (*qkv, pieces, 0.25))
+
+
 @pytest.mark.parametrize(
-    ("rows", "split"),
+    ("rows", "sizes"),
     [
-        ([[9]] * 256, False),
-        ([[6, 3]] * 100, False),
-        ([[300]] * 4, False),
-        ([[170, 170, 172]] * 2, True),
-        ([[64] * 16], True),
-        ([[2048]], True),
+        ([[9]] * 256, [256]),
+        ([[12, 9, 8, 4]], [4]),
+        ([[100, 99, 90]], [2, 1]),
+        ([[512, 512, 520, 520]], [1, 1, 2]),
+        # the prompt with its first branch, and the others
+        ([[[16, *[32] * 8]]], [1, 7]),
     ],
 )
-def test_documents_are_computed_alone_if_that_saves_more_than_its_calls_cost(rows, split):
-    assert (Documents.of(positions_of(rows)) is not None) == split
+def test_pieces_of_similar_lengths_are_computed_together(rows, sizes):
+    pieces = Documents.of(positions_of(rows)).pieces
+    groups = _groups(pieces.numpy().tobytes(), torch.float32)
+    assert [group.pieces for group in groups] == sizes

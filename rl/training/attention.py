@@ -144,7 +144,7 @@ def attention_masks(
     :func:`computes_documents`.
     """
     if config is not None and computes_documents(config, model.config):
-        return Documents.of(positions)
+        return Documents(positions)
     trees = config is not None and config.prompt_sharing > 1
     configs = [layer.attention.inner_attention for layer in model.config.layers]
     windows = {each.window for each in configs if isinstance(each, MaskedAttention.Config)}

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from rl.compat.torch_internals import flash_attention, flash_attention_backward
 
@@ -21,29 +20,18 @@ Cells = torch.Tensor | slice
 
 
 class Documents(NamedTuple):
-    """Documents of rows that are laid end to end, cut into pieces. A piece attends to itself
-    causally, and to a beginning of its document.
+    """Documents of rows at ``positions``, int64 [B, L], with branches as in ``tree_mask``.
 
-    ``pieces`` is int64 [S, 4]. A piece has its first cell, its number of cells, the first cell of
-    its document, and the number of cells there that it attends to.
+    They are computed in pieces. A piece is a branch, or a document up to its first branch. It
+    attends to itself causally, and to the beginning of its document before the branch.
     """
 
-    pieces: torch.Tensor
-
-    @classmethod
-    def of(cls, positions: torch.Tensor) -> "Documents":
-        """Return the documents of ``positions`` [B, L], with branches as in ``tree_mask``."""
-        flat = positions.flatten()
-        begins = (flat != F.pad(flat[:-1] + 1, (1, 0), value=-1)).nonzero().flatten()
-        lengths = begins.diff(append=begins.new_tensor([len(flat)]))
-        shared = flat[begins]
-        documents = torch.where(shared == 0, begins, 0).cummax(0).values
-        return cls(torch.stack([begins, lengths, documents, shared], dim=1))
+    positions: torch.Tensor
 
     def attend(self, qkv: Sequence[torch.Tensor], scale: float | None) -> torch.Tensor:
         """Return the attention output [B, L, N, H] of q [B, L, N, H], k and v [B, L, N_kv, H]."""
         q, k, v = qkv
-        out, _ = _attend(q, k, v, self.pieces, q.shape[-1] ** -0.5 if scale is None else scale)
+        out, _ = _attend(q, k, v, self.positions, q.shape[-1] ** -0.5 if scale is None else scale)
         return out  # type: ignore[no-any-return]
 
 
@@ -69,14 +57,22 @@ class _Group(NamedTuple):
 
 
 @lru_cache(maxsize=2)  # all layers of a micro-batch have the same groups
-def _groups(packed: bytes, dtype: torch.dtype) -> list[_Group]:
-    """Return the groups of the given bytes of ``Documents.pieces``."""
-    pieces = np.frombuffer(packed, dtype=np.int64).reshape(-1, 4)
+def _groups(positions: bytes, dtype: torch.dtype) -> list[_Group]:
+    """Return the groups of all pieces, from the bytes of the positions."""
+    flat = np.frombuffer(positions, dtype=np.int64)
+    begins = np.flatnonzero(np.diff(flat, prepend=-2) != 1)
+    shared = flat[begins]
+    documents = np.maximum.accumulate(np.where(shared == 0, begins, 0))
+    pieces = np.stack([begins, np.diff(begins, append=len(flat)), documents, shared], axis=1)
     return [_group(pieces[members], dtype) for members in _similar(pieces)]
 
 
 def _similar(pieces: np.ndarray) -> Iterator[list[int]]:
-    """Yield the indices of pieces that are computed together, longest first."""
+    """Yield the indices of pieces that are computed together, longest first.
+
+    ``pieces`` is int64 [S, 4]. A piece has its first cell, its number of cells, the first cell of
+    its document, and the number of cells there that it attends to.
+    """
     lengths = pieces[:, 1]
     spans = lengths + pieces[:, 3]
     pairs = lengths * spans
@@ -113,13 +109,13 @@ def _group(pieces: np.ndarray, dtype: torch.dtype) -> _Group:
 
 @torch.library.custom_op("tiller::attend", mutates_args=(), device_types="cpu")
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pieces: torch.Tensor, scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the attention output of ``Documents.attend``, and the log of the sum of exponentials
     of the scores of each query, [B, L, N].
     """
     results = _outputs(q)
-    for group in _groups(pieces.numpy().tobytes(), q.dtype):
+    for group in _groups(positions.numpy().tobytes(), q.dtype):
         query = group.take(group.queries, q)
         key, value = (group.take(group.keys, each) for each in (k, v))
         found = flash_attention(query, key, value, mask=group.mask, scale=scale)
@@ -136,14 +132,14 @@ def _attend_backward(
     v: torch.Tensor,
     out: torch.Tensor,
     total: torch.Tensor,
-    pieces: torch.Tensor,
+    positions: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of q, k and v from ``grad``, that of the output."""
     # a cell that several pieces attend to has the sum of their gradients
     wide = torch.promote_types(q.dtype, torch.float32)
     results = [torch.zeros(each.shape, dtype=wide) for each in (q, k, v)]
-    for group in _groups(pieces.numpy().tobytes(), q.dtype):
+    for group in _groups(positions.numpy().tobytes(), q.dtype):
         own_grad, query, own_out, own_total = (
             group.take(group.queries, each) for each in (grad, q, out, total)
         )
@@ -176,8 +172,8 @@ def _(grad, q, k, v, *_):  # type: ignore[no-untyped-def]
 
 
 def _keep(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    *qkv, pieces, ctx.scale = inputs
-    ctx.save_for_backward(*qkv, *output, pieces)
+    *qkv, positions, ctx.scale = inputs
+    ctx.save_for_backward(*qkv, *output, positions)
 
 
 def _backward(ctx, grad, _):  # type: ignore[no-untyped-def]

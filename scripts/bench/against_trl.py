@@ -106,10 +106,11 @@ SETTINGS = {
 """Settings of TRL by name."""
 
 FAST = ["--trainer.compile.enable", "--generator.no-enforce_eager"]
+SHARED = ["--trainer.prompt_sharing", "8"]
 OWN = {
-    "uniform": ["--trainer.prompt_sharing", "4"],
-    "varied": ["--trainer.prompt_sharing", "4"],
-    "long_prompts": ["--trainer.prompt_sharing", "8", "--generator.block_size", "32"],
+    "uniform": SHARED,
+    "varied": SHARED,
+    "long_prompts": [*SHARED, "--generator.block_size", "32"],
 }
 """Options of Tiller by kind of work. Samples share full blocks of their prompt in the KV cache."""
 THREADS = ["--trainer.threads", str(CORES)]

@@ -41,7 +41,7 @@ def test_documents_attend_as_with_a_dense_mask(rows, kv_heads):
     weights = torch.randn(shape, generator=draw, dtype=torch.float64)
     layer = DenseAttention(DenseAttention.Config())
     results = []
-    for masks in (Documents.of(positions), dense_tree_mask(positions, 0)):
+    for masks in (Documents(positions), dense_tree_mask(positions, 0)):
         out = layer(*qkv, attention_masks=masks, scale=0.3, enable_gqa=kv_heads < 4)
         results.append([out, *torch.autograd.grad((out * weights).sum(), qkv)])
     for own, wanted in zip(*results, strict=True):
@@ -50,9 +50,8 @@ def test_documents_attend_as_with_a_dense_mask(rows, kv_heads):
 
 def test_the_kernel_of_documents_follows_the_rules_of_operators():
     positions = positions_of(ROWS["branches"])
-    pieces = Documents.of(positions).pieces
     qkv = [torch.randn(*positions.shape, heads, 16, requires_grad=True) for heads in (4, 2, 2)]
-    torch.library.opcheck(torch.ops.tiller.attend.default, (*qkv, pieces, 0.25))
+    torch.library.opcheck(torch.ops.tiller.attend.default, (*qkv, positions, 0.25))
 
 
 @pytest.mark.parametrize(
@@ -67,6 +66,5 @@ def test_the_kernel_of_documents_follows_the_rules_of_operators():
     ],
 )
 def test_pieces_of_similar_lengths_are_computed_together(rows, sizes):
-    pieces = Documents.of(positions_of(rows)).pieces
-    groups = _groups(pieces.numpy().tobytes(), torch.float32)
+    groups = _groups(positions_of(rows).numpy().tobytes(), torch.float32)
     assert [group.pieces for group in groups] == sizes

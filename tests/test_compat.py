@@ -4,6 +4,7 @@ import ast
 import dis
 import importlib
 import inspect
+import random
 import re
 import tomllib
 from collections.abc import Iterator
@@ -15,8 +16,10 @@ from types import CodeType
 from typing import Any
 
 import pytest
+import torch
 
 from rl.compat import WRITTEN_FOR
+from rl.compat.torch_internals import set_unique_cache_keys
 
 ROOT = Path(__file__).parents[1]
 MODULES = sorted(path.stem for path in (ROOT / "rl/compat").glob("[!_]*.py"))
@@ -82,6 +85,22 @@ def test_the_search_finds_each_way_to_a_private_name():
         "getattr(anything, '_local_tensor')",
     ]
     assert [way for way in ways if len(private_uses(way, {"_local_tensor"})) != 1] == []
+
+
+def test_graphs_that_torch_cannot_hash_have_unique_keys(monkeypatch):
+    from torch._functorch._aot_autograd import autograd_cache
+
+    monkeypatch.setattr(autograd_cache, "random", random)  # restores it after the test
+    set_unique_cache_keys()
+    graph = torch.fx.Graph()
+    graph.output(graph.call_function(private_uses))
+    module = torch.fx.GraphModule({}, graph)
+    keys = set()
+    for _ in range(2):
+        random.seed(0)
+        with torch._functorch.config.patch(bypass_autograd_cache_key=True):
+            keys.add(autograd_cache.autograd_cache_key(module, [], None, None)[0])
+    assert len(keys) == 2
 
 
 def moved_from(module: str) -> list[str]:

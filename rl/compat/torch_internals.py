@@ -1,7 +1,9 @@
 """Local parts of DTensors, persistent buffers, and operations without a public name."""
 
+import random
 from collections.abc import Iterator, Sequence
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -35,10 +37,23 @@ RELIES_ON = (
     "query, key, value, dropout_p, is_causal, attn_mask, scale)",
     "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu_backward("
     "grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, attn_mask, scale)",
+    # torch gives the same key to different graphs if Python's generator is seeded alike: pytorch
+    # issue 191323
+    "torch._functorch._aot_autograd.autograd_cache:random",
     # torch has no public name for the history of allocations
     "torch.cuda.memory:_record_memory_history(enabled, stacks)",
     "torch.cuda.memory:_dump_snapshot(filename)",
 )
+
+
+def set_unique_cache_keys() -> None:
+    """Let torch draw the keys of compiled graphs that it cannot hash from the operating system.
+
+    Python's generator, which vLLM seeds alike on all ranks, would give a rank the graph of another.
+    """
+    from torch._functorch._aot_autograd import autograd_cache  # imports compilers
+
+    autograd_cache.random = random.SystemRandom()  # type: ignore[assignment]
 
 
 def record_memory(enabled: bool) -> None:
@@ -114,8 +129,9 @@ def flash_attention(
     the sum of exponentials of the scores [B, N, L]. ``mask`` [B, 1, L, K] is added to the scores;
     without one, attention is causal.
     """
-    compute = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-    return compute(q, k, v, 0.0, mask is None, attn_mask=mask, scale=scale)  # type: ignore[no-any-return]
+    compute: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    out, total = compute(q, k, v, 0.0, mask is None, attn_mask=mask, scale=scale)
+    return out, total
 
 
 def flash_attention_backward(
@@ -124,5 +140,6 @@ def flash_attention_backward(
     """Return the gradients of q, k and v of ``flash_attention``. ``saved`` are its three inputs and
     its two outputs.
     """
-    compute = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-    return compute(grad, *saved, 0.0, mask is None, attn_mask=mask, scale=scale)  # type: ignore[no-any-return]
+    compute: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    by_q, by_k, by_v = compute(grad, *saved, 0.0, mask is None, attn_mask=mask, scale=scale)
+    return by_q, by_k, by_v

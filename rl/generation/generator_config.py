@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from rl.errors import require
-from rl.host.platform import thread_variables
+from rl.host.platform import device_type, thread_variables
 from rl.model.shape import ModelShape
 from rl.types.routed_experts import dtype_of
 from rl.types.rules import MAX_NODES, NUMERICS, PERFORMANCE, above, at_least
@@ -142,6 +142,8 @@ def environment(config: GeneratorConfig) -> dict[str, str]:
     if config.dtype == "float32":
         # vLLM's attention of float32 on CUDA is a Triton kernel, and Triton's default is TF32
         variables["TRITON_F32_DEFAULT"] = "ieee"
+    if device_type() == "cpu":
+        variables["VLLM_USE_AOT_COMPILE"] = "0"  # vLLM cannot load what it would save here
     return variables
 
 

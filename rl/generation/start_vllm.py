@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from rl.compat.torch_internals import set_unique_cache_keys
 from rl.errors import require
 from rl.generation.generator_config import GeneratorConfig, check_variables
 from rl.host.platform import device_type
@@ -37,6 +38,8 @@ def start_vllm(config: GeneratorConfig, shape: ModelShape, **options: Any) -> An
         # otherwise vLLM's sampler compiles a helper, which takes seconds and g++
         compiles = chosen.compilation_config.mode != CompilationMode.NONE
         torch.compiler.set_stance("default" if compiles else "force_eager")
+        if compiles:
+            set_unique_cache_keys()
         return LLMEngine(chosen, RankExecutor, log_stats=False, multiprocess_mode=False)
 
 

@@ -29,8 +29,7 @@ HEAP = {
     "MALLOC_TRIM_THRESHOLD_": (-1, 2**30),
 }
 """Variables of glibc's heap, each with its number in mallopt(3) and the value with which a process
-keeps up to 1 GiB of the memory that it frees. The kernel clears each new page: without the values
-this takes up to a tenth of a training step on CPU."""
+keeps up to 1 GiB of the memory that it frees: the kernel clears each new page."""
 GROUPED_ON = (9, 10)
 """Major compute capabilities of the GPUs that keep the offsets of grouped products in bfloat16 on
 the device. Elsewhere torch reads the offsets on the host."""

@@ -23,6 +23,10 @@ from rl.types import Rollout
 SYNCED = ("started", "checkpoint", "failed", "ended")
 """Kinds of events after which the file of events is synced to the disk."""
 
+GATHERED = ("span", "arrived")
+"""Kinds of events that are written with the next event of another kind: each process has some in
+each step."""
+
 UNWRITTEN = 4
 """Number of steps whose rollouts may wait to be written."""
 
@@ -58,8 +62,8 @@ class RunRecord:
       evaluations are read back with NaN.
     - A kill at any moment leaves whole ``.json`` files, and at most one incomplete last line in a
       ``.jsonl`` file, which readers skip.
-    - Data is on disk when the method that writes it returns, except for events: a kill loses those
-      since the last event that is not a span, and a host that loses power those since the last
+    - Data is on disk when the method that writes it returns, except for events: a kill loses spans
+      and arrivals since the last other event, and a host that loses power all events since the last
       checkpoint.
     - A write that fails raises RunError, naming the file.
     """
@@ -84,7 +88,7 @@ class RunRecord:
         self.evaluations_path = self.folder / "evaluations.jsonl"
         self.profiles = StepFolders(self.folder / "profiles")
         self.evaluated = RolloutFolder(self.folder / "evaluations")
-        self._spans: list[str] = []
+        self._gathered: list[str] = []
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="rollouts")
         self._unwritten: deque[Future[None]] = deque()
         for path in (self.checkpoints, self.logs, self.run_log.parent):
@@ -133,12 +137,12 @@ class RunRecord:
 
     def write_event(self, event: Event) -> None:
         """Append ``event``; write the row of metrics or of an evaluation to the file of its own."""
-        self._spans.append(_line(event))
+        self._gathered.append(_line(event))
         kind = event["kind"]
-        if kind == "span":
+        if kind in GATHERED:
             return
-        lines = "".join(self._spans)
-        self._spans.clear()
+        lines = "".join(self._gathered)
+        self._gathered.clear()
         path = self.events_path
         with self._writing(path), open(path, "a", encoding="utf-8") as file:
             file.write(lines)

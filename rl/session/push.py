@@ -348,21 +348,32 @@ class WeightPush:
         return newest
 
     async def _compare_each(self) -> None:
-        """Compare arrivals with the trainer's weights, unless the weights have changed since.
-
-        A trainer that shares its devices with generators computes its side of the canary in the
-        turn in which it waits for that.
-        """
+        """Compare arrivals with the trainer's weights, unless the weights have changed since."""
         while True:
             await self._changed.until(lambda: self._unchecked)
             arrival = self._unchecked[0]
             changes = self._is_changing and arrival.source is None
             if arrival.version == self.begun and self.has(arrival.source) and not changes:
-                with self.watch.span("check"):
-                    await self.checks.compare_digests(arrival)
-                if self._in_turns and arrival.answer is not None:
-                    await self._changed.until(lambda: self._settling)
-                with self.watch.span("check"):
-                    await self.checks.compare_canary(arrival, self.metrics)
+                await self._compare(arrival)
             self._unchecked.popleft()
             self._changed.notify()
+
+    async def _compare(self, arrival: Arrival) -> None:
+        """Compare an arrival.
+
+        - A trainer that shares its devices with generators computes its side of the canary in the
+          turn in which it waits for that.
+        - Another trainer gets all calls at once, and does not idle between them.
+        """
+        checks = self.checks
+        if not self._in_turns:
+            with self.watch.span("check"):
+                digests = checks.compare_digests(arrival)
+                await asyncio.gather(digests, checks.compare_canary(arrival, self.metrics))
+            return
+        with self.watch.span("check"):
+            await checks.compare_digests(arrival)
+        if arrival.answer is not None:
+            await self._changed.until(lambda: self._settling)
+        with self.watch.span("check"):
+            await checks.compare_canary(arrival, self.metrics)

@@ -137,9 +137,6 @@ class PushChecks:
         Raises RunError that begins with ``owner`` if ranks differ in a part that both have.
         """
         generator, version, source, _, loaded = arrival
-        if self._digested != (version, generator.dtype):
-            async with self._residency.of("trainer", "model"):
-                await self._digest(version, generator.dtype, source, owner)
         if loaded is None:
             async with self._residency.of("generator", "model"):
                 if generator.version != version:  # it was started again
@@ -147,6 +144,9 @@ class PushChecks:
                 loaded = await unless_lost(generator, generator.weight_digests())
         if loaded is None:
             return []
+        if self._digested != (version, generator.dtype):
+            async with self._residency.of("trainer", "model"):
+                await self._digest(version, generator.dtype, source, owner)
         return differing(self._trained, _merged(loaded, f"{owner}{generator.name}"))
 
     async def _digest(self, version: int, dtype: torch.dtype, source: Source, owner: str) -> None:

@@ -94,16 +94,6 @@ class DenseAttention(MaskedAttention):
         return out.transpose(1, 2)
 
 
-def dense_mask(positions: torch.Tensor) -> torch.Tensor:
-    """Return the causal mask within documents, bool [B, 1, L, L]. A document starts at each 0 of
-    ``positions`` [B, L].
-    """
-    document = (positions == 0).cumsum(1)
-    length = positions.shape[1]
-    causal = torch.ones(length, length, dtype=torch.bool, device=positions.device).tril()
-    return ((document[:, :, None] == document[:, None, :]) & causal).unsqueeze(1)
-
-
 def tree_mask(positions: torch.Tensor, window: int = 0) -> Callable[..., torch.Tensor]:
     """Return a mask function of flex attention for documents with branches, limited to the last
     ``window`` positions unless that is 0.
@@ -149,14 +139,14 @@ def attention_masks(
     configs = [layer.attention.inner_attention for layer in model.config.layers]
     windows = {each.window for each in configs if isinstance(each, MaskedAttention.Config)}
     dense = isinstance(configs[0], DenseAttention.Config)
-    if not trees and not any(windows):
-        return dense_mask(positions) if dense else model.get_attention_masks(positions)
+    if not dense and not trees and not any(windows):
+        return model.get_attention_masks(positions)
     create = dense_tree_mask if dense else flex_tree_mask
     masks = {window: create(positions, window) for window in windows}
     return masks if any(windows) else masks[0]
 
 
-def dense_tree_mask(positions: torch.Tensor, window: int) -> torch.Tensor:
+def dense_tree_mask(positions: torch.Tensor, window: int = 0) -> torch.Tensor:
     """Return the values of :func:`tree_mask`, bool [B, 1, L, L]."""
     rows, cells = (torch.arange(size, device=positions.device) for size in positions.shape)
     attends = tree_mask(positions, window)

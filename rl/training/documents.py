@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,8 +22,9 @@ Cells = torch.Tensor | slice
 class Documents(NamedTuple):
     """Documents of rows at ``positions``, int64 [B, L], with branches as in ``tree_mask``.
 
-    They are computed in pieces. A piece is a branch, or a document up to its first branch. It
-    attends to itself causally, and to the beginning of its document before the branch.
+    They are computed in pieces, cells with consecutive positions: a document with its first branch,
+    or another branch. A piece attends to itself causally, and a branch to the cells of its document
+    before the branch.
     """
 
     positions: torch.Tensor
@@ -47,7 +48,7 @@ class _Group(NamedTuple):
     """Added to the scores, [P, 1, width, span]. None if queries and keys are the same cells, and
     attention is causal."""
     repeated: torch.Tensor | None
-    """Which queries are repeated ones, bool [P, 1, width, 1]; None if none is."""
+    """Whether each query is a repeated one, bool [P, 1, width, 1]; None if none is."""
 
     def take(self, cells: Cells, of: torch.Tensor) -> torch.Tensor:
         """Return the values of ``cells`` among ``of`` [B, L, N, ...], as [P, N, cells, ...]."""
@@ -91,7 +92,7 @@ def _similar(pieces: np.ndarray) -> Iterator[list[int]]:
 def _group(pieces: np.ndarray, dtype: torch.dtype) -> _Group:
     begin, length, document, shared = (column[:, None] for column in pieces.T)
     if len(pieces) == 1 and not shared:
-        cells = slice(int(begin), int(begin + length))
+        cells = slice(begin.item(), (begin + length).item())
         return _Group(1, cells, cells, None, None)
     place = np.arange(int(length.max()))
     query = np.minimum(place, length - 1)
@@ -120,8 +121,26 @@ def _attend(
         key, value = (group.take(group.keys, each) for each in (k, v))
         found = flash_attention(query, key, value, mask=group.mask, scale=scale)
         for whole, part in zip(results, found, strict=True):
-            whole.flatten(0, 1)[group.queries] = part.transpose(1, 2).flatten(0, 1)
+            _put(whole, group.queries, part)
     return results
+
+
+def _put(whole: torch.Tensor, cells: Cells, part: torch.Tensor) -> None:
+    """Write ``part`` [P, N, cells, ...] at ``cells`` of ``whole`` [B, L, N, ...]."""
+    values = part.transpose(1, 2).flatten(0, 1)
+    if isinstance(cells, slice):
+        whole.flatten(0, 1)[cells] = values
+    else:
+        whole.flatten(0, 1).index_copy_(0, cells, values)
+
+
+def _add(whole: torch.Tensor, cells: Cells, part: torch.Tensor) -> None:
+    """Add ``part`` [P, N, cells, ...] at ``cells`` of ``whole`` [B, L, N, ...]."""
+    values = part.transpose(1, 2).flatten(0, 1).to(whole.dtype)
+    if isinstance(cells, slice):
+        whole.flatten(0, 1)[cells] += values
+    else:
+        whole.flatten(0, 1).index_add_(0, cells, values)
 
 
 @torch.library.custom_op("tiller::attend_backward", mutates_args=(), device_types="cpu")
@@ -151,32 +170,28 @@ def _attend_backward(
         )
         cells = (group.queries, group.keys, group.keys)
         for whole, own, part in zip(results, cells, found, strict=True):
-            values = part.transpose(1, 2).flatten(0, 1).to(wide)
-            if isinstance(own, slice):
-                whole.flatten(0, 1)[own] += values
-            else:
-                whole.flatten(0, 1).index_add_(0, own, values)
+            _add(whole, own, part)
     by_q, by_k, by_v = (each.to(q.dtype) for each in results)
     return by_q, by_k, by_v
 
 
 @_attend.register_fake
-def _outputs(q, *_):  # type: ignore[no-untyped-def]
+def _outputs(q: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
     total = torch.promote_types(q.dtype, torch.float32)
     return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=total)
 
 
 @_attend_backward.register_fake
-def _(grad, q, k, v, *_):  # type: ignore[no-untyped-def]
-    return tuple(each.new_empty(each.shape) for each in (q, k, v))
+def _gradients(_: object, *qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tuple(each.new_empty(each.shape) for each in qkv[:3])
 
 
-def _keep(ctx, inputs, output):  # type: ignore[no-untyped-def]
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     *qkv, positions, ctx.scale = inputs
     ctx.save_for_backward(*qkv, *output, positions)
 
 
-def _backward(ctx, grad, _):  # type: ignore[no-untyped-def]
+def _backward(ctx: Any, grad: torch.Tensor, _: object) -> tuple[torch.Tensor | None, ...]:
     return *_attend_backward(grad, *ctx.saved_tensors, ctx.scale), None, None
 
 

@@ -17,12 +17,11 @@ as TRL draws them. Asynchronously they may be drawn by those before (max_stalene
 such way on a CPU. Each side has settings for each kind of work (BEST). ``--settings`` tries others
 (SETTINGS, WAYS); the fastest of a round counts. Tiller has the default canary and records.
 
-A side's tokens per second are those of a turn's steps after the first ten, in which torch.compile
-compiles again for other lengths, and before the last one, all together. A ratio is the median over
-the rounds. Ratios of tokens per CPU second, of all processes, change less on a busy host.
+A side's tokens per second are those of a turn's steps after the first ones, in which torch.compile
+compiles, and before the last one, all together. A ratio is the median over the rounds. Ratios of
+tokens per CPU second, of all processes, change less on a busy host.
 
-All threads wait for each other as trainer.threads has them wait. TRL's step is fastest with that:
-OMP_WAIT_POLICY=PASSIVE alone was slower, and OpenMP's default was not faster.
+All threads wait for each other as trainer.threads has them wait, with which TRL's step is fastest.
 
 TRL is installed, once, into an environment of its own from the package index that pip is configured
 for; nothing else is downloaded.
@@ -33,7 +32,6 @@ import contextlib
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -59,7 +57,6 @@ PINNED = (
     "accelerate==1.15.0",
     "datasets==5.2.0",
 )
-WARM_UP = 10
 TIMEOUT_S = 1800.0
 CORES = os.cpu_count() or 1
 MAX_DIFFERENCE = 0.15
@@ -115,7 +112,11 @@ OWN = {
 """Options of Tiller by kind of work. Samples share full blocks of their prompt in the KV cache."""
 THREADS = ["--trainer.threads", str(CORES)]
 CHUNKS = ["--rollout.pipeline", "asynchronous", "--rollout.stream_chunks", "4"]
-RANKS = ["--trainer.parallelism.data_parallel_shard_degree", "2", "--generator.replicas", "2"]
+RANKS = [
+    *("--trainer.parallelism.data_parallel_replicate_degree", "2"),
+    *("--trainer.parallelism.data_parallel_shard_degree", "1"),
+    *("--generator.replicas", "2"),
+]
 AHEAD = ["--rollout.max_staleness", "1"]
 FREE = [*AHEAD, "--rollout.pipeline", "asynchronous", "--generator.inflight_policy", "continue"]
 WAYS = {
@@ -140,9 +141,9 @@ WAYS = {
 - free-threads: The same, and the trainer uses cores that the generator leaves.
 """
 BEST = {
-    "uniform": ["compiled", "threads", "ordered"],
-    "varied": ["compiled", "threads", "free"],
-    "long_prompts": ["compiled", "threads", "free"],
+    "uniform": ["compiled", "threads", "free-threads"],
+    "varied": ["compiled", "ranks", "ordered"],
+    "long_prompts": ["compiled", "threads", "free-threads"],
 }
 """Fastest settings of TRL and of each way of Tiller, by kind of work."""
 WAY_OF = {name: way for way, settings in WAYS.items() for name in settings}
@@ -163,9 +164,13 @@ class Turn:
     steps: int
 
     @classmethod
-    def of(cls, seconds: Sequence[float], tokens: Sequence[float], cpu_s: float) -> "Turn":
-        """Return the turn with these values of all its steps."""
-        counted = slice(WARM_UP, -1)
+    def of(
+        cls, seconds: Sequence[float], tokens: Sequence[float], cpu_s: float, *, warm_up: int
+    ) -> "Turn":
+        """Return the turn with these values of all its steps, of which the first ``warm_up`` and
+        the last one do not count.
+        """
+        counted = slice(warm_up, -1)
         return cls(sum(seconds[counted]), sum(tokens[counted]), cpu_s, len(seconds[counted]))
 
     @property
@@ -184,9 +189,9 @@ def trl_python(folder: Path) -> Path:
     return environment_python(folder, PINNED, name="against_trl: TRL")
 
 
-def write_model(folder: Path, fields: dict[str, Any] = MODEL, constant: Sequence[int] = ()) -> None:
-    """Write random weights, and a tokenizer whose vocabulary has the size of the model's. The
-    logits of the tokens ``constant`` are 0.
+def write_model(folder: Path, fields: dict[str, Any] = MODEL, ends: bool = False) -> None:
+    """Write random weights, and a tokenizer whose vocabulary has the size of the model's. With
+    ``ends``, the logit of the token END is 0.
     """
     import torch
     from tokenizers import Tokenizer
@@ -201,8 +206,8 @@ def write_model(folder: Path, fields: dict[str, Any] = MODEL, constant: Sequence
     logging.disable_progress_bar()
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(Qwen3Config(**hf_config(shape_of(ModelConfig(**fields)))))
-    for token in constant:
-        model.lm_head.weight.data[token] = 0.0
+    if ends:
+        model.lm_head.weight.data[END] = 0.0
     model.save_pretrained(folder)
     words = Tokenizer(
         WordLevel({f"w{token}": token for token in range(fields["vocab_size"])}, unk_token="w0")
@@ -214,41 +219,47 @@ def write_model(folder: Path, fields: dict[str, Any] = MODEL, constant: Sequence
 def run_trl(
     python: Path, kind: str, setting: Setting, model: Path, steps: int, folder: Path
 ) -> Turn:
-    """Return TRL's turn; its files begin with the name ``folder``."""
+    """Return TRL's turn of so many ``steps`` that count; its files begin with the name
+    ``folder``.
+    """
     from rl.host.platform import thread_variables
 
+    warm_up = WORKS[kind].warm_up
     path, progress = folder.with_suffix(".json"), folder.with_suffix(".progress")
-    given = {"kind": kind, "model": str(model), "steps": steps, "progress": str(progress)}
+    last = warm_up + steps
+    given = {"kind": kind, "model": str(model), "steps": last + 1, "progress": str(progress)}
     path.write_text(json.dumps(given | {"passes": setting.passes, "options": setting.options}))
     processes = setting.processes
     launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--standalone"]
     out, cpu_s = run_watched(
         [python, *(launcher if processes > 1 else []), HERE / "grpo_trl.py", path],
         progress,
-        (WARM_UP, steps - 1),
+        (warm_up, last),
         **thread_variables(max(1, CORES // processes)),
     )
     found = json.loads(out.splitlines()[-1])
-    return Turn.of(found["seconds"], found["tokens"], cpu_s)
+    return Turn.of(found["seconds"], found["tokens"], cpu_s, warm_up=warm_up)
 
 
 def run_ours(kind: str, model: Path, steps: int, folder: Path, *overrides: str) -> Turn:
-    """Return Tiller's turn, a run in ``folder``."""
-    fields = {"--model.hf_path": model, "--steps": str(steps), "--output-dir": folder}
+    """Return Tiller's turn of so many ``steps`` that count, a run in ``folder``."""
+    work = WORKS[kind]
+    last = work.warm_up + steps
+    fields = {"--model.hf_path": model, "--steps": str(last + 1), "--output-dir": folder}
     options = [word for pair in fields.items() for word in pair]
     config = ["--config", f"grpo_ours.{kind}"]
     _, cpu_s = run_watched(
         [sys.executable, "-m", "rl.train", *config, *options, *overrides],
         folder / "metrics.jsonl",
-        (WARM_UP, steps - 1),
+        (work.warm_up, last),
         PYTHONPATH=os.pathsep.join(map(str, (ROOT, HERE))),
     )
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    work = WORKS[kind]
     lengths = [row["completion/length_mean"] for row in rows]
     assert work.ends or {*lengths} == {work.new_tokens}, f"completions of {lengths} tokens"
     tokens = [length * work.prompts * work.samples for length in lengths]
-    return Turn.of([row["timing/step"] for row in rows], tokens, cpu_s)
+    seconds = [row["timing/step"] for row in rows]
+    return Turn.of(seconds, tokens, cpu_s, warm_up=work.warm_up)
 
 
 def run_watched(
@@ -281,24 +292,13 @@ def run_watched(
         return out.read(), spent[marks[1]] - spent[marks[0]]
 
 
-def _run(command: Sequence[str | Path], **variables: str) -> str:
-    """Return the output of a command. Raises SystemExit with its errors if it fails."""
-    environment = {**os.environ, **OFFLINE, **variables}
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
-    )
-    if done.returncode:
-        raise SystemExit(f"{done.stderr}against_trl: this failed: {' '.join(map(str, command))}")
-    return done.stdout
-
-
 def compare(
     python: Path, kind: str, settings: Sequence[str], rounds: int, steps: int, folder: Path
 ) -> dict[str, Any]:
     """Measure all sides of a kind of work alternately; return the result of ``result_of``."""
     folder.mkdir()
     model = folder / "model"
-    write_model(model, WORKS[kind].model, constant=[END] if WORKS[kind].ends else [])
+    write_model(model, WORKS[kind].model, ends=WORKS[kind].ends)
     turns: dict[str, list[Turn]] = {}
     for number in range(rounds):
         for name in settings:
@@ -362,12 +362,7 @@ def main() -> None:
     )
     parser.add_argument("--only", nargs="+", choices=WORKS, default=[*WORKS], help="kinds of work")
     parser.add_argument("--rounds", type=int, default=7, help="turns that each side takes")
-    parser.add_argument(
-        "--steps",
-        type=int,
-        default=30,
-        help=f"of each turn, {WARM_UP} of them to warm up, and one that does not count",
-    )
+    parser.add_argument("--steps", type=int, default=16, help="steps of each turn that count")
     parser.add_argument(
         "--settings",
         nargs="+",
@@ -383,8 +378,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.settings and {*arguments.settings}.isdisjoint(SETTINGS):
         parser.error("--settings: name one of TRL too")
-    if arguments.steps <= WARM_UP + 1:
-        parser.error(f"--steps: {arguments.steps} leaves none that count")
+    if arguments.steps < 1:
+        parser.error(f"--steps: {arguments.steps} is no number of steps that count; give 1 or more")
     python = trl_python(arguments.trl_env.expanduser())
     print(f"{CORES} cores, {PINNED[0]}")
     result: dict[str, Any] = {}

@@ -5,7 +5,7 @@ Usage: python scripts/bench/budgets.py [--rounds N] [--only NAME ...] [--results
 A round runs each program once, with few turns of its own. Programs take turns, so that a busy
 minute of the host spoils one round of each. What is not a time (layouts.py, algorithms.py) runs in
 the first round only. Each round's figures are appended to FILE as JSON lines; the same command goes
-on from there. Seven rounds take about two hours on two cores.
+on from there. Seven rounds take about three hours on two cores.
 """
 
 import argparse
@@ -45,15 +45,15 @@ ROUND = {
     "generator": ["--rounds", "3"],
     "overlap": ["--rounds", "1"],
     "controller": ["--repeats", "1"],
-    "against_trl": ["--rounds", "1"],
+    "against_trl": ["--rounds", "1", "--steps", "8"],
     "sft_against_trl": ["--rounds", "1"],
-    "plain_loop": ["--rounds", "1"],
+    "plain_loop": ["--rounds", "1", "--seed", "{round}"],
     "router_replay": ["--rounds", "3"],
     "episodes": ["--rounds", "3", "--repeats", "1"],
     "tinker": ["--rounds", "1"],
     "view": ["--repeats", "1"],
 }
-"""Arguments of a round, by program."""
+"""Arguments of a round, by program. ``{round}`` is its number, from 0."""
 
 ONCE: dict[str, list[str]] = {"layouts": [], "algorithms": []}
 
@@ -178,7 +178,8 @@ def main() -> None:
             wanted = 1 if name in ONCE else number + 1
             if len(rounds[name]) >= wanted:
                 continue
-            if found := run(name, ROUND.get(name, [])):
+            given = [each.format(round=number) for each in ROUND.get(name, [])]
+            if found := run(name, given):
                 rounds[name].append(found)
                 if arguments.results:
                     with arguments.results.open("a") as file:

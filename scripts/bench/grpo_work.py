@@ -25,6 +25,8 @@ class Work:
     ends: bool
     """Whether the token END ends a completion. Otherwise all completions are the longest."""
     learning_rate: float
+    warm_up: int
+    """Number of steps in which torch.compile compiles for all lengths. These do not count."""
 
     @property
     def model(self) -> dict[str, Any]:
@@ -60,9 +62,9 @@ END = 1
 it once in about ``words`` tokens, whatever the tokens before are."""
 
 WORKS = {
-    "uniform": Work(8, 8, 16, 32, words=512, ends=False, learning_rate=1e-3),
+    "uniform": Work(8, 8, 16, 32, words=512, ends=False, learning_rate=1e-3, warm_up=4),
     # the model hardly changes, and so do the lengths
-    "varied": Work(8, 8, 16, 128, words=32, ends=True, learning_rate=1e-6),
-    "long_prompts": Work(4, 8, 512, 64, words=512, ends=False, learning_rate=1e-3),
+    "varied": Work(8, 8, 16, 128, words=32, ends=True, learning_rate=1e-6, warm_up=16),
+    "long_prompts": Work(4, 8, 512, 64, words=512, ends=False, learning_rate=1e-3, warm_up=4),
 }
 MODEL = WORKS["uniform"].model

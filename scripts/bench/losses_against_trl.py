@@ -18,12 +18,14 @@ import json
 import os
 import random
 import socket
+import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from against_trl import HERE, TRL_ENV, _run, trl_python, write_model
+from against_trl import HERE, OFFLINE, TIMEOUT_S, TRL_ENV, trl_python, write_model
 from grpo_work import MODEL
 
 LIMIT = 1e-5
@@ -280,6 +282,18 @@ def compare(python: Path, folder: Path) -> dict[str, dict[str, float]]:
             flush=True,
         )
     return found
+
+
+def _run(command: Sequence[str | Path], **variables: str) -> str:
+    """Return the output of a command. Raises SystemExit with its errors if it fails."""
+    environment = {**os.environ, **OFFLINE, **variables}
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+    if done.returncode:
+        words = " ".join(map(str, command))
+        raise SystemExit(f"{done.stderr}losses_against_trl: this failed: {words}")
+    return done.stdout
 
 
 def main() -> None:

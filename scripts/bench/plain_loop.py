@@ -76,10 +76,10 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def compare(size: str, rounds: int, folder: Path) -> dict[str, Any]:
+def compare(size: str, seeds: range, folder: Path) -> dict[str, Any]:
     """Measure both sides alternately. Return the median ratio, its extremes and medians."""
     found: dict[str, list[dict[str, float]]] = {"plain": [], "ours": []}
-    for seed in range(rounds):
+    for seed in seeds:
         found["plain"].append(run_plain(size, seed))
         found["ours"].append(run_ours(size, seed, folder / f"{size}-{seed}"))
         for name, rows in found.items():
@@ -105,15 +105,17 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=3, help="turns that each side takes")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first round")
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object as the last line"
     )
     parser.add_argument("--only", nargs="+", choices=SIZES, default=[*SIZES], help="sizes")
     arguments = parser.parse_args()
+    seeds = range(arguments.seed, arguments.seed + arguments.rounds)
     result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         for size in arguments.only:
-            found = compare(size, arguments.rounds, Path(folder))
+            found = compare(size, seeds, Path(folder))
             suffix = "" if size == "0.1m" else f"_{size}"
             result |= {f"{name}{suffix}": value for name, value in found.items()}
     print(json.dumps(result) if arguments.json else result)

@@ -58,9 +58,8 @@ def test_our_side_is_asked_for_the_same_work(against_trl, tmp_path, kind, step, 
 def test_our_side_runs_and_a_turn_has_the_steps_that_count(against_trl, tmp_path, kind):
     work = against_trl.WORKS[kind]
     against_trl.write_model(tmp_path / "model", work.model)
-    steps = against_trl.WARM_UP + 3
     way = ["--rollout.max_staleness", "1"]
-    turn = against_trl.run_ours(kind, tmp_path / "model", steps, tmp_path / "run", *way)
+    turn = against_trl.run_ours(kind, tmp_path / "model", 2, tmp_path / "run", *way)
     assert turn.steps == 2
     assert turn.seconds > 0
     assert turn.cpu_s > 0
@@ -95,8 +94,8 @@ def test_ratios_are_those_of_each_round_with_the_fastest_setting_of_each_side(ag
 
 
 def test_a_turn_leaves_out_the_first_steps_and_the_last(against_trl):
-    seconds = [9.0] * against_trl.WARM_UP + [1.0, 2.0, 9.0]
-    turn = against_trl.Turn.of(seconds, [10 * each for each in seconds], 6.0)
+    seconds = [9.0, 9.0, 1.0, 2.0, 9.0]
+    turn = against_trl.Turn.of(seconds, [10 * each for each in seconds], 6.0, warm_up=2)
     assert (turn.seconds, turn.tokens, turn.steps) == (3.0, 30.0, 2)
     assert (turn.per_s, turn.per_cpu_s) == (10.0, 5.0)
 

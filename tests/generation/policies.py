@@ -35,6 +35,7 @@ class Policy:
     """
 
     def __init__(self, config: ModelConfig, seed: int):
+        self.config = config
         shape = shape_of(config)
         self.model = decoder_config(
             shape, fuse_qkv=config.fuse_qkv, inner_attention=ScaledDotProductAttention.Config()

@@ -44,12 +44,13 @@ def test_metrics_and_evaluations_have_a_file_of_their_own_too(record):
     assert record.read_evaluations() == [{"step": 1, "eval/loss": 2.0}]
 
 
-def test_spans_are_written_with_the_next_other_event(record):
+def test_spans_and_arrivals_are_written_with_the_next_other_event(record):
     events = Events(record.write_event)
     events.emit("span", process="trainer", name="forward", begin=1.0, end=2.0, step=1)
+    events.emit("arrived", process="generator-0", version=1)
     assert not record.events_path.exists()
     events.note("here")
-    assert [row["kind"] for row in written(record)] == ["span", "note"]
+    assert [row["kind"] for row in written(record)] == ["span", "arrived", "note"]
 
 
 def test_a_line_that_a_kill_cut_is_removed_before_new_ones_follow(record):

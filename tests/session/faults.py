@@ -90,8 +90,8 @@ def drop_mask(_engine: Any) -> None:
     """Let the trainer's tokens attend to later tokens."""
     from rl.training import attention, engine
 
-    engine.attention_masks = lambda *args, **options: torch.ones_like(
-        attention.attention_masks(*args, **options)
+    engine.attention_masks = lambda _, positions, *__: torch.ones_like(
+        attention.dense_tree_mask(positions)
     )
 
 

@@ -67,7 +67,7 @@ MUTATIONS = {
         "NCCL refuses tensors of",
     ),
     "a product of two dtypes": Mutation(
-        f"{HEAD}_scaled_logits", "hidden @", "hidden.float() @", ONE_DTYPE
+        f"{HEAD}_scaled_logits", "hidden[chunk] @", "hidden[chunk].float() @", ONE_DTYPE
     ),
     "a missing cast": Mutation(
         f"{HEAD}_LinearLogProbs.backward", ".to(hidden.dtype)", "", ONE_DTYPE

@@ -5,7 +5,7 @@ A loss computes the cost of each token; the trainer weights, sums and divides th
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torchtitan.config import Configurable
@@ -345,7 +345,8 @@ def dapo(**fields: float) -> ClippedLoss.Config:
     """Return DAPO's loss, with clip-higher and the mean over tokens; ``fields`` are fields of
     ClippedLoss.Config.
     """
-    return grpo(**({"clip_high": 0.28, "reduction": "token_mean"} | fields))  # type: ignore[arg-type]
+    defaults: dict[str, Any] = {"clip_high": 0.28, "reduction": "token_mean"}
+    return grpo(**(defaults | fields))
 
 
 def token_weights(lengths: torch.Tensor, reduction: str, max_tokens: int = 0) -> torch.Tensor:

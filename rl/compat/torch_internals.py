@@ -50,6 +50,7 @@ def set_unique_cache_keys() -> None:
     """Let torch draw the keys of compiled graphs that it cannot hash from the operating system.
 
     Python's generator, which vLLM seeds alike on all ranks, would give a rank the graph of another.
+    No test runs this on CUDA.
     """
     from torch._functorch._aot_autograd import autograd_cache  # imports compilers
 

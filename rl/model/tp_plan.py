@@ -58,7 +58,7 @@ TP_PLAN: tuple[tuple[str, Cut], ...] = (
     (rf"{EXPERTS}down_bias", Cut.EXPERTS_FIRST_RANK),
     (r"layers\.\d+\.moe\.router\.(gate\.(weight|bias)|expert_bias)", Cut.REPLICATED),
     (
-        r"(layers\.\d+\.(attention_norm|ffn_norm|attention\.q_norm|attention\.k_norm)|norm)\.weight",
+        r"(layers\.\d+\.(attention_norm|ffn_norm|attention\.[qk]_norm)|norm)\.weight",
         Cut.REPLICATED,
     ),
 )

@@ -363,13 +363,14 @@ class WeightPush:
 
         - A trainer that shares its devices with generators computes its side of the canary in the
           turn in which it waits for that.
-        - Another trainer gets all calls at once, and does not idle between them.
+        - Another trainer gets both calls at once, so that it does not idle between them.
         """
         checks = self.checks
         if not self._in_turns:
             with self.watch.span("check"):
-                digests = checks.compare_digests(arrival)
-                await asyncio.gather(digests, checks.compare_canary(arrival, self.metrics))
+                async with background() as both:
+                    both.create_task(checks.compare_digests(arrival))
+                    both.create_task(checks.compare_canary(arrival, self.metrics))
             return
         with self.watch.span("check"):
             await checks.compare_digests(arrival)

@@ -272,7 +272,7 @@ class Trainer(ABC, Generic[Arguments]):
         """Wait for what still runs after the last step."""
 
     async def scores(self, metric_calculator: MetricCalculator | None = None) -> dict[str, float]:
-        """Return metrics of the weights on ``dataset_eval``, named ``eval/…``; {} without data."""
+        """Return metrics of the weights on ``dataset_eval``, named ``eval/…``; {} without it."""
         return {}
 
     async def final_scores(self) -> dict[str, float]:

@@ -127,11 +127,7 @@ def _attend(
 
 def _put(whole: torch.Tensor, cells: Cells, part: torch.Tensor) -> None:
     """Write ``part`` [P, N, cells, ...] at ``cells`` of ``whole`` [B, L, N, ...]."""
-    values = part.transpose(1, 2).flatten(0, 1)
-    if isinstance(cells, slice):
-        whole.flatten(0, 1)[cells] = values
-    else:
-        whole.flatten(0, 1).index_copy_(0, cells, values)
+    whole.flatten(0, 1)[cells] = part.transpose(1, 2).flatten(0, 1)
 
 
 def _add(whole: torch.Tensor, cells: Cells, part: torch.Tensor) -> None:

@@ -39,17 +39,17 @@ class Budget(NamedTuple):
 
 
 ROUND = {
-    "weight_push": ["--rounds", "3", "--no-sizes", "--transports", "shared_memory", "torchstore"],
-    "push_network": ["--rounds", "3"],
-    "trainer": ["--repeats", "2"],
-    "generator": ["--rounds", "3"],
+    "weight_push": ["--rounds", "1", "--no-sizes", "--transports", "shared_memory", "torchstore"],
+    "push_network": ["--rounds", "1"],
+    "trainer": ["--repeats", "1"],
+    "generator": ["--rounds", "1"],
     "overlap": ["--rounds", "1"],
     "controller": ["--repeats", "1"],
     "against_trl": ["--rounds", "1", "--steps", "8"],
     "sft_against_trl": ["--rounds", "1"],
     "plain_loop": ["--rounds", "1", "--seed", "{round}"],
-    "router_replay": ["--rounds", "3"],
-    "episodes": ["--rounds", "3", "--repeats", "1"],
+    "router_replay": ["--rounds", "1"],
+    "episodes": ["--rounds", "1", "--repeats", "1"],
     "tinker": ["--rounds", "1"],
     "view": ["--repeats", "1"],
 }
@@ -61,7 +61,7 @@ BUDGETS = (
     Budget("weight_push", "pull_over_memcpy", at_most=1.15),
     Budget("weight_push", "total_over_memcpy", at_most=3.0),
     Budget("weight_push", "torchstore_over_ours", at_least=10),
-    Budget("push_network", "over_link", at_most=1.5),
+    Budget("push_network", "fetch_over_sockets", at_most=1.5),
     Budget("push_network", "collective_over_plain", at_most=1.15),
     Budget("layouts", "max_loss_delta", at_most=1e-4),
     Budget("layouts", "max_grad_error", at_most=1e-5),

@@ -128,8 +128,8 @@ def check_processes(result: Result, table: list[str]) -> None:
 
 
 def check_push_network(result: Result, table: list[str]) -> None:
-    low, high = result["over_link_spread"]
-    assert 0 < low <= result["over_link"] <= high
+    low, high = result["fetch_over_sockets_spread"]
+    assert 0 < low <= result["fetch_over_sockets"] <= high
     assert result["sent_over_model"] == {"1": 1.0, "2": 1.0, "4": 1.0}
     assert result["link_gb_per_s"] > 0
     low, high = result["collective_over_plain_spread"]

@@ -121,13 +121,8 @@ def _attend(
         key, value = (group.take(group.keys, each) for each in (k, v))
         found = flash_attention(query, key, value, mask=group.mask, scale=scale)
         for whole, part in zip(results, found, strict=True):
-            _put(whole, group.queries, part)
+            whole.flatten(0, 1)[group.queries] = part.transpose(1, 2).flatten(0, 1)
     return results
-
-
-def _put(whole: torch.Tensor, cells: Cells, part: torch.Tensor) -> None:
-    """Write ``part`` [P, N, cells, ...] at ``cells`` of ``whole`` [B, L, N, ...]."""
-    whole.flatten(0, 1)[cells] = part.transpose(1, 2).flatten(0, 1)
 
 
 def _add(whole: torch.Tensor, cells: Cells, part: torch.Tensor) -> None:

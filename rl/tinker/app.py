@@ -6,18 +6,17 @@ import hashlib
 import inspect
 import re
 import secrets
-import time
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from rl.gateway.http import admit, read_body
 from rl.gateway.protocol import ApiError
-from rl.tinker.checkpoints import until, when
+from rl.tinker.catalog import LISTED, Catalog, adapter_facts, page
+from rl.tinker.checkpoints import until
 from rl.tinker.errors import BadRequest, UserError
 from rl.tinker.graph import Graph
 from rl.tinker.protocol import (
@@ -66,7 +65,6 @@ POSTED = """client/config client/dynamic_config telemetry create_session session
     create_sampling_session join_sampling_session asample retrieve_future retrieve_futures
     cancel_future"""
 """Paths of POST, each of the handler with its name."""
-CHECKPOINT = "training_runs/{run}/checkpoints/{kind}/{name}"
 OTHERS = [
     ("GET", "healthz", "healthz"),
     ("GET", "get_server_capabilities", "capabilities"),
@@ -74,27 +72,17 @@ OTHERS = [
     ("GET", "sessions/{session}", "session"),
     ("POST", "sessions/{session}/finish", "finish"),
     ("GET", "samplers/{sampler}", "sampler"),
-    ("GET", "training_runs", "training_runs"),
-    ("GET", "training_runs/{run}", "training_run"),
-    ("GET", "training_runs/{run}/checkpoints", "checkpoints_of"),
-    ("GET", "checkpoints", "checkpoints"),
-    ("DELETE", CHECKPOINT, "delete_checkpoint"),
-    ("POST", f"{CHECKPOINT}/publish", "publish"),
-    ("DELETE", f"{CHECKPOINT}/publish", "unpublish"),
-    ("PUT", f"{CHECKPOINT}/ttl", "set_ttl"),
-    ("GET", f"{CHECKPOINT}/external_weights_urls", "external_weights_urls"),
-    ("GET", "files/{key}/{file:path}", "file"),
 ]
-"""Verb, path and handler of all other routes."""
+"""Verb, path and handler of the other routes of this module."""
 
 
 def routes_of(server: Server, key: str | None) -> list[Route]:
     """Return the routes of ``server``. With a ``key``, requests need it."""
-    handlers = _Handlers(server)
     posted = [("POST", path, path.replace("/", "_")) for path in POSTED.split()]
     return [
-        Route(f"/api/v1/{path}", _endpoint(server, key, getattr(handlers, name)), methods=[verb])
-        for verb, path, name in [*posted, *OTHERS]
+        Route(f"/api/v1/{path}", _endpoint(server, key, getattr(owner, name)), methods=[verb])
+        for owner, rows in ((_Handlers(server), [*posted, *OTHERS]), (Catalog(server), LISTED))
+        for verb, path, name in rows
     ]
 
 
@@ -183,7 +171,7 @@ class _Handlers:
         self._store.put("session", session, fact | {"finished": fact["finished"] or reason})
 
     def sessions(self, request: Request) -> Any:
-        return {"sessions": _page(request, [*self._facts["session"]])[0]}
+        return {"sessions": page(request, [*self._facts["session"]])[0]}
 
     def session(self, request: Request, session: str) -> Any:
         fact = self._store.get("session", session)
@@ -284,7 +272,7 @@ class _Handlers:
         fact = self._store.get("model", model_id)
         name = fact["base_model"]
         data = {"arch": "tiller", "model_name": name}
-        return {"model_id": model_id, "model_data": data, "model_name": name, **_adapter(fact)}
+        return {"model_id": model_id, "model_data": data, "model_name": name, **adapter_facts(fact)}
 
     # Results.
 
@@ -362,58 +350,11 @@ class _Handlers:
     def asample(self, request: Request) -> Any:
         return self._server.samplers.ask(request.state.body)
 
-    # Runs and checkpoints.
-
-    def training_runs(self, request: Request) -> Any:
-        ids, cursor = _page(request, [*self._facts["model"]])
-        return {"training_runs": [self.training_run(request, id) for id in ids], "cursor": cursor}
-
-    def training_run(self, request: Request, run: str) -> Any:
-        fact = self._store.get("model", run)
-        last = {row["checkpoint_type"]: row for row in self._checkpoints.rows(run)}
-        return {
-            "training_run_id": run,
-            "base_model": fact["base_model"],
-            "model_owner": "local",
-            **_adapter(fact),
-            "corrupted": bool(fact["failed"]),
-            "last_request_time": when(self._server.models.used(run)),
-            "last_checkpoint": last.get("training"),
-            "last_sampler_checkpoint": last.get("sampler"),
-            "user_metadata": fact["user_metadata"],
-        }
-
-    def checkpoints_of(self, request: Request, run: str) -> Any:
-        self._store.get("model", run)
-        return {"checkpoints": self._checkpoints.rows(run), "cursor": None}
-
-    def checkpoints(self, request: Request) -> Any:
-        rows, cursor = _page(request, self._checkpoints.rows())
-        return {"checkpoints": rows, "cursor": cursor}
-
-    def delete_checkpoint(self, request: Request, **place: str) -> None:
-        self._checkpoints.delete(self._path(**place))
-
-    def _path(self, run: str, kind: str, name: str) -> str:
-        path = f"tinker://{run}/{kind}/{name}"
-        self._checkpoints.find(path)
-        return path
-
-    def _change(self, path: str, **fields: Any) -> None:
-        self._store.put("checkpoint", path, self._checkpoints.find(path) | fields)
-
-    def publish(self, request: Request, **place: str) -> None:
-        self._change(self._path(**place), public=True)
-
-    def unpublish(self, request: Request, **place: str) -> None:
-        self._change(self._path(**place), public=False)
-
-    def set_ttl(self, request: Request, *, ttl_seconds: Seconds = None, **place: str) -> None:
-        self._change(self._path(**place), expires=until(ttl_seconds))
+    # Checkpoints.
 
     def weights_info(self, request: Request, *, tinker_path: Text) -> Any:
         fact = self._checkpoints.find(tinker_path)
-        return {"base_model": fact["base_model"], **fact["lora"], **_adapter(fact)}
+        return {"base_model": fact["base_model"], **fact["lora"], **adapter_facts(fact)}
 
     def copy_weights(
         self,
@@ -435,36 +376,3 @@ class _Handlers:
             fact = {"base_model": source["base_model"], "user_metadata": None, "failed": COPIES}
             self._server.models.create(id, "load_weights", b"", session=session, **fact)
         return {"tinker_path": path}
-
-    def external_weights_urls(self, request: Request, **place: str) -> Any:
-        fact = self._checkpoints.find(self._path(**place))
-        folder = Path(fact["folder"])
-        files = [each.relative_to(folder) for each in folder.rglob("*") if each.is_file()]
-        base = f"{request.base_url}api/v1/files/{fact['key']}"
-        urls = {str(file): f"{base}/{file}" for file in files}
-        return {"urls": urls, "expires": when(time.time() + URL_S)}
-
-    def file(self, request: Request, key: str, file: str) -> Any:
-        for fact in self._facts["checkpoint"].values():
-            path = Path(fact["folder"], file).resolve()
-            is_inside = path.is_relative_to(Path(fact["folder"]).resolve())
-            if secrets.compare_digest(fact["key"], key) and is_inside and path.is_file():
-                return FileResponse(path)
-        raise BadRequest(404, "there is no such file")
-
-
-def _adapter(fact: Fact) -> dict[str, Any]:
-    """Return what clients are told about the adapter of a model or checkpoint."""
-    rank = fact["lora"]["rank"] if fact["lora"] else None
-    return {"is_lora": True, "lora_rank": rank, "optimizer_config": {"type": "adamw"}}
-
-
-def _page(request: Request, rows: list[Any]) -> tuple[list[Any], dict[str, int]]:
-    """Return the rows that the query asks for, of the newest first, and their place."""
-    given = request.query_params
-    texts = (given.get("offset", "0"), given.get("limit", "100"))
-    if not all(re.fullmatch(r"\d{1,9}", text) for text in texts):
-        raise UserError("offset and limit must be numbers")
-    offset, limit = int(texts[0]), min(int(texts[1]), PAGE)
-    place = {"offset": offset, "limit": limit, "total_count": len(rows)}
-    return rows[::-1][offset : offset + limit], place

@@ -25,7 +25,6 @@ from rl.errors import EXIT_CONFIG, ConfigError
 from rl.host.platform import device_type
 from rl.model.shape import shape_of
 from rl.training.engine import TrainingEngine
-from rl.training.micro_batches import balanced
 from rl.types import Batch
 
 
@@ -111,7 +110,7 @@ def random_batch(config: RLConfig, seed: int) -> Batch:
 
 def train(engine: TrainingEngine, batch: Batch, config: RLConfig) -> dict[str, float]:
     """Take one optimizer step on this rank's share of the batch. Every rank has the whole batch."""
-    mine = batch.select(balanced(batch.lengths.tolist(), engine.dp_degree)[engine.dp_rank])
+    mine = batch.select(batch.shares(engine.dp_degree)[engine.dp_rank])
     loss = config.algorithm.loss.build()
     temperature = config.rollout.temperature
     _, metrics = engine.forward_backward(mine, loss, temperature=temperature)

@@ -26,7 +26,6 @@ from rl.model.activations import Activations, Recorder, joined
 from rl.model.digest import ShardDigests, digests, merge_digests
 from rl.model.shape import ModelConfig, shape_of
 from rl.model.shards import Shards
-from rl.training.micro_batches import balanced
 from rl.training.trainer_config import Source, TrainerConfig, short_layout
 from rl.types import Batch, Head
 
@@ -385,8 +384,7 @@ class WorkerGroup(Mesh):
 
         Returns the sequences of each data-parallel rank, and the answers of all ranks.
         """
-        degree = self.engine.config.dp_degree
-        shares = balanced(batch.lengths.tolist(), degree, batch.together)
+        shares = batch.shares(self.engine.config.dp_degree)
         per_share = self.ranks // len(shares)
         arguments: dict[int, Sequence[Any]] = dict.fromkeys(range(self.ranks), (None, *args))
         for number, share in enumerate(shares):

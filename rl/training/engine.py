@@ -52,7 +52,7 @@ class TrainingEngine:
     must call each method together; ranks of one ``dp_rank`` pass the same part of the batch::
 
         engine = TrainingEngine(config, model, seed=0, steps=100, folder="run")
-        mine = batch.select(balanced(batch.lengths.tolist(), engine.dp_degree)[engine.dp_rank])
+        mine = batch.select(batch.shares(engine.dp_degree)[engine.dp_rank])
         outputs, metrics = engine.forward_backward(mine, loss)    # any number of times
         metrics = engine.optim_step()               # divides once, clips, steps, zeroes
 

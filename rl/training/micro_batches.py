@@ -2,7 +2,6 @@
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -241,27 +240,6 @@ def _placed(
     placed = np.full((shape[0] * shape[1], *experts.ids.shape[1:]), -1, dtype=np.int16)
     placed[places] = experts.ids[tokens.numpy()[known[first]]]
     return torch.from_numpy(placed).unflatten(0, shape)
-
-
-def balanced(lengths: Sequence[int], parts: int, together: int = 1) -> list[list[int]]:
-    """Divide sequences into ``parts``, whose numbers of sequences differ by at most ``together``
-    and whose numbers of tokens are similar. Returns the indices of each part. A part has
-    ``together`` sequences in a row, from the first on, or none of these.
-
-    Each sequence, longest first, goes to the part with the fewest tokens so far (Graham, 1969).
-    """
-    units = [range(first, first + together) for first in range(0, len(lengths), together)]
-    sizes = [sum(lengths[sequence] for sequence in unit) for unit in units]
-    most = -(-len(units) // parts)
-    shares: list[list[int]] = [[] for _ in range(parts)]
-    tokens = [0] * parts
-    for number in sorted(range(len(units)), key=lambda i: (-sizes[i], i)):
-        rank = min((r for r in range(parts) if len(shares[r]) < most), key=lambda r: (tokens[r], r))
-        shares[rank].append(number)
-        tokens[rank] += sizes[number]
-    return [
-        [sequence for number in sorted(share) for sequence in units[number]] for share in shares
-    ]
 
 
 def _units(batch: Batch, limits: MicroBatchLimits) -> list[list[Tree]]:

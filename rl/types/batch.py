@@ -89,6 +89,28 @@ class Batch:
         column[self.loss_mask] = values
         return column
 
+    def shares(self, count: int) -> list[list[int]]:
+        """Divide the sequences into ``count`` parts for :meth:`select`. Returns the indices of the
+        sequences of each part.
+
+        The parts' numbers of sequences differ by at most ``together``, and their numbers of tokens
+        are similar: each unit of ``together`` sequences, longest first, goes to the part with the
+        fewest tokens so far (Graham, 1969).
+        """
+        sizes = self.lengths.view(-1, self.together).sum(1).tolist()
+        most = -(-len(sizes) // count)
+        shares: list[list[int]] = [[] for _ in range(count)]
+        tokens = [0] * count
+        for unit in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+            open_parts = [part for part in range(count) if len(shares[part]) < most]
+            part = min(open_parts, key=tokens.__getitem__)
+            shares[part].append(unit)
+            tokens[part] += sizes[unit]
+        own = range(self.together)
+        return [
+            [unit * self.together + at for unit in sorted(share) for at in own] for share in shares
+        ]
+
     def select(self, rows: abc.Sequence[int]) -> "Batch":
         """Return the given sequences, in the given order."""
         index = self.token_index(rows)

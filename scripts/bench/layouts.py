@@ -36,7 +36,6 @@ from rl.model.families import family_named
 from rl.model.shape import ModelConfig
 from rl.training.checkpoint import Checkpointer
 from rl.training.engine import TrainingEngine
-from rl.training.micro_batches import balanced
 from rl.training.trainer_config import TrainerConfig
 from rl.types import Batch
 
@@ -297,7 +296,7 @@ def start(layout: Layout, folder: str) -> tuple[TrainingEngine, Checkpointer]:
 def accumulate(engine: TrainingEngine, step: int) -> float:
     """Add the gradient of the step's batch; returns its mean loss."""
     batch = ragged_batch(step, engine.model.config.vocab_size)
-    mine = batch.select(balanced(batch.lengths.tolist(), engine.dp_degree)[engine.dp_rank])
+    mine = batch.select(batch.shares(engine.dp_degree)[engine.dp_rank])
     _, metrics = engine.forward_backward(mine, LOSS.build(), temperature=TEMPERATURE)
     return metrics["loss/mean"]
 

@@ -21,7 +21,6 @@ from rl.model.shards import Shards
 from rl.tinker.losses import TinkerLoss
 from rl.training.checkpoint import Checkpointer
 from rl.training.engine import TrainingEngine
-from rl.training.micro_batches import balanced
 from rl.training.sharded_model import shard_of
 from rl.training.trainer_config import BalanceConfig, TrainerConfig
 from rl.types import Batch, Head
@@ -132,7 +131,7 @@ def engine_of(
 
 def rows_of(engine: TrainingEngine, batch: Batch) -> list[int]:
     """The rows of the batch that are the rank's own."""
-    return balanced(batch.lengths.tolist(), engine.dp_degree, batch.together)[engine.dp_rank]
+    return batch.shares(engine.dp_degree)[engine.dp_rank]
 
 
 def checkpointer_of(

@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import create_mask
 from torchtitan.config import CompileConfig
 
 from rl.training.attention import tree_mask
-from rl.training.micro_batches import MicroBatchLimits, balanced, lay_out, plan
+from rl.training.micro_batches import MicroBatchLimits, lay_out, plan
 from rl.training.trainer_config import TrainerConfig
 from rl.types import Batch
 from rl.types.routed_experts import RoutedExperts
@@ -315,28 +315,3 @@ def test_without_rows_a_dummy_holds_nothing():
     assert dummy.tokens.shape == (1, 8)
     values = (dummy.per_token(torch.ones(1, 8)), dummy.loss_weights, dummy.columns["place"])
     assert [value.shape for value in values] == [(0,)] * 3
-
-
-@given(st.lists(st.integers(1, 1000), max_size=40), st.integers(1, 8), st.integers(1, 3))
-def test_ranks_get_similar_numbers_of_sequences_and_none_is_lost(lengths, parts, together):
-    lengths = lengths[: len(lengths) // together * together]
-    shares = balanced(lengths, parts, together)
-    assert sorted(sequence for share in shares for sequence in share) == list(range(len(lengths)))
-    assert max(map(len, shares)) == -(-len(lengths) // together // parts) * together
-    assert all(share == sorted(share) for share in shares)
-    for share in shares:
-        assert all(i // together in {j // together for j in share[::together]} for i in share)
-
-
-def test_ranks_get_similar_numbers_of_tokens():
-    draw = torch.Generator().manual_seed(0)
-    lengths = torch.randint(1, 1000, (256,), generator=draw).tolist()
-    loads = [sum(lengths[i] for i in share) for share in balanced(lengths, 8)]
-    assert max(loads) <= 1.01 * min(loads)
-
-
-@pytest.mark.parametrize("rows", [[2, 0], [], [1, 1]])
-def test_selected_sequences_are_found_by_their_token_index(rows):
-    batch = batch_of([3, 1, 4])
-    assert torch.equal(batch.tokens[batch.token_index(rows)], batch.select(rows).tokens)
-    assert batch.select(rows).lengths.tolist() == [[3, 1, 4][row] for row in rows]

@@ -30,7 +30,6 @@ from rl.algorithms.sequence_scores import (
 )
 from rl.metrics import Metrics
 from rl.training.engine import TrainingEngine
-from rl.training.micro_batches import balanced
 from rl.types import Batch, Head
 from tests.training.batches import ragged_batch
 from tests.training.layouts import LAYOUTS, PAIRS
@@ -243,7 +242,7 @@ def wanted_of(sizes: str, folder: str) -> dict[str, Any]:
 def test_gradient_does_not_depend_on_the_layout(sizes, layout, cuts, tmp_path):
     """The two sequences of some pair are on different ranks."""
     batch, _, _ = example(DPOLoss.Config().build())
-    parts = balanced(batch.lengths.tolist(), 2)
+    parts = batch.shares(2)
     assert any((row ^ 1) in parts[1] for row in parts[0])
     (wanted,) = on_ranks(1, wanted_of, sizes, str(tmp_path / "alone"))
     ranks = LAYOUTS[layout].ranks

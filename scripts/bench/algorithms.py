@@ -15,11 +15,12 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from programs import output_of
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -39,15 +40,8 @@ def train(
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Train in a process of its own; return the metrics of each step and the summary."""
     command = [sys.executable, "-m", "rl.train", "--config", config, "--seed", str(seed)]
-    done = subprocess.run(
-        [*command, "--output-dir", str(folder), "--quiet", *options],
-        env=os.environ | VARIABLES,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
-    if done.returncode:
-        raise SystemExit(f"{done.stderr}{config} with seed {seed} failed")
+    command += ["--output-dir", str(folder), "--quiet", *options]
+    output_of(command, TIMEOUT_S, **VARIABLES)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return rows, json.loads((folder / "summary.json").read_text())
 

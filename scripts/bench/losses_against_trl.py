@@ -18,15 +18,14 @@ import json
 import os
 import random
 import socket
-import subprocess
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from against_trl import HERE, OFFLINE, TIMEOUT_S, TRL_ENV, trl_python, write_model
 from grpo_work import MODEL
+from programs import output_of
 
 LIMIT = 1e-5
 LOSSES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -265,7 +264,8 @@ def compare(python: Path, folder: Path) -> dict[str, dict[str, float]]:
     write_models(folder)
     work = make_work()
     (folder / "work.json").write_text(json.dumps(work))
-    out = _run([python, HERE / "losses_trl.py", folder], OMP_NUM_THREADS="1")
+    command = [python, HERE / "losses_trl.py", folder]
+    out = output_of(command, TIMEOUT_S, OMP_NUM_THREADS="1", **OFFLINE)
     theirs = json.loads(out.splitlines()[-1])
     sides = Ours(folder, work)
     found = {}
@@ -282,18 +282,6 @@ def compare(python: Path, folder: Path) -> dict[str, dict[str, float]]:
             flush=True,
         )
     return found
-
-
-def _run(command: Sequence[str | Path], **variables: str) -> str:
-    """Return the output of a command. Raises SystemExit with its errors if it fails."""
-    environment = {**os.environ, **OFFLINE, **variables}
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
-    )
-    if done.returncode:
-        words = " ".join(map(str, command))
-        raise SystemExit(f"{done.stderr}losses_against_trl: this failed: {words}")
-    return done.stdout
 
 
 def main() -> None:

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from cpu_time import cpu_seconds
 from plain_sizes import SIZES
+from programs import cpu_seconds, output_of
 
 HERE = Path(__file__).parent
 EXACT_MATCH = 0.9
@@ -38,8 +38,7 @@ def run_plain(size: str, seed: int) -> dict[str, float]:
     """Return CPU-seconds, steps and exact match of the plain loop."""
     arguments = [str(seed), str(EXACT_MATCH), str(EVERY), size]
     command = [sys.executable, HERE / "plain_grpo.py", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+    return dict(json.loads(output_of(command, TIMEOUT_S).splitlines()[-1]))
 
 
 def run_ours(size: str, seed: int, folder: Path) -> dict[str, float]:

@@ -1,12 +1,32 @@
-"""CPU time of programs that start other processes."""
+"""Programs that benchmarks start: their output, and the CPU time of their processes."""
 
 import contextlib
 import os
+import shlex
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
 
 import psutil
 
 # without cached bytecode every process starts seconds later
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+
+def output_of(command: Sequence[str | Path], timeout_s: float, **variables: str) -> str:
+    """Return what a program prints. Raises SystemExit with its errors if it fails.
+
+    Args:
+        command: program and arguments.
+        timeout_s: seconds after which the program is killed.
+        variables: environment variables besides those of this process.
+    """
+    done = subprocess.run(
+        command, env=os.environ | variables, capture_output=True, text=True, timeout=timeout_s
+    )
+    if done.returncode:
+        raise SystemExit(f"{done.stderr}this failed: {shlex.join(map(str, command))}")
+    return done.stdout
 
 
 def cpu_seconds(process: psutil.Process) -> float:

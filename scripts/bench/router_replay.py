@@ -30,8 +30,8 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import psutil
 import torch
-from cpu_time import cpu_seconds
 from generator import Ours
+from programs import cpu_seconds
 from ranks import become_rank
 from torchtitan.config import TrainingConfig
 

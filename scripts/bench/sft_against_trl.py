@@ -229,9 +229,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=3, help="turns that each side takes")
-    parser.add_argument(
-        "--steps", type=int, default=20, help=f"of each turn, {WARM_UP} of them to warm up"
-    )
+    parser.add_argument("--steps", type=int, default=17, help="steps of each turn that count")
     parser.add_argument(
         "--trl-env", type=Path, default=TRL_ENV, help=f"TRL's environment (default {TRL_ENV})"
     )
@@ -240,11 +238,12 @@ def main() -> None:
         "--json", action="store_true", help="print one JSON object as the last line"
     )
     arguments = parser.parse_args()
-    if arguments.steps <= WARM_UP:
-        parser.error(f"--steps: {arguments.steps} leaves none after the {WARM_UP} to warm up")
+    if arguments.steps < 1:
+        parser.error(f"--steps: {arguments.steps} is no number of steps that count; give 1 or more")
     python = trl_python(arguments.trl_env.expanduser())
     with tempfile.TemporaryDirectory() as folder:
-        result = compare(python, arguments.rounds, arguments.steps, Path(folder), arguments.only)
+        steps = WARM_UP + arguments.steps
+        result = compare(python, arguments.rounds, steps, Path(folder), arguments.only)
     print(", ".join(f"{name} {value:.2f}" for name, value in result.items() if "_over_" in name))
     if arguments.json:
         print(json.dumps(result))

@@ -17,7 +17,6 @@ import json
 import math
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -28,12 +27,14 @@ ROOT = HERE.parents[1]
 sys.path.append(str(ROOT / "scripts"))
 
 from against_trl import write_model  # noqa: E402
+from programs import output_of  # noqa: E402
 from tinker_env import TINKER_ENV, tinker_python  # noqa: E402
 from tinker_recipes import serving  # noqa: E402
 from tinker_work import MODEL  # noqa: E402
 
 WARM_UP = 5
 TIMEOUT_S = 900.0
+VARIABLES = {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, HERE))), "OMP_NUM_THREADS": "1"}
 LOSS = 1e-4
 """Largest relative difference of the last losses of both sides."""
 
@@ -50,33 +51,24 @@ def write_served(folder: Path) -> None:
 
 def run_server(python: Path, model: Path, steps: int) -> dict[str, Any]:
     """Return the measurements of the SDK's client."""
-    variables = {"TINKER_API_KEY": "tml-local", "TINKER_TELEMETRY": "0", "PYTHONPATH": ""}
+    client = [python, "-P", HERE / "tinker_client.py"]
+    settings = {"TINKER_API_KEY": "tml-local", "TINKER_TELEMETRY": "0", "PYTHONPATH": ""}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         options = ["--config", "tinker_session.served", "--model.hf_path", model]
         options += ["--output-dir", folder / "run"]
-        with serving(options, folder / "server.log", **_variables()) as url:
-            return _run([python, "-P", HERE / "tinker_client.py", url, str(steps)], **variables)
+        with serving(options, folder / "server.log", **VARIABLES) as url:
+            return _run([*client, url, str(steps)], **VARIABLES | settings)
 
 
 def run_session(model: Path, steps: int) -> dict[str, Any]:
     """Return the measurements of the session."""
-    return _run([sys.executable, HERE / "tinker_session.py", model, str(steps)])
-
-
-def _variables(**more: str) -> dict[str, str]:
-    paths = os.pathsep.join(map(str, (ROOT, HERE)))
-    return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **more}
+    return _run([sys.executable, HERE / "tinker_session.py", model, str(steps)], **VARIABLES)
 
 
 def _run(command: list[Any], **variables: str) -> dict[str, Any]:
-    """Return what a program prints last. Raises SystemExit with its errors if it fails."""
-    done = subprocess.run(
-        command, env=_variables(**variables), capture_output=True, text=True, timeout=TIMEOUT_S
-    )
-    if done.returncode:
-        raise SystemExit(f"{done.stderr}tinker: this failed: {' '.join(map(str, command))}")
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+    """Return the JSON object that a program prints last."""
+    return dict(json.loads(output_of(command, TIMEOUT_S, **variables).splitlines()[-1]))
 
 
 def result_of(rounds: list[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, Any]:
@@ -106,23 +98,22 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=3, help="turns that each side takes")
-    parser.add_argument(
-        "--steps", type=int, default=25, help=f"of each turn, {WARM_UP} of them to warm up"
-    )
+    parser.add_argument("--steps", type=int, default=20, help="steps of each turn that count")
     parser.add_argument("--tinker-env", type=Path, default=TINKER_ENV, help="the SDK's environment")
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object as the last line"
     )
     arguments = parser.parse_args()
-    if arguments.steps <= WARM_UP:
-        parser.error(f"--steps: {arguments.steps} leaves none after the {WARM_UP} to warm up")
+    if arguments.steps < 1:
+        parser.error(f"--steps: {arguments.steps} is no number of steps that count; give 1 or more")
+    steps = WARM_UP + arguments.steps
     python = tinker_python(arguments.tinker_env)
     rounds = []
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder, "model")
         write_served(model)
         for number in range(arguments.rounds):
-            sides = run_session(model, arguments.steps), run_server(python, model, arguments.steps)
+            sides = run_session(model, steps), run_server(python, model, steps)
             losses = [each["loss"] for each in sides]
             assert math.isclose(*losses, rel_tol=LOSS), f"losses differ: {losses}"
             rounds.append(sides)

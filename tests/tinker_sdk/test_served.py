@@ -7,7 +7,7 @@ from pathlib import Path
 
 from google.protobuf import descriptor_pool
 
-from rl.tinker import app, protocol, schema
+from rl.tinker import app, catalog, protocol, schema
 from rl.tinker.models import Models
 from rl.tinker.samplers import Samplers
 from tests.tinker_sdk.schema import messages
@@ -23,7 +23,7 @@ OF_THE_SERVICE = {
     "PUT /sessions/{}/project",
 }
 """Routes about accounts, bills and projects of Tinker's own service."""
-CLASSES = ((app._Handlers, ""), (Models, "_"), (Samplers, "_"))
+CLASSES = ((app._Handlers, ""), (catalog.Catalog, ""), (Models, "_"), (Samplers, "_"))
 """Classes whose functions read requests, with the begin of the functions' names."""
 FUNCTIONS = {
     "ClientConfigRequest": ["client_config"],
@@ -70,7 +70,7 @@ ON_THE_WIRE = {"optim_params": {"adam_params", "optimizer_params"}}
 
 def test_the_server_has_every_route():
     paths = [f"POST {path}" for path in app.POSTED.split()]
-    paths += [f"{verb} {path}" for verb, path, _ in app.OTHERS]
+    paths += [f"{verb} {path}" for verb, path, _ in [*app.OTHERS, *catalog.LISTED]]
     own = {re.sub(r"\{[^}]*\}", "{}", path).replace(" ", " /api/v1/") for path in paths}
     own = {path.replace("/checkpoints/{}/{}", "/checkpoints/{}") for path in own}  # weights/NAME
     assert {*SDK["routes"]} - own == {route.replace(" ", " /api/v1") for route in OF_THE_SERVICE}

@@ -204,7 +204,7 @@ class GSPOLoss(ClippedLoss):
         """Return the log of the ratio of each token's sequence, [C]."""
         logprobs = tokens["logprobs"]
         sequence = tokens["sequence"]
-        mean = mean_by_sequence(super().log_ratio(tokens), sequence)[sequence]
+        mean = mean_by_sequence(super().log_ratio(tokens), sequence, tokens.sequences)[sequence]
         return logprobs - logprobs.detach() + mean.detach() if self.config.token_level else mean
 
 

@@ -83,7 +83,7 @@ class LossOfPairs(Configurable):
     def __call__(self, tokens: Tokens) -> PerToken:
         """Return the coefficient of each token times its output, [C], and metrics of the pairs."""
         loss, output, owner = self.loss, tokens[self.loss.head], tokens["sequence"]
-        counts = sum_by_sequence(torch.ones_like(owner), owner)
+        counts = sum_by_sequence(torch.ones_like(owner), owner, tokens.sequences)
         weights = _weights(counts, loss).to(owner.device)[owner]
         scores = sum_by_sequence(output.detach().double() * weights.double(), owner, len(counts))
         first = counts.cumsum(0) - counts

@@ -14,6 +14,18 @@ class Tokens(dict[str, torch.Tensor]):
     column of the batch. int64: ``sequence``, the index of each token's sequence, from 0.
     """
 
+    sequences: int | None = None
+    """Number of the sequences; None for one more than the largest index, which waits for a GPU."""
+
+    @classmethod
+    def of(
+        cls, columns: dict[str, torch.Tensor], sequence: torch.Tensor, sequences: int
+    ) -> "Tokens":
+        """Return the tokens of so many ``sequences``."""
+        tokens = cls(columns, sequence=sequence)
+        tokens.sequences = sequences
+        return tokens
+
     def __missing__(self, name: str) -> torch.Tensor:
         names = ", ".join(sorted(self))
         raise RunError(f"the loss needs {name}, which the batch does not have; it has {names}")
@@ -41,14 +53,19 @@ def sum_by_sequence(
     """Return the sum [N] of the values [C] of each sequence; ``sums[sequence]`` spreads the sums to
     [C] again.
 
-    ``count`` is N, by default one more than the largest of ``sequence``, int64 [C].
+    ``count`` is N, by default one more than the largest of ``sequence``, int64 [C]. The default
+    waits for a GPU.
     """
     if count is None:
         count = int(sequence.max()) + 1 if len(sequence) else 0
     return values.new_zeros(count).index_add(0, sequence, values)
 
 
-def mean_by_sequence(values: torch.Tensor, sequence: torch.Tensor) -> torch.Tensor:
-    """Return the mean [N] of the values [C] of each sequence; 0 for a sequence without tokens."""
-    counts = sum_by_sequence(torch.ones_like(values), sequence)
-    return sum_by_sequence(values, sequence) / counts.clamp(min=1)
+def mean_by_sequence(
+    values: torch.Tensor, sequence: torch.Tensor, count: int | None = None
+) -> torch.Tensor:
+    """Return the mean [N] of the values [C] of each sequence; 0 for a sequence without tokens.
+    ``count`` is N, as in :func:`sum_by_sequence`.
+    """
+    counts = sum_by_sequence(torch.ones_like(values), sequence, count)
+    return sum_by_sequence(values, sequence, count) / counts.clamp(min=1)

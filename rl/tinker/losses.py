@@ -58,8 +58,9 @@ def gspo(tokens: Tokens) -> torch.Tensor:
     logprobs = tokens["logprobs"]
     sequence = tokens["sequence"]
     counted = (tokens["sequence_ratio_mask"] != 0).to(logprobs)
-    sums = sum_by_sequence(_log_ratio(tokens).detach() * counted, sequence)
-    mean = (sums / sum_by_sequence(counted, sequence))[sequence]
+    count = tokens.sequences
+    sums = sum_by_sequence(_log_ratio(tokens).detach() * counted, sequence, count)
+    mean = (sums / sum_by_sequence(counted, sequence, count))[sequence]
     return _clipped(tokens, logprobs - logprobs.detach() + mean)
 
 

@@ -185,7 +185,7 @@ class TrainingEngine:
                 self._routing.watch()
                 outputs = self._run(micro, temperature)
                 own = {name: values[micro.loss_index] for name, values in outputs.items()}
-                result = loss(Tokens(micro.columns | own, sequence=micro.sequence))
+                result = loss(Tokens.of(micro.columns | own, micro.sequence, len(micro.lengths)))
                 per_token, metrics = check_loss_result(loss, result, len(micro.loss_index))
                 balance = self._routing.count(micro, self._sums)
                 (weight * ((per_token * micro.loss_weights).sum() + balance)).backward()

@@ -270,6 +270,15 @@ def test_ratios_beyond_float32_leave_the_gradient_finite(config, apart, advantag
 
 
 @pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_does_not_wait_for_the_device(name):
+    """Tensors on meta have no numbers to read."""
+    config, _ = LOSSES[name]
+    tokens = Tokens({n: values.to("meta") for n, values in rollouts_of(config).items()})
+    tokens.sequences = len(LENGTHS)
+    assert config.build()(tokens)[0].shape == tokens["logprobs"].shape
+
+
+@pytest.mark.parametrize("name", LOSSES)
 def test_without_tokens_the_loss_is_empty_and_still_has_a_gradient(name):
     """A rank gets an empty micro-batch if another rank has more micro-batches."""
     config, _ = LOSSES[name]

@@ -319,10 +319,14 @@ def test_pairs_in_one_pass_have_the_coefficients_and_metrics_of_two(config, marg
     columns = {name: values[mask] for name, values in learned.columns.items()}
     owner = torch.repeat_interleave(torch.arange(2), batch.lengths)[mask]
     own = {loss.head: output[mask].requires_grad_(), "sequence": owner}
-    costs, metrics = LossOfPairs.Config(loss=config).build()(Tokens(columns | own))
+    of_pairs = LossOfPairs.Config(loss=config).build()
+    costs, metrics = of_pairs(Tokens(columns | own))
     assert torch.equal(costs, wanted.float()[owner] * output[mask])
     assert {name: value_of(metric).value for name, metric in metrics.items()} == dict(measured)
     assert (learned.together, learned.denominators.tolist()) == (2, [1.0, 1.0])
+    unread = Tokens({name: values.to("meta") for name, values in (columns | own).items()})
+    unread.sequences = 2
+    assert of_pairs(unread)[0].shape == costs.shape  # the loss waits for no number of the device
 
 
 def test_a_reward_models_score_is_the_value_after_the_last_token():

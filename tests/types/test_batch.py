@@ -18,7 +18,7 @@ def batch_of(lengths: list[int], together: int = 1) -> Batch:
     )
 
 
-@given(st.lists(st.integers(1, 100), max_size=40), st.integers(1, 8), st.integers(1, 3))
+@given(st.lists(st.integers(1, 1000), max_size=40), st.integers(1, 8), st.integers(1, 3))
 def test_ranks_get_similar_numbers_of_sequences_and_none_is_lost(lengths, parts, together):
     lengths = lengths[: len(lengths) // together * together]
     shares = batch_of(lengths, together).shares(parts)

@@ -143,7 +143,7 @@ def table(rounds: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 
 def shown(value: float) -> str:
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 def show(rows: list[dict[str, Any]]) -> None:

@@ -22,7 +22,7 @@ PATH=$PATH:/usr/sbin:/sbin
 
 if [ "$(id -u)" = 0 ]; then
     new_user=() enter_user=() as_user=()
-else # root of a user namespace sets up the nodes; slurmd, which is nobody's root, runs as the user within another
+else # root of a user namespace sets up the nodes; slurmd runs as the user within another
     new_user=(--user --map-root-user)
     enter_user=(--user --preserve-credentials)
     as_user=(unshare --user "--map-user=$(id -u)" "--map-group=$(id -g)" --)

@@ -161,7 +161,7 @@ class EngineLoop:
         ids = self._calls.keys() & (request_ids or self._calls)
         for call in {self._calls[name] for name in ids}:
             self._abort(call)
-            _settle(call.done, error=RunError("the request was aborted: nobody waits for it"))
+            _settle(call.done, error=RunError("the request was aborted: no caller waits for it"))
 
     async def pull(self, version: int) -> Pulled:
         """Make every rank pull policy ``version`` before the same step. Requests in flight follow

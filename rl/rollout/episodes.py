@@ -133,7 +133,7 @@ class Environments:
     async def _close(self, episode: _Episode) -> None:
         close = getattr(episode.environment, "close", None)
         if episode.is_hung and not inspect.iscoroutinefunction(close):
-            if close is not None:  # once the call that hangs returns; nobody waits for it
+            if close is not None:  # runs after the call that hangs; no caller waits
                 episode.thread.submit(close)
             episode.thread.shutdown()
             return

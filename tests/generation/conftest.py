@@ -99,6 +99,13 @@ def generators(two_ranks):
     return two_ranks
 
 
+@pytest.fixture
+def rebuilt(two_ranks):
+    """Two ranks that the test may rebuild."""
+    yield two_ranks
+    two_ranks.rebuild(NARROW)
+
+
 @pytest.fixture(params=["generator", "generators"], ids=["one rank", "two ranks"])
 def one_or_two_ranks(request):
     """One generator of one or two ranks that holds ``policy`` as version 1."""

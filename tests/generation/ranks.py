@@ -135,7 +135,7 @@ def host(
         fn, args, kwargs = task
         try:
             if fn is GeneratorRanks.rebuild:
-                engine.close()
+                close(engine)
                 os.environ["MASTER_PORT"] = str(args[1])
                 engine = GenerationEngine(replace(config, **kwargs), args[0], seed=0)
                 pipe.send(("done", None))
@@ -143,7 +143,12 @@ def host(
             pipe.send(("done", fn(engine, *args, **kwargs)))
         except Exception as error:
             pipe.send(("raised", error))
-    if hasattr(engine, "_engine"):  # a loop may have closed it
+    close(engine)
+
+
+def close(engine) -> None:
+    """Close an engine unless a loop or a failed rebuild closed it."""
+    if hasattr(engine, "_engine"):
         engine.close()
 
 

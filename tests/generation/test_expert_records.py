@@ -77,13 +77,6 @@ def test_cached_prefixes_have_the_experts_that_computed_them(generators, policy)
     assert computed < sum(map(len, (each.experts for each in completions))) - 5 * 64
 
 
-@pytest.fixture
-def rebuilt(two_ranks):
-    """Ranks that the test may rebuild."""
-    yield two_ranks
-    two_ranks.rebuild(NARROW)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("form", FORMS)
 def test_other_forms_of_the_model_record_their_experts(rebuilt, form):

@@ -58,18 +58,13 @@ def test_the_second_rank_pads_an_odd_vocabulary_with_zeros(generators):
     [(TIED_FUSED, False), (UNTIED_SPLIT, False), (BIASED, False), (EXPERTS, False), (NARROW, True)],
     ids=["tied, fused", "untied, split", "biased", "experts", "whole experts, an odd vocabulary"],
 )
-def test_two_ranks_of_other_forms_of_the_model_agree_with_torchtitan(
-    two_ranks, form, whole_experts
-):
+def test_two_ranks_of_other_forms_of_the_model_agree_with_torchtitan(rebuilt, form, whole_experts):
     policy = Policy(form, seed=2)
-    two_ranks.rebuild(form, expert_parallel=whole_experts)
-    two_ranks.run(push, policy.weights, 1)
-    worst = agreed_error(two_ranks, policy)
-    widths = two_ranks.run(logits_width)
-    padding = two_ranks.run(owned_by_none)
-    two_ranks.rebuild(NARROW)
-    assert worst <= 1e-5
-    assert widths == [form.vocab_size] * 2
+    rebuilt.rebuild(form, expert_parallel=whole_experts, record_experts=form.num_experts > 0)
+    rebuilt.run(push, policy.weights, 1)
+    assert agreed_error(rebuilt, policy) <= 1e-5
+    assert rebuilt.run(logits_width) == [form.vocab_size] * 2
+    padding = rebuilt.run(owned_by_none)
     assert padding[0] == {}
     assert bool(padding[1]) == bool(form.vocab_size % 2)
 
@@ -107,8 +102,8 @@ def agreed_error(ranks: GeneratorRanks, policy: Policy) -> float:
     )
 
 
+@pytest.mark.usefixtures("rebuilt")  # the failed loops close the engines
 def test_a_rank_that_cannot_pull_ends_its_peers(generators, other_policy):
-    """This test is the last of the file: the failed loops close the engines."""
     leader, follower = generators.run(played_unequally, other_policy.weights)
     assert follower == ["serve: no such version 2"]
     cause = "another rank of this generator could not pull policy version 2"

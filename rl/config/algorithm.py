@@ -40,8 +40,10 @@ class AlgorithmConfig(Configurable.Config):
         return Configurable.Config.build(self, **kwargs)
 
     def roles(self) -> tuple[str, ...]:
-        """Return the roles that the algorithm needs: any of ``reference`` and ``critic``."""
-        return ()
+        """Return the roles that the algorithm needs: any of ``reference`` and ``critic``; by
+        default those with a column.
+        """
+        return tuple(role for role in self.columns() if role in ("reference", "critic"))
 
     def columns(self) -> dict[str, tuple[str, str]]:
         """Return {role: (output, column)}: the output of a model, and the batch column that
@@ -139,11 +141,6 @@ class PolicyGradientConfig(AlgorithmConfig):
     def proximal_column(self) -> str:
         """Name of the batch column in the denominator of the importance ratio."""
         return "proximal_logprobs" if self.recomputes else "behaviour_logprobs"
-
-    def roles(self) -> tuple[str, ...]:
-        """Return ``reference`` for a KL penalty and ``critic`` for advantages with values."""
-        reference = ("reference",) if self.kl_coef else ()
-        return (*reference, "critic") if self.advantage.needs_values else reference
 
     def columns(self) -> dict[str, tuple[str, str]]:
         """Return {role: (output, column)}: the output of a model, and the batch column that

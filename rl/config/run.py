@@ -13,13 +13,7 @@ from rl.model.shape import ModelConfig, shape_of
 from rl.observe.sinks import Sink
 from rl.observe.trackers import TensorBoard, Trackio, WeightsAndBiases
 from rl.session.hardware import HardwareConfig
-from rl.session.session_config import (
-    Colocate,
-    DeadlineConfig,
-    ProfileConfig,
-    Role,
-    SessionConfig,
-)
+from rl.session.session_config import Colocate, DeadlineConfig, ProfileConfig, Role, SessionConfig
 from rl.training.trainer_config import TrainerConfig
 from rl.types.rules import COSMETIC, NUMERICS, PERFORMANCE, SECONDS, at_least, between
 from rl.weights.transport import WeightPushConfig

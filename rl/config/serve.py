@@ -68,10 +68,12 @@ class ServeConfig(RunConfig):
         """Return the fields and sections that change nothing in a server, each with the reason."""
         names = ("steps", "export_every", "quiet", "watchdog", "sinks", "record", "profile")
         of_steps = ("trainer.optimizer", "trainer.lr_scheduler", "trainer.training.max_norm")
+        of_saves = ("enable", "interval", "keep_latest_k", "enable_first_step_checkpoint")
         return (
             dict.fromkeys(names, NO_RUN)
             | dict.fromkeys(("slurm", "kubernetes"), ONE_HOST)
             | dict.fromkeys(of_steps, FROM_CLIENTS)
+            | {f"trainer.checkpoint.{name}": "clients decide what is saved" for name in of_saves}
             | {
                 "deadlines.reward": "a server scores nothing",
                 "trainer.router_replay": "the batches of clients have no recorded experts",

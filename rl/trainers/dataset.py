@@ -44,11 +44,6 @@ class DatasetTrainer(Trainer[Config], Generic[Config, Item]):
     """Tokens that stop the examples, the most frequent one first."""
     _resumed = (0, 0)  # steps of the checkpoint, and examples in them
 
-    @property
-    @abstractmethod
-    def data(self) -> DatasetConfig:
-        """Files of the examples."""
-
     @abstractmethod
     def read(self, source: Source, dialect: Dialect) -> Examples[Item]:
         """Return the examples of ``source``, in order."""
@@ -58,7 +53,7 @@ class DatasetTrainer(Trainer[Config], Generic[Config, Item]):
         """Return bytes that are the same for equal examples."""
 
     def configure_dataloaders(self) -> None:
-        data = self.data
+        data: DatasetConfig = self.arguments.task  # type: ignore[attr-defined]
         hf_path = self.arguments.model.hf_path
         assert hf_path is not None, "validation requires it"
         rows: Any = data if self.dataset_train is None else self.dataset_train

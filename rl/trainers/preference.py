@@ -19,7 +19,7 @@ from rl.algorithms.sequence_scores import (
     with_coefficients,
     with_mismatched,
 )
-from rl.config import DatasetConfig, PreferenceConfig
+from rl.config import PreferenceConfig
 from rl.data.batches import batch_of, batch_of_pairs
 from rl.data.examples import Examples
 from rl.data.jsonl import Source
@@ -63,10 +63,6 @@ class PreferenceTrainer(DatasetTrainer[PreferenceConfig, Preference]):
         if isinstance(item, Labelled):
             return item.example.tokens.tobytes()
         return item.chosen.tokens[: item.prompt_tokens].tobytes()
-
-    @property
-    def data(self) -> DatasetConfig:
-        return self.arguments.task
 
     def configure_functions(self) -> None:
         self.loss = self.arguments.loss.build()

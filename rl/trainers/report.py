@@ -51,13 +51,7 @@ class Report:
         """Return what a checkpoint keeps, as JSON."""
         return self._watchdog.to_dict()
 
-    def step(
-        self,
-        row: dict[str, float],
-        updates: Sequence[Metrics],
-        *,
-        tokens: int,
-    ) -> None:
+    def step(self, row: dict[str, float], updates: Sequence[Metrics], *, tokens: int) -> None:
         """Record a step that was trained by ``updates`` on ``tokens`` tokens.
 
         Raises RunError for an alarm that ends the run.

@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from rl.config import DatasetConfig, SFTConfig
+from rl.config import SFTConfig
 from rl.data.batches import batch_of
 from rl.data.conversations import read_conversations
 from rl.data.examples import Example, Examples
@@ -33,10 +33,6 @@ class SFTTrainer(DatasetTrainer[SFTConfig, Example]):
 
     def key(self, item: Example) -> bytes:
         return item.tokens.tobytes()
-
-    @property
-    def data(self) -> DatasetConfig:
-        return self.arguments.task
 
     def configure_dataloaders(self) -> None:
         super().configure_dataloaders()

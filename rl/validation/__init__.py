@@ -20,7 +20,7 @@ from rl.config import (
 from rl.errors import ConfigError, require_value
 from rl.host.listening import address_of
 from rl.model.shape import shape_of
-from rl.training.trainer_config import HEAD, TrainerConfig, adaptable_layers
+from rl.training.trainer_config import HEAD, adaptable_layers
 from rl.types.rules import NeedsCuda, rule_of
 from rl.validation.engines import validate_generator, validate_optimizers
 from rl.validation.folders import RESERVED, find_models, validate_folders
@@ -33,6 +33,9 @@ from rl.validation.layouts import (
 from rl.validation.rl_runs import ROLLOUT_CHECKS
 from rl.validation.values import check, validate_numbers, validate_types, validate_unused, values
 
+SLURM_TIMES = (
+    "empty, or minutes, minutes:seconds, hours:minutes:seconds or days-hours[:minutes[:seconds]]"
+)
 NEEDS_ROLLOUTS = (
     *(losses.ClippedLoss.Config, losses.CISPOLoss.Config, losses.DPPOLoss.Config),
     *(losses.ImportanceSamplingLoss.Config, losses.DistillationLoss.Config),
@@ -76,16 +79,11 @@ def _validate_training_modes(config: RunConfig) -> None:
     float8 = trainer.float8
     if float8 is not None:
         field = "trainer.float8.emulate"
-        device = config.hardware.device
-        rule = f"True with hardware.device={device!r}"
+        rule = f"True with hardware.device={config.hardware.device!r}"
         fix = "float8 needs NVIDIA SM89, AMD gfx942, or a later GPU"
         check(config, field, float8.emulate or config.hardware.computes_float8, rule, fix)
-        check(
-            config,
-            field,
-            not (float8.emulate and compiles),
-            "False with trainer.compile.enable=True",
-        )
+        rule = "False with trainer.compile.enable=True"
+        check(config, field, not (float8.emulate and compiles), rule)
         holds = not float8.emulate or float8.recipe_name == "rowwise"
         rule = "'rowwise' with trainer.float8.emulate=True, which computes by no recipe"
         check(config, "trainer.float8.recipe_name", holds, rule)
@@ -111,11 +109,9 @@ def _validate_lora(config: RunConfig) -> None:
         chosen is None or (bool(chosen) and set(chosen) <= set(allowed)),
         f"None, for all, or some of {allowed} with model.fuse_qkv={config.model.fuse_qkv}",
     )
+    is_reward_model = config.models()["trainer"].head == "values"
     for other, clashes in (
-        (
-            "a reward model, whose value head would be frozen",
-            config.models()["trainer"].head == "values",
-        ),
+        ("a reward model, whose value head would be frozen", is_reward_model),
         ("trainer.float8", config.trainer.float8 is not None),
     ):
         require_value(not clashes, "trainer.lora", type(lora), f"None with {other}")
@@ -162,11 +158,7 @@ def _validate_slurm(config: RunConfig) -> None:
     try:
         limit = slurm.time_s
     except ValueError:
-        allowed = (
-            "empty, or minutes, minutes:seconds, hours:minutes:seconds or "
-            "days-hours[:minutes[:seconds]]"
-        )
-        raise ConfigError(field="slurm.time", value=slurm.time, allowed=allowed) from None
+        raise ConfigError(field="slurm.time", value=slurm.time, allowed=SLURM_TIMES) from None
     rule = f"less than slurm.time={slurm.time!r}, which is {limit} s"
     holds = limit is None or limit > slurm.warn_s
     check(config, "slurm.warn_s", holds, rule, "each attempt would leave at once")
@@ -238,12 +230,6 @@ def _validate_serving(config: ServeConfig) -> None:
     distinct = len({*config.names}) == len(config.names) and all(config.names)
     check(config, "names", distinct, "different names")
     check(config, "colocate", config.colocate != "models", "'none' or 'all'")
-    usual = TrainerConfig().checkpoint
-    for name in ("enable", "interval", "keep_latest_k", "enable_first_step_checkpoint"):
-        default = getattr(usual, name)
-        holds = getattr(config.trainer.checkpoint, name) == default
-        fix = "clients decide what is saved"
-        check(config, f"trainer.checkpoint.{name}", holds, repr(default), fix)
 
 
 CHECKS: dict[type, list[Callable[[Any], None]]] = {

@@ -67,7 +67,14 @@ def validate_folders(config: RunConfig) -> None:
     """
     if config.model.hf_path is not None:
         validate_start("model.hf_path", config.model.hf_path, config)
-    _validate_initial_load(config)
+    checkpoint = config.trainer.checkpoint
+    field = "trainer.checkpoint.initial_load_path"
+    path = checkpoint.initial_load_path
+    if path and checkpoint.initial_load_in_hf:
+        validate_start(field, path, config)
+    elif path:
+        fix = "set initial_load_in_hf for a Hugging Face folder"
+        require_value(Path(path, ".metadata").is_file(), field, path, COMPLETE, fix)
 
 
 def validate_other_folders(config: RLConfig) -> None:
@@ -104,17 +111,6 @@ def _check_start(field: str, path: str, model: ModelConfig, head: Head) -> None:
     else:
         holds = Path(path, ".metadata").is_file()
         require_value(holds, field, path, f"{COMPLETE}, or a Hugging Face folder")
-
-
-def _validate_initial_load(config: RunConfig) -> None:
-    checkpoint = config.trainer.checkpoint
-    field = "trainer.checkpoint.initial_load_path"
-    path = checkpoint.initial_load_path
-    if path and checkpoint.initial_load_in_hf:
-        validate_start(field, path, config)
-    elif path:
-        fix = "set initial_load_in_hf for a Hugging Face folder"
-        require_value(Path(path, ".metadata").is_file(), field, path, COMPLETE, fix)
 
 
 def _check(

@@ -13,7 +13,6 @@ from rl.model.tp_plan import check_divides, check_generator, divisors, generator
 from rl.session.placement import Placement
 from rl.session.session_config import Role
 from rl.training.titan_fields import MAX_RANKS
-from rl.training.trainer_config import ranks_of
 from rl.validation.values import check
 
 MIN_PROCESS_GIB = 0.2
@@ -25,16 +24,13 @@ def validate_layouts(config: RunConfig) -> None:
     """Raise ConfigError, naming field, value and what is allowed, if a model cannot be sharded as
     configured.
     """
-    models = config.models().values()
-    for model in models:
+    for model in config.models().values():
         field = model.parallelism_field
-        ranks = ranks_of(model.trainer.parallelism)
+        ranks = model.trainer.ranks
         rule = f"at most {MAX_RANKS:,}"
         require_value(ranks <= MAX_RANKS, f"the number of ranks of {field}", ranks, rule)
-        backend = model.trainer.parallelism.spmd_backend
-        rule = "'partial_dtensor' with this torch"
-        require_value(backend == "partial_dtensor", f"{field}.spmd_backend", backend, rule)
-    for model in models:
+        holds = model.trainer.parallelism.spmd_backend == "partial_dtensor"
+        check(config, f"{field}.spmd_backend", holds, "'partial_dtensor' with this torch")
         _validate_attention(model, cuda=config.hardware.kind == "cuda")
         _validate_sizes(model)
 
@@ -104,14 +100,12 @@ def _validate_attention(model: Role, *, cuda: bool) -> None:
     shape = shape_of(model.model, field=f"{model.model_field}.hf_path")
     degree = model.trainer.parallelism.context_parallel_degree
     sharing = model.trainer.prompt_sharing
-    dtype = model.trainer.training.mixed_precision_param
+    dtype = "trainer.training.mixed_precision_param='float32', since it rounds to bfloat16"
+    rounds = cuda and model.trainer.training.mixed_precision_param == "float32"
     for name, clashes in (
         (f"{model.parallelism_field}.context_parallel_degree={degree}", degree > 1),
         (f"{model.field}.prompt_sharing={sharing}", sharing > 1),
-        (
-            "trainer.training.mixed_precision_param='float32', since it rounds to bfloat16",
-            cuda and dtype == "float32",
-        ),
+        (dtype, rounds),
         ("attention sinks", shape.sinks),
         (f"an attention window of {shape.window} tokens", shape.window > 0),
     ):

@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -68,12 +69,11 @@ def validate_unused(config: Any) -> None:
             require_value(
                 value.content == default, value.name, value.content, repr(default), fixed.fix
             )
+    defaults = defaults_of(type(config))  # type: ignore[arg-type]
     for name, fix in config.unused().items():
-        section, _, field = name.rpartition(".")
-        holder = value_of(config, section)
-        defaults = defaults_of(type(holder))  # type: ignore[arg-type]
-        own = _leaves(getattr(holder, field), name)
-        usual = _leaves(defaults[field], name)
+        section, _, field = name.partition(".")
+        own = _leaves(value_of(config, name), name)
+        usual = _leaves(value_of(defaults[section], field), name)
         for leaf in own | usual:
             content = own.get(leaf)
             default = usual.get(leaf)
@@ -166,15 +166,10 @@ def docstrings_of(kind: type) -> dict[str, str]:
     found = {name: text for base in kind.__bases__ for name, text in docstrings_of(base).items()}
     body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
     assert isinstance(body, ast.ClassDef)
-    for above, below in zip(body.body, body.body[1:], strict=False):
-        if (
-            isinstance(above, ast.AnnAssign)
-            and isinstance(above.target, ast.Name)
-            and isinstance(below, ast.Expr)
-            and isinstance(below.value, ast.Constant)
-            and isinstance(below.value.value, str)
-        ):
-            found[above.target.id] = inspect.cleandoc(below.value.value)
+    for above, below in pairwise(body.body):
+        match above, below:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(str(text))):
+                found[name] = inspect.cleandoc(text)
     return found
 
 

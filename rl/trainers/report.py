@@ -45,7 +45,7 @@ class Report:
         self._watch.step = step + 1
         self._events.emit("started", step=step, host=socket.gethostname(), pid=os.getpid())
         self.evaluated = max((row["step"] for row in self._record.read_evaluations()), default=-1)
-        self._watchdog = Watchdog.from_dict(self._config.watchdog_limits(), state)
+        self._watchdog = Watchdog(self._config.watchdog_limits(), state)
 
     def to_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps, as JSON."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite, nan
+from types import MappingProxyType
 from typing import Any
 
 from rl.config import WatchdogConfig
@@ -58,11 +59,8 @@ def _entropy(config: WatchdogConfig, row: Row) -> str:
 
 
 def _zero_std(config: WatchdogConfig, row: Row) -> str:
-    return (
-        "reward/zero_std_groups is 1, so no group had an advantage"
-        if row.get("reward/zero_std_groups") == 1
-        else ""
-    )
+    is_flat = row.get("reward/zero_std_groups") == 1
+    return "reward/zero_std_groups is 1, so no group had an advantage" if is_flat else ""
 
 
 def _vanished(config: WatchdogConfig, row: Row) -> str:
@@ -116,11 +114,13 @@ class Watchdog:
     condition is ``fail``.
     """
 
-    def __init__(self, config: WatchdogConfig):
+    def __init__(self, config: WatchdogConfig, state: Mapping[str, Any] = MappingProxyType({})):
+        """``state`` is what ``to_dict`` returned; empty for a new watchdog."""
         self._config = config
         self._step = 0
-        self._counts = dict.fromkeys(("stalled", *(condition.name for condition in CONDITIONS)), 0)
-        self._streaks = {condition.name: 0 for condition in CONDITIONS}
+        names = [condition.name for condition in CONDITIONS]
+        self._counts = dict.fromkeys(("stalled", *names), 0) | state.get("counts", {})
+        self._streaks = dict.fromkeys(names, 0) | state.get("streaks", {})
         self._present: set[str] = set()
 
     def check(self, row: Row, updates: Sequence[Row] = ()) -> list[str]:
@@ -169,14 +169,6 @@ class Watchdog:
     def to_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps, as JSON."""
         return {"counts": dict(self._counts), "streaks": dict(self._streaks)}
-
-    @classmethod
-    def from_dict(cls, config: WatchdogConfig, state: dict[str, Any]) -> "Watchdog":
-        """Return a watchdog with the state that ``to_dict`` returned; {} is a new one."""
-        watchdog = cls(config)
-        watchdog._counts |= state.get("counts", {})
-        watchdog._streaks |= state.get("streaks", {})
-        return watchdog
 
     def _alarms(self, findings: dict[str, str]) -> list[str]:
         """Count ``findings``; return the new alarms. Raises AlarmRaised for the action ``fail``."""

@@ -379,8 +379,8 @@ BREAKS = (
     ),
     Break(
         "rl/trainers/report.py",
-        "Watchdog.from_dict(self._config.watchdog_limits(), state)",
-        "Watchdog.from_dict(self._config.watchdog, state)",
+        "Watchdog(self._config.watchdog_limits(), state)",
+        "Watchdog(self._config.watchdog, state)",
         "e2e/test_faults.py",
     ),
     Break(

@@ -220,8 +220,8 @@ def test_after_a_resume_counts_and_rows_of_bad_steps_go_on():
     state = json.loads(json.dumps(watchdog.to_dict()))
     go(watchdog, 4, flat)
     config = WatchdogConfig(**LIMITS, zero_std="fail")
-    resumed = Watchdog.from_dict(config, state)
+    resumed = Watchdog(config, state)
     assert counts(resumed) == {"drift": 1}
     with pytest.raises(RunError, match="step 4: zero_std: .* in 3 steps in a row"):
         go(resumed, 4, flat)
-    assert counts(Watchdog.from_dict(config, {})) == {}
+    assert counts(Watchdog(config, {})) == {}

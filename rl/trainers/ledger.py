@@ -2,6 +2,7 @@
 
 from collections import Counter, deque
 from collections.abc import Iterable
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -152,9 +153,7 @@ class Ledger:
 
     def counts(self) -> dict[str, int]:
         """Return the number of submitted prompts, and the number in each place."""
-        finished = sum(entry.group is not None for entry in self._entries.values()) + len(
-            self._taken
-        )
+        finished = len(self.finished()) + len(self._taken)
         return {
             "submitted": self.submitted,
             "waiting": len(self._waiting),
@@ -175,9 +174,7 @@ class Ledger:
             "submitted": self.submitted,
             "trained": self.trained,
             "dropped": dict(self.dropped),
-            "dropped_now": {
-                reason: [*prompt_ids] for reason, prompt_ids in self._dropped_now.items()
-            },
+            "dropped_now": deepcopy(self._dropped_now),
             "waiting": sorted([*self._waiting, *running]),
         }
 
@@ -218,9 +215,7 @@ class Ledger:
         self._room = self._size
         self._entries = {}
         self._taken = []
-        self._dropped_now = {
-            reason: [*prompt_ids] for reason, prompt_ids in state.get("dropped_now", {}).items()
-        }
+        self._dropped_now = deepcopy(state.get("dropped_now", {}))
         for prompt_id, group in finished.items():
             entry = _Entry(prompt_id, _oldest(group) + self._staleness, group)
             if self._turn(len(self._entries), self._room) <= entry.due:

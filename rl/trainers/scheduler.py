@@ -153,10 +153,9 @@ class RolloutScheduler:
     async def _sample_batch(self, ledger: Ledger) -> None:
         """Sample one batch. Each round samples the groups that are still missing."""
         alone = partial(self._session.sample, alone=True)
-        done: dict[int, Group] = {}
-        dropped: dict[int, str] = {}
+        verdicts = dict[int, Group | str]()
         self._resampled = 0
-        while missing := self._size - len(done):
+        while missing := self._size - sum(isinstance(each, list) for each in verdicts.values()):
             prompt_ids = [ledger.admit(self._held) for _ in range(missing)]
             count = min(self._replicas, missing)
             shares = [prompt_ids[share::count] for share in range(count)]
@@ -168,17 +167,10 @@ class RolloutScheduler:
                 for answer in answers
                 for prompt_id, group in answer.result().items()
             }
-            for prompt_id in prompt_ids:
-                verdict = self._judge(outcomes[prompt_id])
-                if isinstance(verdict, str):
-                    dropped[prompt_id] = verdict
-                else:
-                    done[prompt_id] = verdict
+            verdicts |= {prompt_id: self._judge(outcomes[prompt_id]) for prompt_id in prompt_ids}
         # All at once: a checkpoint has the whole batch, or samples it again.
-        for prompt_id, reason in dropped.items():
-            ledger.drop(prompt_id, reason)
-        for prompt_id, group in sorted(done.items()):
-            ledger.finish(prompt_id, group)
+        for prompt_id, verdict in verdicts.items():
+            _settle(ledger, prompt_id, verdict)
         self._before_batch = [*self._recent]
 
     async def _run_free(self, ledger: Ledger, step: int) -> None:
@@ -189,11 +181,7 @@ class RolloutScheduler:
             answer = await self._sample(
                 [prompt_id], partial(self._session.sample, affinity=prompt_id)
             )
-            verdict = self._judge(answer[prompt_id])
-            if isinstance(verdict, str):
-                ledger.drop(prompt_id, verdict)
-            else:
-                ledger.finish(prompt_id, verdict)
+            _settle(ledger, prompt_id, self._judge(answer[prompt_id]))
             self._changed.notify()
 
         async def pull_newest() -> None:
@@ -253,3 +241,11 @@ class RolloutScheduler:
             self._resampled += 1
             return "rewards all equal"
         return outcome
+
+
+def _settle(ledger: Ledger, prompt_id: int, verdict: Group | str) -> None:
+    """Store the group of a prompt, or drop the prompt for a reason."""
+    if isinstance(verdict, str):
+        ledger.drop(prompt_id, verdict)
+    else:
+        ledger.finish(prompt_id, verdict)

@@ -3,7 +3,6 @@
 import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 from torch import OutOfMemoryError
 
@@ -23,22 +22,7 @@ from rl.errors import (
 from rl.trainers.failed_call import FailedCall
 from rl.trainers.run_folder import RunFolder
 
-Cause = Literal[
-    "alarm",
-    "deadline",
-    "device memory",
-    "full disk",
-    "gradient",
-    "host memory",
-    "lost node",
-    "lost process",
-    "nothing learned",
-    "task",
-    "your code",
-    "unknown",
-]
-
-BY_TYPE: dict[type[BaseException], Cause] = {
+BY_TYPE: dict[type[BaseException], str] = {
     OutOfMemoryError: "device memory",
     MemoryError: "host memory",
     GradientNotFinite: "gradient",
@@ -49,7 +33,7 @@ BY_TYPE: dict[type[BaseException], Cause] = {
     NothingLearned: "nothing learned",
     UserCodeFailed: "your code",
 }
-
+"""Cause by type of exception. Other causes are found by more than the type."""
 
 FEWEST_KEPT = 2
 """Lowest number of checkpoints that a run can keep."""
@@ -71,13 +55,8 @@ class Failure:
         """Run folder, for a command."""
         return shlex.quote(str(self.run.folder))
 
-    @property
-    def of_generator(self) -> bool:
-        """Whether a generator failed."""
-        return self.process is not None and self.process.actor.startswith("generator-")
 
-
-def advice_after(error: BaseException, run: RunFolder, call: FailedCall) -> tuple[Cause, list[str]]:
+def advice_after(error: BaseException, run: RunFolder, call: FailedCall) -> tuple[str, list[str]]:
     """Return the cause of ``error``, and sentences that say what to do; the last one has the
     command that resumes the run.
     """
@@ -96,7 +75,7 @@ def advice_after(error: BaseException, run: RunFolder, call: FailedCall) -> tupl
     ]
 
 
-def _cause_of(links: list[BaseException], run: RunFolder) -> tuple[Cause, BaseException]:
+def _cause_of(links: list[BaseException], run: RunFolder) -> tuple[str, BaseException]:
     """Return the cause that ``links``, a chain of causes, names first, and the exception that names
     it.
     """
@@ -120,7 +99,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _device_memory(failure: Failure) -> list[str]:
-    if failure.of_generator:
+    if failure.process is not None and failure.process.actor.startswith("generator-"):
         config = failure.run.config
         share = config.generator.gpu_memory_utilization if isinstance(config, RLConfig) else 0
         own = (
@@ -129,14 +108,11 @@ def _device_memory(failure: Failure) -> list[str]:
         )
     else:
         trainer = failure.run.config.trainer
-        size = (
-            f"trainer.micro_batch_size (now {trainer.micro_batch_size})"
-            if trainer.micro_batch_tokens is None
-            else f"trainer.micro_batch_tokens (now {trainer.micro_batch_tokens})"
-        )
+        size = "micro_batch_size" if trainer.micro_batch_tokens is None else "micro_batch_tokens"
         own = (
-            f"Lower {size} or trainer.logits_mib (now {trainer.logits_mib}), or give "
-            "trainer.activation-checkpoint:full; they change results by rounding at most."
+            f"Lower trainer.{size} (now {getattr(trainer, size)}) or trainer.logits_mib (now "
+            f"{trainer.logits_mib}), or give trainer.activation-checkpoint:full; they change "
+            "results by rounding at most."
         )
     return [own, _plan(failure)]
 
@@ -158,12 +134,9 @@ def _plan(failure: Failure) -> str:
 
 def _gradient(failure: Failure) -> list[str]:
     lr = "trainer.optimizer.param_groups.0.optimizer_kwargs.lr"
-    rates = [
-        group.optimizer_kwargs.get("lr")
-        for group in failure.run.config.trainer.optimizer.param_groups
-    ]
+    first = failure.run.config.trainer.optimizer.param_groups[0]
     return [
-        f"Lower the learning rate {lr} (now {rates[0] if rates else 'unset'}), or mend the loss "
+        f"Lower the learning rate {lr} (now {first.optimizer_kwargs.get('lr')}), or mend the loss "
         "if the first step already failed.",
         "Try another rate on the same batches: "
         f"python -m rl.replay {failure.folder} --failed --lr 1e-7",
@@ -247,7 +220,7 @@ def _unknown(failure: Failure) -> list[str]:
     return [f"Read 'detail' in {folder}/failure.json, and the logs in {folder}/logs."]
 
 
-ADVICE: dict[Cause, Callable[[Failure], list[str]]] = {
+ADVICE: dict[str, Callable[[Failure], list[str]]] = {
     "alarm": _alarm,
     "deadline": _deadline,
     "device memory": _device_memory,

@@ -61,7 +61,8 @@ class ReferenceScores:
         ``weights`` is the digest of the reference's weights. Entries of other weights are dropped.
         """
         if self._facts["weights"] not in ("", weights):
-            self._drop("the reference has changed")
+            self._note(f"{self._path.name} is computed again: the reference has changed")
+            self._rows = {part: rows[:0] for part, rows in self._rows.items()}
         self._facts["weights"] = weights
         self._is_confirmed = True
         try:
@@ -98,10 +99,6 @@ class ReferenceScores:
         self._rows = rows
         self._is_confirmed = found["source"] == self._facts["source"]
         self._facts["weights"] = found["weights"]
-
-    def _drop(self, reason: str) -> None:
-        self._note(f"{self._path.name} is computed again: {reason}")
-        self._rows = {part: rows[:0] for part, rows in self._rows.items()}
 
     def _write(self) -> None:
         content = save(self._rows, metadata=self._facts)

@@ -116,9 +116,7 @@ class Trainer(ABC, Generic[Arguments]):
         return self.state
 
     async def evaluate(
-        self,
-        state: TrainerState | None = None,
-        metric_calculator: MetricCalculator | None = None,
+        self, state: TrainerState | None = None, metric_calculator: MetricCalculator | None = None
     ) -> dict[str, float]:
         """Return metrics on the held-out data, by name.
 

@@ -26,7 +26,7 @@ from rl.algorithms.losses import (
     dapo,
 )
 from rl.config.rollout import RolloutConfig
-from rl.errors import require
+from rl.errors import require, require_value
 from rl.types.rules import at_least
 
 
@@ -176,11 +176,9 @@ class PolicyGradientConfig(AlgorithmConfig):
             f"algorithm.prompts_per_minibatch is {size}; it must divide "
             f"rollout.prompts_per_step={prompts}",
         )
-        require(
-            self.overlong_buffer <= rollout.max_tokens,
-            f"algorithm.overlong_buffer is {self.overlong_buffer}; it must be at most "
-            f"rollout.max_tokens={rollout.max_tokens}",
-        )
+        buffer = self.overlong_buffer
+        rule = f"at most rollout.max_tokens={rollout.max_tokens}"
+        require_value(buffer <= rollout.max_tokens, "algorithm.overlong_buffer", buffer, rule)
         samples = rollout.samples_per_prompt
         advantage = self.advantage
         require(
@@ -200,23 +198,20 @@ class PolicyGradientConfig(AlgorithmConfig):
                 "algorithm.loss.behaviour_cap",
             )
             if isinstance(correction, MaskedIS.Config):
-                require(
-                    correction.low <= correction.high,
-                    f"algorithm.corrections.{number}.low is {correction.low}; it must be at "
-                    f"most high={correction.high}, or every token is masked",
-                )
+                low = correction.low
+                rule = f"at most high={correction.high}, or every token is masked"
+                field = f"algorithm.corrections.{number}.low"
+                require_value(low <= correction.high, field, low, rule)
 
     def _check_kl(self) -> None:
-        require(
-            not (self.loss.kl_coef and self.reward_kl_coef),
-            f"algorithm.reward_kl_coef is {self.reward_kl_coef}; it must be 0 with "
-            f"algorithm.loss.kl_coef={self.loss.kl_coef}",
-        )
-        require(
-            not self.loss.kl_coef or self.loss.kl_estimator != "k1",
-            "algorithm.loss.kl_estimator is 'k1'; it must be 'k2' or 'k3': the gradient of k1 "
-            "is 0 on average",
-        )
+        in_loss = self.loss.kl_coef
+        in_reward = self.reward_kl_coef
+        rule = f"0 with algorithm.loss.kl_coef={in_loss}"
+        require_value(not (in_loss and in_reward), "algorithm.reward_kl_coef", in_reward, rule)
+        estimator = self.loss.kl_estimator
+        holds = not in_loss or estimator != "k1"
+        fix = "the gradient of k1 is 0 on average"
+        require_value(holds, "algorithm.loss.kl_estimator", estimator, "'k2' or 'k3'", fix)
         adaptive = self.adaptive_kl
         change = adaptive.rate * adaptive.clip
         require(
@@ -224,11 +219,9 @@ class PolicyGradientConfig(AlgorithmConfig):
             f"algorithm.adaptive_kl.rate={adaptive.rate} times "
             f"algorithm.adaptive_kl.clip={adaptive.clip} is {change}; it must be below 1",
         )
-        require(
-            adaptive.target == 0 or self.kl_coef > 0,
-            f"algorithm.adaptive_kl.target is {adaptive.target}; it must be 0 unless "
-            "algorithm.loss.kl_coef or algorithm.reward_kl_coef is above 0",
-        )
+        holds = adaptive.target == 0 or self.kl_coef > 0
+        rule = "0 unless algorithm.loss.kl_coef or algorithm.reward_kl_coef is above 0"
+        require_value(holds, "algorithm.adaptive_kl.target", adaptive.target, rule)
 
 
 ALGORITHMS: dict[str, Callable[[], PolicyGradientConfig]] = {

@@ -79,15 +79,12 @@ def _thawed_dataclass(data: Any, kind: type, name: str) -> Any:
         f"{name} is {data!r}; it must be an object with the fields of {kind.__qualname__}",
     )
     types = get_type_hints(kind)
-    fields = dataclasses.fields(kind)
-    unknown = sorted(data.keys() - {field.name for field in fields})
+    unknown = sorted(data.keys() - {field.name for field in dataclasses.fields(kind)})
     require(
         not unknown,
         f"{name} has the fields {unknown}, which {kind.__qualname__} has not: another version's?",
     )
-    values = {
-        field: thawed(value, types[field], f"{name}.{field}") for field, value in data.items()
-    }
+    values = {key: thawed(value, types[key], f"{name}.{key}") for key, value in data.items()}
     with users_code(f"{name} cannot be made"):
         return kind(**values)
 
@@ -199,8 +196,7 @@ def read_config_file(path: Path, title: str) -> dict[str, Any]:
         raise ConfigError(f"cannot be read: {error.strerror}", field=title) from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"is not JSON: {error}", field=title, fix=A_RUNS_FILE) from error
-    is_object = isinstance(content, dict)
-    require(is_object, f"holds {shown(content)}", field=title, fix=A_RUNS_FILE)
+    require(isinstance(content, dict), f"holds {shown(content)}", field=title, fix=A_RUNS_FILE)
     for key, kind in (("name", str), ("config", dict)):
         has_key = isinstance(content.get(key), kind)
         require(has_key, f"it has no {key!r}", field=title, fix=A_RUNS_FILE)

@@ -38,10 +38,10 @@ class TemporaryFolder:
             shutil.rmtree(self.name, ignore_errors=True)
 
 
-def steps_in(folder: Path, suffix: str = "") -> list[int]:
-    """Return N of each entry step-N``suffix`` of ``folder``, in order."""
+def steps_in(folder: Path, suffix: str = "", *, prefix: str = "step-") -> list[int]:
+    """Return N of each entry ``prefix``N``suffix`` of ``folder``, in order."""
     names = os.listdir(folder) if folder.is_dir() else []
-    found = (re.fullmatch(rf"step-(\d+){re.escape(suffix)}", name) for name in names)
+    found = (re.fullmatch(rf"{prefix}(\d+){re.escape(suffix)}", name) for name in names)
     return sorted(int(each[1]) for each in found if each)
 
 

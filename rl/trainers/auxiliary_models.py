@@ -1,11 +1,11 @@
 """Checkpoints of the auxiliary models: critic, reference and the user's own."""
 
-import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 from rl.config import RLConfig
+from rl.host.disk import steps_in
 from rl.observe.checkpoint_folders import StepFolders
 from rl.session.session import Session
 
@@ -50,8 +50,8 @@ class AuxiliaryModels:
         saved = self._saved()
         kept_for = (*self._checkpoints.steps(), step)
         needed = {max((each for each in saved if each <= at), default=0) for at in kept_for}
-        for each in saved.keys() - needed:
-            shutil.rmtree(saved[each])
+        for each in {*saved} - needed:
+            shutil.rmtree(self._path(each))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON-able state for a checkpoint: the step whose weights are the reference."""
@@ -59,7 +59,7 @@ class AuxiliaryModels:
 
     async def _load_reference(self, step: int) -> None:
         self._reference = step
-        newer = [folder for saved, folder in self._saved().items() if saved > step]
+        newer = [self._path(saved) for saved in self._saved() if saved > step]
         for folder in (*newer, *self._folder.glob("policy-*.partial")):
             shutil.rmtree(folder)  # of steps that are taken again
         if step:
@@ -70,10 +70,6 @@ class AuxiliaryModels:
     def _path(self, step: int) -> Path:
         return self._folder / f"policy-{step}"
 
-    def _saved(self) -> dict[int, Path]:
-        """Return the folders of the policies that were references, by step."""
-        named = (
-            (re.fullmatch(r"policy-(\d+)", folder.name), folder)
-            for folder in self._folder.glob("policy-*")
-        )
-        return {int(name[1]): folder for name, folder in named if name}
+    def _saved(self) -> list[int]:
+        """Return the steps of the policies that were references."""
+        return steps_in(self._folder, prefix="policy-")

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from rl.config import EvaluationConfig, RLConfig, SamplingRunConfig
 from rl.environments.task import Task
@@ -116,23 +117,16 @@ class Evaluation:
     async def _ask(self, sampling: Sampling, samples: int, stream: str) -> list[Group]:
         """Return scored samples of each prompt, in order, without prompts with a failed reward."""
         size = min(-(-len(self.prompts) // self._replicas), max(1, self._at_once // samples))
+        shares = [self.prompts[first : first + size] for first in range(0, len(self.prompts), size)]
+        collect = partial(
+            self._session.rollouter.collect, samples=samples, stream=stream, generate=self._in_turn
+        )
         async with background() as work:
-            shares = [
-                work.create_task(
-                    self._session.rollouter.collect(
-                        self.prompts[first : first + size],
-                        sampling,
-                        samples=samples,
-                        stream=stream,
-                        generate=self._generate_in_turn,
-                    )
-                )
-                for first in range(0, len(self.prompts), size)
-            ]
-        groups = [group for share in shares for group in share.result()]
+            answers = [work.create_task(collect(share, sampling)) for share in shares]
+        groups = [group for answer in answers for group in answer.result()]
         return [group for group in groups if not isinstance(group, GroupLost)]
 
-    async def _generate_in_turn(self, requests: list[GenerationRequest]) -> list[Completion]:
+    async def _in_turn(self, requests: list[GenerationRequest]) -> list[Completion]:
         async with self._asking:
             return await self._session.sample(requests, alone=self._in_order)
 

@@ -207,14 +207,13 @@ class RolloutScheduler:
     async def _sample(
         self, prompt_ids: list[int], generate: Generate
     ) -> dict[int, Group | GroupLost]:
-        prompts = [training_prompt(self._task, prompt_id) for prompt_id in prompt_ids]
-        samples = self._config.rollout.samples_per_prompt
+        rollout = self._config.rollout
         groups = await self._session.rollouter.collect(
-            prompts,
+            [training_prompt(self._task, prompt_id) for prompt_id in prompt_ids],
             self._sampling,
-            samples=samples,
+            samples=rollout.samples_per_prompt,
             generate=generate,
-            fewest=self._config.rollout.min_episodes,
+            fewest=rollout.min_episodes,
         )
         return dict(zip(prompt_ids, groups, strict=True))
 

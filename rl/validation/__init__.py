@@ -65,12 +65,9 @@ def _validate_cuda(config: RunConfig) -> None:
 def _validate_checkpoint(config: RunConfig) -> None:
     folder = config.trainer.checkpoint.folder
     taken = (*RESERVED, *(name for name in config.models() if name not in (*RESERVED, "trainer")))
-    check(
-        config,
-        "trainer.checkpoint.folder",
-        bool(re.fullmatch(r"[\w-]+", folder)) and folder not in taken,
-        f"a name of letters, digits, _ and -, and none of {', '.join(taken)}",
-    )
+    holds = bool(re.fullmatch(r"[\w-]+", folder)) and folder not in taken
+    rule = f"a name of letters, digits, _ and -, and none of {', '.join(taken)}"
+    check(config, "trainer.checkpoint.folder", holds, rule)
 
 
 def _validate_training_modes(config: RunConfig) -> None:
@@ -103,12 +100,9 @@ def _validate_lora(config: RunConfig) -> None:
     tied = shape_of(config.model).tie_embeddings
     allowed = [*adaptable_layers(config.model), *([] if tied else [HEAD])]
     chosen = lora.target_modules
-    check(
-        config,
-        "trainer.lora.target_modules",
-        chosen is None or (bool(chosen) and set(chosen) <= set(allowed)),
-        f"None, for all, or some of {allowed} with model.fuse_qkv={config.model.fuse_qkv}",
-    )
+    holds = chosen is None or (bool(chosen) and set(chosen) <= set(allowed))
+    rule = f"None, for all, or some of {allowed} with model.fuse_qkv={config.model.fuse_qkv}"
+    check(config, "trainer.lora.target_modules", holds, rule)
     is_reward_model = config.models()["trainer"].head == "values"
     for other, clashes in (
         ("a reward model, whose value head would be frozen", is_reward_model),

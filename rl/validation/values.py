@@ -65,10 +65,8 @@ def validate_unused(config: Any) -> None:
     """
     for value in values(config):
         if fixed := rule_of(value.hint, Fixed):
-            default = fixed.default
-            require_value(
-                value.content == default, value.name, value.content, repr(default), fixed.fix
-            )
+            holds = value.content == fixed.default
+            require_value(holds, value.name, value.content, repr(fixed.default), fixed.fix)
     defaults = defaults_of(type(config))  # type: ignore[arg-type]
     for name, fix in config.unused().items():
         section, _, field = name.partition(".")

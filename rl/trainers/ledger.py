@@ -62,8 +62,9 @@ class Ledger:
         """Number of prompt_ids that will never be trained on, by reason."""
         self._entries: dict[int, _Entry] = {}
         self._waiting: deque[int] = deque()
+        self.room = groups_per_step
+        """Number of groups that the batch in the making still lacks."""
         self._version = 0
-        self._room = groups_per_step
         self._taken: list[int] = []
         self._dropped_now: dict[str, list[int]] = {}
 
@@ -75,7 +76,7 @@ class Ledger:
         """Whether one more prompt may be sampled from version ``held`` or newer and still be
         trained on in time.
         """
-        return self._turn(len(self._entries), self._room) <= held + self._staleness
+        return self._next_turn() <= held + self._staleness
 
     def admit(self, held: int) -> int:
         """Return the next prompt_id, now running: one that has to be asked again, or a new one."""
@@ -105,7 +106,7 @@ class Ledger:
 
         Empty if fewer groups have finished.
         """
-        count = min(count, self._room)
+        count = min(count, self.room)
         chosen: list[_Entry] = []
         passed_over = least_room = 0
         for entry in self._entries.values():
@@ -117,7 +118,7 @@ class Ledger:
                     passed_over + 1 - self._size * ((entry.due - self._version) // self._updates),
                 )
                 passed_over += 1
-            elif self._room - len(chosen) > least_room:
+            elif self.room - len(chosen) > least_room:
                 chosen.append(entry)
             else:
                 return []
@@ -126,13 +127,8 @@ class Ledger:
         for entry in chosen:
             del self._entries[entry.prompt_id]
             self._taken.append(entry.prompt_id)
-        self._room -= count
+        self.room -= count
         return [entry.group for entry in chosen if entry.group is not None]
-
-    @property
-    def lacks(self) -> int:
-        """Number of groups that the batch in the making still lacks."""
-        return self._room
 
     def stepped(self, version: int) -> dict[str, Any]:
         """Record that the batch was trained and the trainer is at ``version``; return the row of
@@ -145,7 +141,7 @@ class Ledger:
         self._taken = []
         self._dropped_now = {}
         self._version = version
-        self._room = self._size
+        self.room = self._size
         counts = self.counts()
         if 2 * self.submitted != sum(counts.values()):
             raise RunError(f"the ledger does not add up: {counts}")
@@ -212,18 +208,20 @@ class Ledger:
         self.trained = state.get("trained", 0)
         self.dropped = Counter(state.get("dropped", {}))
         self._version = version
-        self._room = self._size
+        self.room = self._size
         self._entries = {}
         self._taken = []
         self._dropped_now = deepcopy(state.get("dropped_now", {}))
         for prompt_id, group in finished.items():
             entry = _Entry(prompt_id, _oldest(group) + self._staleness, group)
-            if self._turn(len(self._entries), self._room) <= entry.due:
+            if self._next_turn() <= entry.due:
                 self._entries[prompt_id] = entry
         self._waiting = deque(sorted(again - self._entries.keys()))
 
-    def _turn(self, place: int, room: int) -> int:
-        steps = 0 if place < room else 1 + (place - room) // self._size
+    def _next_turn(self) -> int:
+        """Return the turn that one more entry would have."""
+        behind = len(self._entries) - self.room
+        steps = 0 if behind < 0 else 1 + behind // self._size
         return self._version + self._updates * steps
 
 

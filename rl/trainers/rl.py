@@ -130,7 +130,7 @@ class RLTrainer(Trainer[RLConfig]):
 
     @property
     def is_in_step(self) -> bool:
-        return self.ledger.lacks < self.arguments.rollout.prompts_per_step
+        return self.ledger.room < self.arguments.rollout.prompts_per_step
 
     async def wind_down(self) -> None:
         await self.run.record.rollouts_written()
@@ -155,7 +155,7 @@ class RLTrainer(Trainer[RLConfig]):
                 staleness += self.staleness(chunk)
                 await step.train([*chain.from_iterable(chunk)])
                 groups += chunk
-                chunk = await self.take() if self.ledger.lacks else []
+                chunk = await self.take() if self.ledger.room else []
             metrics = await step.end()
             with self.run.watch.span("train"):
                 await self.auxiliary.refresh(self.step + 1)
@@ -221,7 +221,7 @@ class RLTrainer(Trainer[RLConfig]):
         chunk = list[Group]()
 
         def taken() -> bool:
-            if self.leaving and self.ledger.lacks == rollout.prompts_per_step:
+            if self.leaving and self.ledger.room == rollout.prompts_per_step:
                 return True
             chunk[:] = self.ledger.take(-(-rollout.prompts_per_step // rollout.stream_chunks))
             return bool(chunk)

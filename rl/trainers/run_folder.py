@@ -38,6 +38,7 @@ class RunFolder:
         """``command`` starts the run; empty for a script, which resumes by its config."""
         self.config = config
         self.record = record
+        self.folder = record.folder
         self.progress = progress
         self.is_complete = False
         """Whether the last step is done and its summary written."""
@@ -53,11 +54,6 @@ class RunFolder:
             self.command = f"config.output_dir = {str(record.folder)!r}; config.resume = True"
         self._release = release
         self._oom_kills = oom_kills()
-
-    @property
-    def folder(self) -> Path:
-        """Path of the folder."""
-        return self.record.folder
 
     @property
     def saved(self) -> int:

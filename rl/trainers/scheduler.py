@@ -59,12 +59,8 @@ class RolloutScheduler:
         # Share that each of the newest groups lost: its episodes, or all of it.
         self._recent: deque[float] = deque(maxlen=max(WINDOW, self._size))
         self._before_batch: list[float] = []  # the same, without the batch that is being sampled
-        self._resampled = 0
         self._sampled = 0  # batches
-        self._held = 0
-        self._arrived = 0  # every generator holds the weights of this step or newer ones
         self._evaluated = -1  # in order: no evaluation of this step or older ones is left
-        self._versions: dict[int, int] = {}
         self.is_done = False
         """Whether all steps have their batches, all weights have arrived and evaluations on the way
         have ended."""
@@ -78,7 +74,7 @@ class RolloutScheduler:
         self._evaluated = step - 1
         self._held = self._session.version
         self._versions = {step: self._held}
-        self._arrived = step
+        self._arrived = step  # every generator holds the weights of this step or newer ones
         if step == 0:
             await self._evaluate(0)
         if self._config.rollout.pipeline == "deterministic":

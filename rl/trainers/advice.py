@@ -101,10 +101,13 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 def _device_memory(failure: Failure) -> list[str]:
     if failure.process is not None and failure.process.actor.startswith("generator-"):
         config = failure.run.config
-        share = config.generator.gpu_memory_utilization if isinstance(config, RLConfig) else 0
+        section = f"{config.generator_section}generator"
+        generator = config.session().generator
+        assert generator is not None, "one of its ranks failed"
+        share = generator.gpu_memory_utilization
         own = (
-            f"Lower generator.gpu_memory_utilization (now {share:g}), or "
-            "generator.max_running_requests."
+            f"Lower {section}.gpu_memory_utilization (now {share:g}), or "
+            f"{section}.max_running_requests."
         )
     else:
         trainer = failure.run.config.trainer

@@ -44,10 +44,16 @@ def main() -> int:
     return int(missed > 0)
 
 
+def changed(each: Break, tree: Path) -> str:
+    """Return the text of the file with the break, or MISSING."""
+    text = (tree / each.file).read_text()
+    return text.replace(each.old, each.new) if text.count(each.old) == 1 else MISSING
+
+
 def tried(each: Break, tree: Path) -> str:
     """Return the name of the test that finds a break, NOT_FOUND or MISSING."""
-    text = (tree / each.file).read_text()
-    if text.count(each.old) != 1:
+    text = changed(each, tree)
+    if text == MISSING:
         return MISSING
     with tempfile.TemporaryDirectory(prefix="tiller-break-") as folder:
         for name in COPIED:
@@ -55,7 +61,7 @@ def tried(each: Break, tree: Path) -> str:
             copy(tree / name, Path(folder, name))
         for page in tree.glob("*.md"):
             shutil.copy(page, folder)
-        Path(folder, each.file).write_text(text.replace(each.old, each.new))
+        Path(folder, each.file).write_text(text)
         marks = "long" if each.long else "not long"
         tests = [f"tests/{name}" for name in each.found_by.split()]
         tests = [name for name in tests if Path(folder, name).exists()]

@@ -8,6 +8,7 @@ import pytest
 from torch import OutOfMemoryError
 
 from rl.cli.arguments import find_config
+from rl.config import SampledEvaluationConfig
 from rl.config.frozen import frozen
 from rl.errors import (
     ActorFailure,
@@ -100,6 +101,16 @@ def test_a_known_cause_names_what_to_change(run, monkeypatch, error, cause, said
     for command in re.findall(r"python -m rl\..*", "\n".join(sentences[:-1])):
         words = shlex.split(command)
         check_command(["RUN" if word == str(run.folder) else word for word in words])
+
+
+def test_the_generator_of_another_kind_of_run_is_named_with_its_section(run):
+    task = run.config.task
+    run.config = find_config("sft_jsonl")()
+    run.config.evaluation = SampledEvaluationConfig(task=task)
+    run.config.evaluation.generator.gpu_memory_utilization = 0.25
+    failed = of_process(actor="generator-0", call="generate", cause=OutOfMemoryError("out"))
+    _, sentences = advice_after(failed, run, FailedCall())
+    assert "Lower evaluation.generator.gpu_memory_utilization (now 0.25)" in sentences[0]
 
 
 @pytest.mark.parametrize("kept", [0, 2, 3])

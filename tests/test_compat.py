@@ -53,6 +53,11 @@ def test_a_name_that_is_gone_or_has_other_parameters_fails_with_a_sentence():
     ]
 
 
+def test_an_entry_of_a_table_may_have_several_members_of_one_owner():
+    assert names_in("a.b:C.d(e, f) _g h()") == ["a.b:C.d(e, f)", "a.b:C._g", "a.b:C.h()"]
+    assert names_in("a.b:_c _d") == ["a.b:_c", "a.b:_d"]
+
+
 def test_compat_was_written_for_the_versions_that_are_pinned():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     groups = [project["dependencies"], *project["optional-dependencies"].values()]
@@ -105,7 +110,20 @@ def test_graphs_that_torch_cannot_hash_have_unique_keys(monkeypatch):
 
 def moved_from(module: str) -> list[str]:
     """Return a sentence for each name in the table of ``module`` that is gone or changed."""
-    return moved(module, importlib.import_module(f"rl.compat.{module}").RELIES_ON)
+    return moved(module, table_of(module))
+
+
+def table_of(module: str) -> list[str]:
+    """Return the names in the table of ``module``, each with its owner."""
+    table = importlib.import_module(f"rl.compat.{module}").RELIES_ON
+    return [name for entry in table for name in names_in(entry)]
+
+
+def names_in(entry: str) -> list[str]:
+    """Return "owner:a" and "owner:b" for the entry "owner:a b"; parameters are kept."""
+    first, *others = re.findall(r"[\w.:]+(?:\(.*?\))?", entry)
+    owner = re.match(r"[\w.:]+[.:]", first)[0]
+    return [first, *(f"{owner}{other}" for other in others)]
 
 
 def moved(module: str, names: Any) -> list[str]:
@@ -161,8 +179,8 @@ def stored(code: CodeType) -> set[str]:
 
 def private_names() -> set[str]:
     """Return the names with an underscore in all tables."""
-    tables = [importlib.import_module(f"rl.compat.{module}").RELIES_ON for module in MODULES]
-    names = {name.partition("(")[0].split(".")[-1] for table in tables for name in table}
+    table = [name for module in MODULES for name in table_of(module)]
+    names = {name.partition("(")[0].split(".")[-1] for name in table}
     return {name for name in names if is_private(name)}
 
 

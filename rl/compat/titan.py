@@ -21,17 +21,13 @@ T = TypeVar("T")
 
 RELIES_ON = (
     # torchtitan takes no argument for the device
-    "torchtitan.tools.utils:device_type",
-    "torchtitan.tools.utils:device_module",
+    "torchtitan.tools.utils:device_type device_module",
     # the registry offers only the published sizes
     "torchtitan.models.qwen3:_build_qwen3_layers(n_layers, dim, n_heads, n_kv_heads, head_dim,"
     " hidden_dim, fuse_qkv, attn_backend, rope)",
     "torchtitan.models.qwen3:_build_qwen3_moe_layers(n_layers, dim, n_heads, n_kv_heads, head_dim,"
     " moe_hidden_dim, num_experts, top_k, fuse_qkv, attn_backend, moe_comm_backend, rope)",
-    "torchtitan.models.qwen3:_qwen3_norm(dim)",
-    "torchtitan.models.qwen3:_EMBEDDING_INIT",
-    "torchtitan.models.qwen3:_EMBEDDING_SKIP_INIT",
-    "torchtitan.models.qwen3:_LINEAR_INIT",
+    "torchtitan.models.qwen3:_qwen3_norm(dim) _EMBEDDING_INIT _EMBEDDING_SKIP_INIT _LINEAR_INIT",
     # Decoder.Config.update_from_config imports torchtitan's trainer, and with it datasets
     "torchtitan.models.common.token_dispatcher:update_ep_token_dispatcher_config("
     "model_config, config)",

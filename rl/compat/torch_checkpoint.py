@@ -17,8 +17,8 @@ RELIES_ON = (
     "torch.serialization:_get_layout",
     # torch.distributed's collectives do not pass exceptions on
     "torch.distributed.checkpoint.utils:_DistWrapper(group, use_dist, coordinator_rank)",
-    "torch.distributed.checkpoint.utils:_DistWrapper.broadcast(step, map_fun)",
-    "torch.distributed.checkpoint.utils:_DistWrapper.all_gather(step, map_fun)",
+    "torch.distributed.checkpoint.utils:_DistWrapper.broadcast(step, map_fun)"
+    " all_gather(step, map_fun)",
 )
 
 METADATA_PARTS = (_StorageInfo, _MEM_FORMAT_ENCODING, _get_layout)

@@ -28,8 +28,7 @@ RELIES_ON = (
     # Module.state_dict would run the hooks of FSDP, which gather
     "torch.nn:Module._non_persistent_buffers_set",
     # a loop over the tensors would launch one kernel for each
-    "torch:_foreach_norm",
-    "torch:_foreach_mul_",
+    "torch:_foreach_norm _foreach_mul_",
     # torch has no public way to choose oneDNN for a product
     "torch:ops.mkldnn._linear_pointwise(X, W, B, attr, scalars, algorithm)",
     # the public function does not return what its backward pass needs
@@ -41,8 +40,7 @@ RELIES_ON = (
     # issue 191323
     "torch._functorch._aot_autograd.autograd_cache:random",
     # torch has no public name for the history of allocations
-    "torch.cuda.memory:_record_memory_history(enabled, stacks)",
-    "torch.cuda.memory:_dump_snapshot(filename)",
+    "torch.cuda.memory:_record_memory_history(enabled, stacks) _dump_snapshot(filename)",
 )
 
 

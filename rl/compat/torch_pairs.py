@@ -10,10 +10,7 @@ from torch.distributed import PrefixStore, Store, TCPStore, distributed_c10d
 
 RELIES_ON = (
     # new_group and init_process_group are for the ranks of one mesh, which start together
-    "torch.distributed.distributed_c10d:ProcessGroupGloo._Options",
-    "torch.distributed.distributed_c10d:ProcessGroupGloo.create_device",
-    "torch.distributed.distributed_c10d:ProcessGroupGloo.send",
-    "torch.distributed.distributed_c10d:ProcessGroupGloo.recv",
+    "torch.distributed.distributed_c10d:ProcessGroupGloo._Options create_device send recv",
 )
 
 _QUIET = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}

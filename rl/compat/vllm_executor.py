@@ -13,11 +13,10 @@ RELIES_ON = (
     # no setting names the rendezvous of the external launcher
     "vllm.v1.executor.uniproc_executor:UniProcExecutor._distributed_args()",
     # vLLM leaves the names of shared memory and sockets in the file system
-    "vllm.distributed.parallel_state:GroupCoordinator.mq_broadcaster",
-    "vllm.distributed.parallel_state:GroupCoordinator.device_communicator",
+    "vllm.distributed.parallel_state:GroupCoordinator.mq_broadcaster device_communicator",
     "vllm.distributed.device_communicators.shm_broadcast:MessageQueue.handle",
-    "vllm.distributed.device_communicators.shm_broadcast:Handle.local_subscribe_addr",
-    "vllm.distributed.device_communicators.shm_broadcast:Handle.local_notify_addr",
+    "vllm.distributed.device_communicators.shm_broadcast:Handle.local_subscribe_addr"
+    " local_notify_addr",
     "vllm.distributed.device_communicators.cpu_communicator:CpuCommunicator.dist_module",
     "vllm.distributed.device_communicators.cpu_communicator:_CPUSHMDistributed.group_name",
 )

@@ -16,9 +16,7 @@ if current_platform.is_cpu():
     RELIES_ON += [
         # vLLM has no public way to pack a weight
         "vllm._custom_ops:create_onednn_mm(weight, primitive_cache_size)",
-        "vllm._custom_ops:CPUDNNLGEMMHandler.handler_tensor",
-        "vllm._custom_ops:CPUDNNLGEMMHandler.n",
-        "vllm._custom_ops:CPUDNNLGEMMHandler.k",
+        "vllm._custom_ops:CPUDNNLGEMMHandler.handler_tensor n k",
         "vllm._custom_ops:torch.ops._C.create_onednn_mm_handler",
         # _custom_ops.onednn_mm cannot take the handler's address from a buffer
         "vllm._custom_ops:torch.ops._C.onednn_mm(c, a, bias, handler_tensor)",

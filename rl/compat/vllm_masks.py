@@ -20,10 +20,8 @@ RELIES_ON = (
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner.sampler",  # of Model Runner V2
     "vllm.v1.worker.gpu.sample.sampler:Sampler.sample(logits, expanded_idx_mapping)",
     # the path of masks from a step to the outputs of its requests
-    "vllm.v1.core.sched.scheduler:Scheduler.schedule()",
-    "vllm.v1.core.sched.scheduler:Scheduler.return_sampling_mask",
-    "vllm.v1.core.sched.scheduler:Scheduler.update_from_output(scheduler_output,"
-    " model_runner_output)",
+    "vllm.v1.core.sched.scheduler:Scheduler.return_sampling_mask schedule()"
+    " update_from_output(scheduler_output, model_runner_output)",
     "vllm.v1.outputs:ModelRunnerOutput.sampling_masks",
     "vllm.v1.outputs:SamplingMaskLists.slice_request(req_idx, num_positions)",
     "vllm.v1.engine:EngineCoreOutput.new_sampling_mask",

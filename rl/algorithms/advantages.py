@@ -132,10 +132,8 @@ class AdvantageEstimator(Configurable):
         by_token: ClassVar[bool] = False
         """Whether the advantages depend on which token of a completion gets a reward."""
 
-        @property
-        def needs_group(self) -> bool:
-            """Whether the estimator compares completions of one prompt and needs two or more."""
-            return False
+        needs_group: ClassVar[bool] = False
+        """Whether the estimator compares completions of one prompt and needs two or more."""
 
     config: Config
 
@@ -175,12 +173,10 @@ class GroupAdvantage(AdvantageEstimator):
 
     @dataclass(kw_only=True, slots=True)
     class Config(AdvantageEstimator.Config):
+        needs_group: ClassVar[bool] = True
+
         normalize_std: bool = True
         """Whether to divide by the standard deviation of the group."""
-
-        @property
-        def needs_group(self) -> bool:
-            return True
 
     config: Config
 
@@ -204,9 +200,7 @@ class LeaveOneOut(AdvantageEstimator):
 
     @dataclass(kw_only=True, slots=True)
     class Config(AdvantageEstimator.Config):
-        @property
-        def needs_group(self) -> bool:
-            return True
+        needs_group: ClassVar[bool] = True
 
     def __call__(self, scored: Scored) -> Advantages:
         totals = scored.totals
@@ -239,7 +233,7 @@ class ReinforcePlusPlus(AdvantageEstimator):
         reward of the group: the paper's REINFORCE++-baseline."""
 
         @property
-        def needs_group(self) -> bool:
+        def needs_group(self) -> bool:  # type: ignore[override]
             return self.baseline == "group_mean"
 
         @property

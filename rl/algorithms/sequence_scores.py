@@ -137,7 +137,7 @@ def score_batch(batch: Batch, loss: SequenceLoss) -> Batch:
     """
     if loss.head == "values":
         return _with_ends(batch)
-    counts = _trained_counts(batch)
+    counts = sum_by_sequence(batch.loss_mask.long(), _owners(batch), len(batch))
     if not counts.all():
         raise RunError(f"sequence {int(counts.argmin())} of the batch has no trained token")
     weights = _spread(_weights(counts, loss), batch)
@@ -263,8 +263,3 @@ def _owners(batch: Batch) -> torch.Tensor:
 def _spread(values: torch.Tensor, batch: Batch) -> torch.Tensor:
     """Return the value of each token's sequence, [T]; ``values`` is [n]."""
     return values.repeat_interleave(batch.lengths)
-
-
-def _trained_counts(batch: Batch) -> torch.Tensor:
-    """Return the number of trained tokens of each sequence, int64 [n]."""
-    return sum_by_sequence(batch.loss_mask.long(), _owners(batch), len(batch))

@@ -11,6 +11,7 @@ from typing import Annotated
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torchtitan.config import Configurable
 
 from rl.algorithms.loss_results import Metric
@@ -21,7 +22,7 @@ from rl.types.rules import above, at_least
 SCALE = above(0, 1e6)
 WEIGHT = at_least(0, 1e6)
 
-Costs = tuple[torch.Tensor, Mapping[str, torch.Tensor | Metric]]
+Costs = tuple[Tensor, Mapping[str, Tensor | Metric]]
 """Cost of each example, [P], and metrics: values [M], of which the mean is reported, or a Metric of
 values [M]."""
 
@@ -33,29 +34,26 @@ class Labels:
     A loss of pairs compares ``chosen[i]`` with ``rejected[i]``; a sequence may be in several pairs.
     """
 
-    chosen: torch.Tensor
+    chosen: Tensor
     """Chosen sequences of pairs, or desirable sequences of an unpaired loss, [P]."""
-    rejected: torch.Tensor
+    rejected: Tensor
     """Rejected sequences of pairs, [P], or undesirable sequences of an unpaired loss, [Q]."""
-    mismatched: torch.Tensor | None = None
+    mismatched: Tensor | None = None
     """Sequences of one example's prompt and another example's completion, [M], to estimate a
     baseline from."""
-    margins: torch.Tensor | None = None
+    margins: Tensor | None = None
     """Target difference between the rewards of each pair, float [P], for a reward model."""
 
     @classmethod
     def pairs(
-        cls,
-        count: int,
-        margins: torch.Tensor | None = None,
-        device: torch.device | None = None,
+        cls, count: int, margins: Tensor | None = None, device: torch.device | None = None
     ) -> "Labels":
         """Return the labels of ``count`` pairs: rows 0, 2, 4... are chosen over 1, 3, 5..."""
         rows = torch.arange(2 * count, device=device)
         return cls(chosen=rows[::2], rejected=rows[1::2], margins=margins)
 
     @classmethod
-    def unpaired(cls, desirable: torch.Tensor) -> "Labels":
+    def unpaired(cls, desirable: Tensor) -> "Labels":
         """Return the labels of n rows; ``desirable``, bool [n], marks the desirable rows.
 
         Rows n to 2n - 1 are mismatched, as
@@ -92,9 +90,7 @@ class SequenceLoss(Configurable):
     def __init__(self, config: Config):
         self.config = config
 
-    def __call__(
-        self, scores: torch.Tensor, reference: torch.Tensor | None, labels: Labels
-    ) -> Costs:
+    def __call__(self, scores: Tensor, reference: Tensor | None, labels: Labels) -> Costs:
         """Return the cost of each example and metrics.
 
         ``scores`` and ``reference`` are [n]; gradients flow into ``scores``. The loss of a step is
@@ -118,9 +114,7 @@ class PairLoss(SequenceLoss):
     class Config(SequenceLoss.Config):
         pass
 
-    def __call__(
-        self, scores: torch.Tensor, reference: torch.Tensor | None, labels: Labels
-    ) -> Costs:
+    def __call__(self, scores: Tensor, reference: Tensor | None, labels: Labels) -> Costs:
         """Return the cost of each pair, [P], and metrics.
 
         Raises RunError if the numbers of chosen and rejected sequences differ.
@@ -142,11 +136,11 @@ class PairLoss(SequenceLoss):
         }
         return self.cost(chosen, rejected, labels), metrics
 
-    def rewards(self, scores: torch.Tensor, reference: torch.Tensor | None) -> torch.Tensor:
+    def rewards(self, scores: Tensor, reference: Tensor | None) -> Tensor:
         """Return the implicit reward of each sequence, [n]."""
         raise NotImplementedError
 
-    def cost(self, chosen: torch.Tensor, rejected: torch.Tensor, labels: Labels) -> torch.Tensor:
+    def cost(self, chosen: Tensor, rejected: Tensor, labels: Labels) -> Tensor:
         """Return the cost of each pair, [P], from the rewards of its sequences, [P] each."""
         raise NotImplementedError
 
@@ -170,10 +164,10 @@ class DPOLoss(PairLoss):
     config: Config
     needs_reference = True
 
-    def rewards(self, scores: torch.Tensor, reference: torch.Tensor | None) -> torch.Tensor:
+    def rewards(self, scores: Tensor, reference: Tensor | None) -> Tensor:
         return self.config.beta * log_ratio(scores, reference)
 
-    def cost(self, chosen: torch.Tensor, rejected: torch.Tensor, labels: Labels) -> torch.Tensor:
+    def cost(self, chosen: Tensor, rejected: Tensor, labels: Labels) -> Tensor:
         h = chosen - rejected
         swapped = self.config.label_smoothing
         return -(1 - swapped) * F.logsigmoid(h) - swapped * F.logsigmoid(-h)
@@ -199,10 +193,10 @@ class IPOLoss(PairLoss):
     config: Config
     needs_reference = True
 
-    def rewards(self, scores: torch.Tensor, reference: torch.Tensor | None) -> torch.Tensor:
+    def rewards(self, scores: Tensor, reference: Tensor | None) -> Tensor:
         return self.config.tau * log_ratio(scores, reference)
 
-    def cost(self, chosen: torch.Tensor, rejected: torch.Tensor, labels: Labels) -> torch.Tensor:
+    def cost(self, chosen: Tensor, rejected: Tensor, labels: Labels) -> Tensor:
         return (((chosen - rejected) - 0.5) / self.config.tau).square()
 
 
@@ -226,10 +220,10 @@ class SimPOLoss(PairLoss):
 
     config: Config
 
-    def rewards(self, scores: torch.Tensor, reference: torch.Tensor | None) -> torch.Tensor:
+    def rewards(self, scores: Tensor, reference: Tensor | None) -> Tensor:
         return self.config.beta * scores
 
-    def cost(self, chosen: torch.Tensor, rejected: torch.Tensor, labels: Labels) -> torch.Tensor:
+    def cost(self, chosen: Tensor, rejected: Tensor, labels: Labels) -> Tensor:
         return -F.logsigmoid(chosen - rejected - self.config.gamma)
 
 
@@ -252,10 +246,10 @@ class BradleyTerryLoss(PairLoss):
     config: Config
     head: Head = "values"
 
-    def rewards(self, scores: torch.Tensor, reference: torch.Tensor | None) -> torch.Tensor:
+    def rewards(self, scores: Tensor, reference: Tensor | None) -> Tensor:
         return scores
 
-    def cost(self, chosen: torch.Tensor, rejected: torch.Tensor, labels: Labels) -> torch.Tensor:
+    def cost(self, chosen: Tensor, rejected: Tensor, labels: Labels) -> Tensor:
         margins = self.config.margin if labels.margins is None else labels.margins.to(chosen)
         centering = self.config.centering_coef * (chosen + rejected).square()
         return centering - F.logsigmoid(chosen - rejected - margins)
@@ -290,9 +284,7 @@ class KTOLoss(SequenceLoss):
         """Return the number of desirable and undesirable sequences."""
         return len(labels.chosen) + len(labels.rejected)
 
-    def __call__(
-        self, scores: torch.Tensor, reference: torch.Tensor | None, labels: Labels
-    ) -> Costs:
+    def __call__(self, scores: Tensor, reference: Tensor | None, labels: Labels) -> Costs:
         """Return the cost of each sequence, desirable ones first, [P + Q], and metrics.
 
         Raises RunError without mismatched sequences.
@@ -322,7 +314,7 @@ class KTOLoss(SequenceLoss):
         return weights * torch.sigmoid(-above_baseline), metrics
 
 
-def log_ratio(scores: torch.Tensor, reference: torch.Tensor | None) -> torch.Tensor:
+def log_ratio(scores: Tensor, reference: Tensor | None) -> Tensor:
     """Return the log of policy over reference policy for each sequence, [n].
 
     Raises RunError without a reference.

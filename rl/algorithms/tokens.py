@@ -3,11 +3,12 @@
 from typing import cast
 
 import torch
+from torch import Tensor
 
 from rl.errors import RunError, shown
 
 
-class Tokens(dict[str, torch.Tensor]):
+class Tokens(dict[str, Tensor]):
     """Tensors [C] by name, for the tokens of weight above 0 of whole sequences. C may be 0.
 
     float32: the model's outputs (``logprobs`` and ``entropy``; a critic's ``values``) and every
@@ -18,25 +19,23 @@ class Tokens(dict[str, torch.Tensor]):
     """Number of the sequences; None for one more than the largest index, which waits for a GPU."""
 
     @classmethod
-    def of(
-        cls, columns: dict[str, torch.Tensor], sequence: torch.Tensor, sequences: int
-    ) -> "Tokens":
+    def of(cls, columns: dict[str, Tensor], sequence: Tensor, sequences: int) -> "Tokens":
         """Return the tokens of so many ``sequences``."""
         tokens = cls(columns, sequence=sequence)
         tokens.sequences = sequences
         return tokens
 
-    def __missing__(self, name: str) -> torch.Tensor:
+    def __missing__(self, name: str) -> Tensor:
         names = ", ".join(sorted(self))
         raise RunError(f"the loss needs {name}, which the batch does not have; it has {names}")
 
 
-def check_per_token(name: str, values: object, count: int) -> torch.Tensor:
+def check_per_token(name: str, values: object, count: int) -> Tensor:
     """Return ``values`` of the user's code ``name``; raise RunError unless they are float32
     [count] on the CPU without a gradient.
     """
     found = shown(values)
-    if isinstance(values, torch.Tensor):
+    if isinstance(values, Tensor):
         dtype = str(values.dtype).removeprefix("torch.")
         gradient = " with gradient" if values.requires_grad else ""
         found = f"{dtype} {[*values.shape]} on {values.device.type}{gradient}"
@@ -44,12 +43,10 @@ def check_per_token(name: str, values: object, count: int) -> torch.Tensor:
     if found != expected:
         rule = f"expected a tensor, {expected}, one number a completion token"
         raise RunError(f"{name} returned {found}; {rule}")
-    return cast(torch.Tensor, values)
+    return cast(Tensor, values)
 
 
-def sum_by_sequence(
-    values: torch.Tensor, sequence: torch.Tensor, count: int | None = None
-) -> torch.Tensor:
+def sum_by_sequence(values: Tensor, sequence: Tensor, count: int | None = None) -> Tensor:
     """Return the sum [N] of the values [C] of each sequence; ``sums[sequence]`` spreads the sums to
     [C] again.
 
@@ -61,9 +58,7 @@ def sum_by_sequence(
     return values.new_zeros(count).index_add(0, sequence, values)
 
 
-def mean_by_sequence(
-    values: torch.Tensor, sequence: torch.Tensor, count: int | None = None
-) -> torch.Tensor:
+def mean_by_sequence(values: Tensor, sequence: Tensor, count: int | None = None) -> Tensor:
     """Return the mean [N] of the values [C] of each sequence; 0 for a sequence without tokens.
     ``count`` is N, as in :func:`sum_by_sequence`.
     """

@@ -7,9 +7,9 @@ from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from rl.model.shape import ModelShape
+from rl.model.shards import whole_of
 
 PARTS = (
     "tok_embeddings",
@@ -117,8 +117,7 @@ class Recorder:
         return keep
 
     def _keep(self, name: str, out: torch.Tensor) -> None:
-        whole = out.full_tensor() if isinstance(out, DTensor) else out
-        flat = whole.detach().reshape(len(self.seen), -1)
+        flat = whole_of(out).detach().reshape(len(self.seen), -1)
         kept = self.activations
         width = flat.shape[1]
         if name not in kept.outputs:

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torchtitan.models.common import CosSinRoPE, Linear, RMSNorm
 from torchtitan.models.common.attention import GQAttention, ScaledDotProductAttention
 from torchtitan.models.common.moe import MoE
@@ -20,6 +19,7 @@ from rl.compat import titan
 from rl.model.experts import ClampedExperts, Experts
 from rl.model.router import Router
 from rl.model.shape import ModelShape
+from rl.model.shards import local_of
 
 T = TypeVar("T")
 
@@ -39,8 +39,7 @@ class SinkAttention(GQAttention):
         self.inner_attention.register_forward_pre_hook(self._add_sinks, with_kwargs=True)
 
     def _add_sinks(self, _module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-        sinks = self.sinks.to_local() if isinstance(self.sinks, DTensor) else self.sinks
-        return args, {**kwargs, "sinks": sinks}
+        return args, {**kwargs, "sinks": local_of(self.sinks)}
 
 
 class RotaryEmbedding(CosSinRoPE):

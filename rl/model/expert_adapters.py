@@ -46,17 +46,15 @@ def add_adapters(experts: Any, config: Any) -> None:
     rank, alpha = config.lora
     experts._lora_scaling = alpha / rank
     weights = {name: each for name, each in experts.named_parameters() if each.ndim == 3}
+    layouts = config.sharding_config.state_shardings
     for side, dim in (("lora_a", experts.in_dim), ("lora_b", 3 - experts.in_dim)):
         rows = {name: weight.shape[dim] for name, weight in weights.items()}
-        layouts = config.sharding_config.state_shardings
+        drawn = {name: _drawn(count) for name, count in rows.items()}
+        own = {name: _layout(layouts[name], dim) for name in rows}
         factors = Factors.Config(
-            shapes={name: (config.num_experts, rows[name], rank) for name in rows},
-            param_init={
-                name: nn.init.zeros_ if side == "lora_b" else _drawn(rows[name]) for name in rows
-            },
-            sharding_config=ShardingConfig(
-                state_shardings={name: _layout(layouts[name], dim) for name in rows}
-            ),
+            shapes={name: (config.num_experts, count, rank) for name, count in rows.items()},
+            param_init=drawn if side == "lora_a" else dict.fromkeys(rows, nn.init.zeros_),
+            sharding_config=ShardingConfig(state_shardings=own),
         )
         setattr(experts, side, factors.build())
 

@@ -1,25 +1,19 @@
 """Experts that compute in the precision of their input."""
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.models.common.token_dispatcher import LocalDispatchMetadata, LocalTokenDispatcher
 from torchtitan.protocols.module import Module
 
-from rl.model.expert_adapters import (
-    add_adapters,
-    grouped_products,
-    groups_of,
-    is_grouped,
-    low_rank,
-)
+from rl.model.expert_adapters import add_adapters, grouped_products, groups_of, is_grouped, low_rank
 from rl.model.shape import ModelShape
+from rl.model.shards import local_of
 
 
 class OwnExperts(LocalTokenDispatcher):
@@ -31,9 +25,7 @@ class OwnExperts(LocalTokenDispatcher):
         self.held = experts // ranks
         self.own = slice(rank * self.held, (rank + 1) * self.held)
 
-    def dispatch(
-        self, x_TD: torch.Tensor, scores_TK: torch.Tensor, ids_TK: torch.Tensor, *counts: Any
-    ) -> tuple:
+    def dispatch(self, x_TD: Tensor, scores_TK: Tensor, ids_TK: Tensor, *counts: Any) -> tuple:
         """Dispatch as torchtitan does, but only to this rank's experts.
 
         For grouped products all tokens stay in the result, so that no shape depends on the choice
@@ -56,8 +48,8 @@ class OwnExperts(LocalTokenDispatcher):
         return sorted_ND[mine], own_E, own_metadata
 
     def combine(
-        self, routed_output_RD: torch.Tensor, metadata: LocalDispatchMetadata, x_TD: torch.Tensor
-    ) -> torch.Tensor:
+        self, routed_output_RD: Tensor, metadata: LocalDispatchMetadata, x_TD: Tensor
+    ) -> Tensor:
         """Combine as torchtitan does; outputs with weights of 0 may be any number."""
         if is_grouped(x_TD):
             unused_R = metadata.topk_scores_experts_sorted_N == 0
@@ -85,7 +77,7 @@ class Experts(GroupedExperts):
         if config.lora is not None:
             add_adapters(self, config)
 
-    def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
         """Return the experts' outputs [R, D] for tokens [R, D], which are sorted by expert.
 
         ``num_tokens_per_expert_E``, int64 [E], has the number of tokens of each expert of this
@@ -95,17 +87,17 @@ class Experts(GroupedExperts):
             return self._adapted(x_RD, num_tokens_per_expert_E)
         if is_grouped(x_RD):
             return super().forward(x_RD, num_tokens_per_expert_E)
-        weights = _local(self.w1_EFD, self.w3_EFD, self.w2_EDF)
         # The backward pass of torch._grouped_mm on CPU refuses many shapes and strides.
         tokens = x_RD.split(num_tokens_per_expert_E.tolist())
-        experts = zip(tokens, *(w.unbind() for w in weights), strict=True)
+        weights = (local_of(each).unbind() for each in (self.w1_EFD, self.w3_EFD, self.w2_EDF))
+        experts = zip(tokens, *weights, strict=True)
         return torch.cat([(F.silu(x @ w1.T) * (x @ w3.T)) @ w2.T for x, w1, w3, w2 in experts])
 
-    def _adapted(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    def _adapted(self, x: Tensor, counts: Tensor) -> Tensor:
         groups = groups_of(x, counts)
 
-        def project(name: str, rows: torch.Tensor) -> torch.Tensor:
-            weights = next(_local(getattr(self, name)))
+        def project(name: str, rows: Tensor) -> Tensor:
+            weights = local_of(getattr(self, name))
             products = grouped_products(rows, weights.mT, groups)
             return products + low_rank(self, name, rows, groups)
 
@@ -145,19 +137,17 @@ class ClampedExperts(GroupedExperts):
         if config.lora is not None:
             add_adapters(self, config)
 
-    def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
         """Return the experts' outputs as ``Experts`` does."""
-        bias = next(_local(self.gate_up_bias))
+        bias = local_of(self.gate_up_bias)
         hidden = self._project(x_RD, num_tokens_per_expert_E, "gate_up_EDG", bias)
         gate = hidden[..., ::2].clamp(max=self.bound)
         up = hidden[..., 1::2].clamp(-self.bound, self.bound)
         values = (up + 1) * gate * torch.sigmoid(gate * self.slope)
         return self._project(values, num_tokens_per_expert_E, "down_EFD", self._bias_of_sum())
 
-    def _project(
-        self, x: torch.Tensor, counts: torch.Tensor, name: str, bias: torch.Tensor
-    ) -> torch.Tensor:
-        weight = next(_local(getattr(self, name)))
+    def _project(self, x: Tensor, counts: Tensor, name: str, bias: Tensor) -> Tensor:
+        weight = local_of(getattr(self, name))
         if is_grouped(x):
             ends = counts.cumsum(0, dtype=torch.int32)
             rows = torch.arange(len(x), dtype=torch.int32, device=x.device)
@@ -171,16 +161,12 @@ class ClampedExperts(GroupedExperts):
             return outputs
         return outputs + low_rank(self, name, x, groups_of(x, counts))
 
-    def _bias_of_sum(self) -> torch.Tensor:
+    def _bias_of_sum(self) -> Tensor:
         """Return this rank's part of ``down_bias``: if ranks hold parts of each expert, whose
         products are added, the first rank has it.
         """
         bias, down = self.down_bias, self.down_EFD
         if not (isinstance(down, DTensor) and down.placements == (Shard(1),)):
-            return next(_local(bias))
+            return local_of(bias)
         own = bias.to_local(grad_placements=[Partial()])  # type: ignore[attr-defined]
         return own * float(down.device_mesh.get_local_rank() == 0)  # type: ignore[no-any-return]
-
-
-def _local(*parameters: torch.Tensor) -> Iterator[torch.Tensor]:
-    return (each.to_local() if isinstance(each, DTensor) else each for each in parameters)

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor
 
 
 class Box(NamedTuple):
@@ -83,6 +84,16 @@ class Shard(NamedTuple):
 
 Shards = dict[str, Shard]
 """Shards of a rank, by parameter name, if the rank holds one shard of each parameter."""
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of ``tensor``, through which gradients flow."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the whole ``tensor``. All ranks must call it together if it is sharded."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def local_shapes(layout: Layout) -> dict[str, tuple[int, ...]]:

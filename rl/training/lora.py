@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn as nn
 from safetensors.torch import save_file
-from torch.distributed.tensor import DTensor
+from torch import Tensor, nn
 from torchtitan.components.checkpointer.utils import canonical_fqn
 
 from rl.compat.titan import lora_scale
 from rl.compat.torch_internals import local_tensor
 from rl.model.hub import Snapshot
-from rl.model.shards import Box, Shard, Shards
+from rl.model.shards import Box, Shard, Shards, whole_of
 from rl.training.hugging_face_names import Block, HuggingFaceNames
 from rl.training.sharded_model import local_box, shards_of
 from rl.training.trainer_config import AdapterConfig, Source
@@ -30,18 +29,18 @@ class AdaptedWeight(NamedTuple):
     """Name of the weight in its module, and of the factors in theirs."""
 
     @property
-    def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def factors(self) -> tuple[Tensor, Tensor]:
         """Live parameters: A [rank, in] and B [out, rank] of a linear layer, A [experts, in, rank]
         and B [experts, out, rank] of experts.
         """
         return getattr(self.layer.lora_a, self.name), getattr(self.layer.lora_b, self.name)
 
-    def whole_factors(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def whole_factors(self) -> tuple[Tensor, Tensor]:
         """Return A [..., in, rank] and B [..., out, rank], float32. Every rank gathers both."""
         a, b = map(_whole, self.factors)
         return (a.mT if a.ndim == 2 else a), b
 
-    def added(self, shard: Shard) -> torch.Tensor:
+    def added(self, shard: Shard) -> Tensor:
         """Return what the adapter adds to ``shard``, the shard of the weight on this rank.
 
         All ranks must call the method together. Ranks that have whole experts gather nothing.
@@ -57,12 +56,11 @@ class AdaptedWeight(NamedTuple):
         return scale * (b @ a.mT if in_dim == 2 else a @ b.mT)
 
 
-def _whole(factor: torch.Tensor) -> torch.Tensor:
-    whole = factor.full_tensor() if isinstance(factor, DTensor) else factor
-    return whole.detach().float()
+def _whole(factor: Tensor) -> Tensor:
+    return whole_of(factor).detach().float()
 
 
-def _rows(factor: torch.Tensor, box: Box, dim: int) -> torch.Tensor:
+def _rows(factor: Tensor, box: Box, dim: int) -> Tensor:
     """Return the part of a factor of experts that ``box`` of their weight needs. Rows of the factor
     are dimension ``dim`` of the weight.
     """
@@ -96,7 +94,7 @@ class MergedWeights:
     def __init__(self, model: nn.Module):
         self._model = model
         self._adapted = adapted_weights(model)
-        self.buffers: dict[str, torch.Tensor] = {}
+        self.buffers: dict[str, Tensor] = {}
         """Merged weights, by parameter."""
         self.source: Source = None
         """Source of the adapter that is merged."""
@@ -124,7 +122,7 @@ class MergedWeights:
 class PeftAdapter(NamedTuple):
     """An adapter as PEFT stores it."""
 
-    tensors: dict[str, torch.Tensor]
+    tensors: dict[str, Tensor]
     """Whole tensors, float32."""
     modules: set[str]
     """Names of the linear layers that it adapts."""
@@ -154,9 +152,7 @@ def peft_adapter(
     return adapter
 
 
-def _add_linear(
-    adapter: PeftAdapter, blocks: list[Block], a: torch.Tensor, b: torch.Tensor
-) -> None:
+def _add_linear(adapter: PeftAdapter, blocks: list[Block], a: Tensor, b: Tensor) -> None:
     """Add the linear layers that ``blocks`` of B belong to. Those of a fused weight have the same
     A; each has its own rows of B. Each expert is a layer.
     """
@@ -173,9 +169,7 @@ def _add_linear(
         rows[target] = b[block.box.slices_in(Box.whole(tuple(b.shape)))]
 
 
-def _add_parameter(
-    adapter: PeftAdapter, name: str, a: torch.Tensor, b: torch.Tensor, later: list[str]
-) -> None:
+def _add_parameter(adapter: PeftAdapter, name: str, a: Tensor, b: Tensor, later: list[str]) -> None:
     """Add a parameter with the weights of all experts. PEFT wraps its module once for it, and
     around that once for each of the ``later`` parameters of the module.
     """

@@ -3,11 +3,11 @@
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from rl.compat.torch_internals import local_tensor
 from rl.metrics import Metrics, Value
 from rl.model.router import routers_of
+from rl.model.shards import whole_of
 from rl.training.context import SequenceShard
 from rl.training.micro_batches import MicroBatch
 from rl.training.sharded_model import own_part
@@ -116,7 +116,7 @@ class Routing:
 
     def _whole(self, values: torch.Tensor) -> torch.Tensor:
         """Return the values of whole rows, [B, L, ...], of which this rank has a part."""
-        rows = values.full_tensor() if isinstance(values, DTensor) else values
+        rows = whole_of(values)
         return rows if self._sequence is None else self._sequence.gather(rows)
 
 

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor
 from torchtitan.models.common import Linear
+
+from rl.model.shards import local_of
 
 
 class ValueHead(Linear):
@@ -17,9 +18,6 @@ class ValueHead(Linear):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the values, float32 [B, L], of ``hidden`` [B, L, D]."""
-        weight = self.weight
-        if isinstance(weight, DTensor):
-            weight = weight.to_local()
-        if isinstance(hidden, DTensor):
-            hidden = hidden.to_local()
-        return F.linear(hidden, weight).float().sum(-1)  # drops dimension 1; FSDP forbids a view
+        weight = local_of(self.weight)
+        values = F.linear(local_of(hidden), weight)
+        return values.float().sum(-1)  # drops dimension 1; FSDP forbids a view

@@ -138,7 +138,6 @@ class Adapters:
         adapter.gradients = {each: each.grad for each in parameters if each.grad is not None}
         adapter.moments = [dict(optimizer.state) for optimizer in engine.optimizers]
         adapter.memory.take(optimizer_state(engine.model, engine.optimizers))
-        engine.optimizers.zero_grad()
         engine.reset_optimizer()
 
     def start_anew(self) -> None:
@@ -146,7 +145,6 @@ class Adapters:
         ``optimizer_loaded`` must be called after it.
         """
         engine = self._engine
-        engine.optimizers.zero_grad()
         engine.reset_optimizer()
         vars(engine).update(FRESH | {"_sums": StepSums()})
         engine.schedule.load_state_dict({"last_epoch": 0})

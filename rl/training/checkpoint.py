@@ -22,7 +22,7 @@ from rl.host.disk import replace_folder
 from rl.host.platform import device_type
 from rl.model.shape import ModelConfig, shape_of
 from rl.observe.checkpoint_folders import StepFolders
-from rl.training.adapters import ADAPTER
+from rl.training.adapters import ADAPTER, FRESH
 from rl.training.all_ranks import failures_as_run_error, on_first_rank
 from rl.training.engine import TrainingEngine
 from rl.training.hugging_face_folders import HuggingFaceFolders
@@ -313,18 +313,16 @@ class _TrainState(Stateful):
     All ranks draw the same random numbers, so that one state fits every rank of any layout.
     """
 
-    COUNTS = ("version", "skipped_steps", "skipped_in_a_row")
-
     def __init__(self, engine: TrainingEngine):
         self._engine = engine
         self.run_state: dict[str, Any] = {}
 
     def state_dict(self) -> dict[str, Any]:
         texts = {"run_state": json.dumps(self.run_state), "rng": json.dumps(_rng_states())}
-        return {name: getattr(self._engine, name) for name in self.COUNTS} | texts
+        return {name: getattr(self._engine, name) for name in FRESH} | texts
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name in self.COUNTS:
+        for name in FRESH:
             setattr(self._engine, name, state[name])
         self.run_state = json.loads(state["run_state"])
         _set_rng_states(json.loads(state["rng"]))

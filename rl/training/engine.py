@@ -19,6 +19,7 @@ from rl.model.host_memory import HostMemory
 from rl.model.router import give, routers_of
 from rl.model.shape import ModelConfig
 from rl.model.shards import Shards
+from rl.training import sharded_model
 from rl.training.adapters import Adapters
 from rl.training.attention import attention_masks, micro_batch_limits
 from rl.training.context import SequenceShard
@@ -27,15 +28,6 @@ from rl.training.kept_logits import kept_logits
 from rl.training.matmul import kernel_in_use
 from rl.training.micro_batches import MicroBatch, lay_out, outputs_of, plan
 from rl.training.routing import Routing
-from rl.training.sharded_model import (
-    build_model,
-    gradient_shards,
-    keeps_gathered,
-    reduce_over_replicas,
-    reset_passes,
-    reshard,
-    trained_shards,
-)
 from rl.training.token_metrics import MetricTotals, StepSums, WorkCount, over_ranks
 from rl.training.trainer_config import AdapterConfig, TrainerConfig
 from rl.types import Batch, Head
@@ -82,12 +74,12 @@ class TrainingEngine:
         self._context = titan_dist.get_spmd_context(parallel_dims=self.dims)
         self.dims.build_mesh()
 
-        self.model = build_model(
+        self.model = sharded_model.build_model(
             config, model, self.dims, head=head, seed=seed, folder=folder, loads=loads
         )
         self.matmul = kernel_in_use() if self.device.type == "cpu" else "cuBLAS"
         """Kernel of float32 matrix products."""
-        self._gathered = keeps_gathered(config, self.dims)
+        self._gathered = sharded_model.keeps_gathered(config, self.dims)
         self._routers = routers_of(self.model) if config.router_replay == "generator" else []
         # After the model: its initializers draw more on some ranks than on others.
         titan_dist.set_determinism(self.dims, self.device, config.debug, distinct_seed_mesh_dims=[])
@@ -149,9 +141,9 @@ class TrainingEngine:
                 with self._context():
                     parts.append((micro.index, self._run(micro, temperature)))
         except Exception:
-            reset_passes(self.model)
+            sharded_model.reset_passes(self.model)
             raise
-        reshard(self.model)
+        sharded_model.reshard(self.model)
         return outputs_of(batch, parts)
 
     def forward_backward(
@@ -170,7 +162,7 @@ class TrainingEngine:
             return self._accumulate(batch, loss, temperature, weight)
         except Exception:
             self.model.zero_grad()  # of gathered parameters too
-            reset_passes(self.model)
+            sharded_model.reset_passes(self.model)
             self._forget_gradients()
             raise
 
@@ -180,7 +172,7 @@ class TrainingEngine:
         parts = []
         totals = MetricTotals(self._batch_group)
         for micro, is_last in self._micro_batches(batch):
-            reduce_over_replicas(self.model, is_last, gathered=self._gathered)
+            sharded_model.reduce_over_replicas(self.model, is_last, gathered=self._gathered)
             with self._context():
                 self._routing.watch()
                 outputs = self._run(micro, temperature)
@@ -192,7 +184,7 @@ class TrainingEngine:
             totals.add(per_token, metrics, micro.loss_weights)
             parts.append((micro.index, {name: v.detach() for name, v in outputs.items()}))
         if self._gathered:
-            reshard(self.model)
+            sharded_model.reshard(self.model)
         self.work.add(batch.lengths)
         divisor = batch.loss_weights if batch.denominators is None else batch.denominators
         self._sums.weight += float(divisor.sum(dtype=torch.float64))
@@ -239,7 +231,7 @@ class TrainingEngine:
                 each.grad = torch.zeros_like(each) if each.requires_grad else None
         norm = divide_and_clip(self.model.parameters(), weight, limit)
         if on_gradient is not None:
-            on_gradient(gradient_shards(self.model))
+            on_gradient(sharded_model.gradient_shards(self.model))
         rates = self.schedule.get_metrics()
         if lr is not None:
             rates = dict.fromkeys(rates, lr)
@@ -310,7 +302,7 @@ class TrainingEngine:
         the model has adapters.
         """
         self.require_resident("trained_shards", "model")
-        return trained_shards(self.model)
+        return sharded_model.trained_shards(self.model)
 
     @property
     def _groups(self) -> list[dict[str, Any]]:
@@ -326,7 +318,8 @@ class TrainingEngine:
             group.update(own | {"lr": rate})
 
     def reset_optimizer(self) -> None:
-        """Drop the moments and the optimizer's own counts of steps."""
+        """Drop the gradients, the moments and the optimizer's own counts of steps."""
+        self.optimizers.zero_grad()
         for each in self.optimizers:
             each.state.clear()
 
@@ -346,7 +339,7 @@ class TrainingEngine:
         """Move parameters, gradients and optimizer state to host memory and free their device
         memory.
         """
-        reshard(self.model)
+        sharded_model.reshard(self.model)
         if not self._host["model"].holds:
             merged = self.adapters.merged.buffers.values()
             self._host["model"].take([*self.model.parameters(), *merged])

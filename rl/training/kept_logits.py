@@ -1,6 +1,6 @@
 """Sampling masks on the trainer's device, for the cells of a micro-batch."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -50,10 +50,6 @@ class KeptLogits:
             id_ends=_ends(sizes.clip(min=0)),
             map_ends=_ends(sizes < 0),
         )
-
-    def from_row(self, first: int) -> "KeptLogits":
-        """Return the same sets for a rank whose logits begin with the id ``first``."""
-        return replace(self, first=first)
 
     def apply_(self, logits: torch.Tensor, cells: slice) -> torch.Tensor:
         """Set the logits [n, words] of ``cells`` that are outside their sets to FLOOR; return

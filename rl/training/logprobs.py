@@ -1,7 +1,7 @@
 """Log-probabilities and entropies from hidden states, without the logits of a whole batch."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -99,7 +99,7 @@ def linear_logprobs(
     if group is not None:
         first = dist.get_rank(group) * -(-(vocab_size or 0) // dist.get_world_size(group))
     if kept is not None:
-        kept = kept.from_row(first)
+        kept = replace(kept, first=first)
     flat = hidden.flatten(0, -2)
     low, up = (None, None) if low_rank is None else (low_rank[0].flatten(0, -2), low_rank[1])
     own = (targets - first).reshape(len(flat), -1)

@@ -18,7 +18,7 @@ from torchtitan.components.optimizer import (
 from torchtitan.components.quantization import Float8LinearConverter
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig
 
-from rl.errors import require
+from rl.errors import ConfigError, require
 from rl.model.shape import ModelConfig, shape_of
 from rl.types.rules import COSMETIC, MAX_NODES, NUMERICS, PERFORMANCE, at_least
 
@@ -73,15 +73,13 @@ def degrees_of(layout: str, *, option: str) -> dict[str, int]:
     """
     degrees = dict.fromkeys(DEGREES.values(), 1)
     for part in layout.split("-"):
-        found = re.fullmatch(r"([a-z]+)([1-9]\d*)", part)
-        name = found[1] if found is not None else ""
-        require(
-            name in DEGREES,
-            f"{option} {layout}: {part!r} is not a degree; write one of {', '.join(DEGREES)} and a "
-            "number, such as fsdp2 or fsdp2-tp2",
-        )
-        assert found is not None
-        degrees[DEGREES[name]] = int(found[2])
+        found = re.fullmatch(rf"({'|'.join(DEGREES)})([1-9]\d*)", part)
+        if found is None:
+            raise ConfigError(
+                f"{option} {layout}: {part!r} is not a degree; write one of {', '.join(DEGREES)} "
+                "and a number, such as fsdp2 or fsdp2-tp2"
+            )
+        degrees[DEGREES[found[1]]] = int(found[2])
     return degrees
 
 

@@ -55,7 +55,7 @@ MUTATIONS = {
         f"{ENGINE}._micro_batches", ".to(self.device)", "", "device"
     ),
     "one column stays on the host": Mutation(
-        f"{MICRO}.to", '{"index", "columns", ', '{"index", "columns", "loss_weights", ', "device"
+        f"{MICRO}.to", 'name != "index"', 'name not in ("index", "loss_weights")', "device"
     ),
     "a host tensor in a stack": Mutation(
         METRICS, "torch.zeros_like(weight)", "torch.zeros((), dtype=torch.float64)", "device"

@@ -1,14 +1,14 @@
 """Local parts of DTensors, persistent buffers, and operations without a public name."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
 import torch
 import torch.nn as nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import (
     _compute_local_shape_and_global_offset,
     compute_local_shape_and_global_offset,
@@ -78,23 +78,14 @@ def wait_for_local(tensor: DTensor) -> None:
         tensor._local_tensor = tensor._local_tensor.trigger_wait()
 
 
-def local_part(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return shape and offset of this rank's shard in the whole tensor."""
-    return _local_part(tensor.shape, tensor.device_mesh, tensor.placements)
-
-
 # layouts do not change, and each step asks for those of all parameters
-_local_part = cache(compute_local_shape_and_global_offset)
+local_part = cache(compute_local_shape_and_global_offset)
+"""Function of the shape of a whole tensor, its mesh and its placements. Returns shape and offset of
+this rank's shard."""
 
-
-def part_at(
-    place: Sequence[int],
-    shape: tuple[int, ...],
-    mesh: tuple[int, ...],
-    placements: tuple[Placement, ...],
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return shape and offset of the shard at ``place`` of a mesh of the given shape."""
-    return _compute_local_shape_and_global_offset(shape, mesh, list(place), placements)
+part_at = _compute_local_shape_and_global_offset
+"""Function of the shape of a whole tensor, the shape of a mesh, a list with the place of a rank in
+it, and the placements. Returns shape and offset of the shard of that rank."""
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -59,5 +59,5 @@ def _boxes(
     since layers have equal shapes.
     """
     places = itertools.product(*map(range, mesh))
-    held = (part_at(place, shape, mesh, placements) for place in places)
+    held = (part_at(shape, mesh, list(place), placements) for place in places)
     return [Box(offset, local) for local, offset in held]

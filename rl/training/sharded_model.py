@@ -327,7 +327,7 @@ def local_box(parameter: torch.Tensor) -> Box:
     """Return the part of the whole parameter that this rank holds."""
     if not isinstance(parameter, DTensor):
         return Box.whole(parameter.shape)
-    shape, offset = local_part(parameter)
+    shape, offset = local_part(parameter.shape, parameter.device_mesh, parameter.placements)
     return Box(tuple(offset), tuple(shape))
 
 

@@ -11,9 +11,6 @@ from rl.dialects.dialect import AssistantTurn, ConversationError, Dialect, joine
 from rl.types import Completion
 from rl.types.sequences import OpenSequence, SequenceLog
 
-TEXT = b"text"
-"""Begin of the keys of plain texts."""
-
 
 @dataclass(frozen=True, slots=True)
 class Opened:
@@ -57,7 +54,7 @@ class Capture:
         self._dialect = dialect
         self._name = name
         self._turns: dict[bytes, _Turn] = {}
-        self._texts: dict[bytes, str] = {}
+        self._texts: dict[str, _Turn] = {}
         self.log = SequenceLog()
         self.turns = 0
         """Number of answers."""
@@ -79,46 +76,41 @@ class Capture:
         """Return the prompt for an answer to ``messages``; with ``forced``, it ends with the begin
         of a call of that tool, or with None of any tool. Raises ConversationError.
         """
-        opened = self._opened(messages, tools, enable_thinking)
-        if forced is None:
-            return opened
-        begin = self._dialect.call_begin(*forced, enable_thinking=enable_thinking)
-        return Opened([*opened.tokens, *begin], opened.key, len(begin))
-
-    def _opened(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
-        enable_thinking: bool,
-    ) -> Opened:
         own = [normal(message) for message in messages]
         keys = [_hash(b"", json.dumps([tools or None, enable_thinking], sort_keys=True))]
         for message in own:
             keys.append(_hash(keys[-1], key_of(message)))
-        known = self._known(own, keys)
-        if known:
-            turn = self._turns[keys[known]]
-            prompt = turn.sequence.tokens[: turn.begin]
-            answer = turn.sequence.tokens[turn.begin : turn.end]
-            with suppress(ConversationError):  # then the whole conversation is rendered
-                more = self._dialect.continuation(
-                    prompt, answer, own[known:], enable_thinking=enable_thinking
-                )
-                return Opened([*prompt, *answer, *more], keys[-1])
-        rendered = self._dialect.render(
-            own, tools or None, add_generation_prompt=True, enable_thinking=enable_thinking
-        )
-        self.rewritten += bool(self.turns)
-        return Opened(rendered.tokens.tolist(), keys[-1])
+        tokens = self._continued(own, keys, enable_thinking)
+        if tokens is None:
+            rendered = self._dialect.render(
+                own, tools or None, add_generation_prompt=True, enable_thinking=enable_thinking
+            )
+            self.rewritten += bool(self.turns)
+            tokens = rendered.tokens.tolist()
+        if forced is None:
+            return Opened(tokens, keys[-1])
+        begin = self._dialect.call_begin(*forced, enable_thinking=enable_thinking)
+        return Opened([*tokens, *begin], keys[-1], len(begin))
 
-    def _known(self, messages: Sequence[Mapping[str, Any]], keys: Sequence[bytes]) -> int:
-        """Return the number of messages up to the answer that the others continue; 0 for none."""
+    def _continued(
+        self, messages: Sequence[Mapping[str, Any]], keys: Sequence[bytes], enable_thinking: bool
+    ) -> list[int] | None:
+        """Return the tokens of an earlier answer, of those before it, and of the messages after it;
+        None if the messages continue no answer.
+        """
         for known in range(len(messages) - 1, 0, -1):
             if messages[known]["role"] == "assistant":
-                return 0
-            if keys[known] in self._turns:
-                return known
-        return 0
+                break
+            if turn := self._turns.get(keys[known]):
+                prompt = turn.sequence.tokens[: turn.begin]
+                answer = turn.sequence.tokens[turn.begin : turn.end]
+                with suppress(ConversationError):  # then the whole conversation is rendered
+                    more = self._dialect.continuation(
+                        prompt, answer, messages[known:], enable_thinking=enable_thinking
+                    )
+                    return [*prompt, *answer, *more]
+                break
+        return None
 
     def answer(
         self, opened: Opened, completion: Completion, stops: Sequence[str] = ()
@@ -144,30 +136,27 @@ class Capture:
         place = len(opened.tokens) - opened.begun
         return self._dialect.parse(opened.tokens[:place], [*opened.tokens[place:], *answer])
 
-    def open_text(self, text: str) -> Opened:
+    def open_text(self, text: str) -> list[int]:
         """Return the prompt for a completion of ``text``; the control tokens in it count."""
-        found = [key for key, known in self._texts.items() if text.startswith(known)]
         encode = self._dialect.tokenizer.encode
-        if not found:
+        known = max(filter(text.startswith, self._texts), key=len, default=None)
+        if known is None:
             self.rewritten += bool(self.turns)
-            return Opened(encode(text), _hash(TEXT, text))
-        key = max(found, key=lambda each: len(self._texts[each]))
-        turn = self._turns[key]
-        rest = text[len(self._texts[key]) :]
+            return encode(text)
+        turn = self._texts[known]
+        rest = text[len(known) :]
         more = encode(rest, add_special_tokens=False) if rest else []
-        return Opened([*turn.sequence.tokens[: turn.end], *more], _hash(TEXT, text))
+        return [*turn.sequence.tokens[: turn.end], *more]
 
     def answer_text(
-        self, text: str, opened: Opened, completion: Completion, stops: Sequence[str] = ()
+        self, text: str, prompt: Sequence[int], completion: Completion, stops: Sequence[str] = ()
     ) -> str:
         """Note a completion of ``text``; return its own text, which ends before ``stops``."""
         whole = self.decode(completion)
         said = before(whole, stops)
-        noted = self.add(opened.tokens, completion)
+        noted = self.add(prompt, completion)
         if said == whole:
-            key = _hash(TEXT, text + said)
-            self._turns[key] = noted
-            self._texts[key] = text + said
+            self._texts[text + said] = noted
         return said
 
     def decode(self, completion: Completion) -> str:

@@ -288,25 +288,20 @@ class Gateway:
         self, capture: Capture, prompt: str | list[int], request: Sampled
     ) -> tuple[list[int], Choose]:
         """Return the tokens of a prompt, and the function that notes its completion."""
-        echoes = isinstance(request, CompletionRequest) and request.echo
-        if isinstance(prompt, list):
-            tokens = prompt
-            lead = self._dialect.tokenizer.decode(tokens) if echoes else ""
-
-            def note(completion: Completion) -> Choice:
-                capture.add(tokens, completion)
-                text = before(capture.decode(completion), request.stops)
-                return Choice(prompt=tokens, completion=completion, text=lead + text)
-
-            return tokens, note
-        opened = capture.open_text(prompt)
+        tokens = capture.open_text(prompt) if isinstance(prompt, str) else prompt
+        lead = ""
+        if isinstance(request, CompletionRequest) and request.echo:
+            lead = prompt if isinstance(prompt, str) else self._dialect.tokenizer.decode(prompt)
 
         def choose(completion: Completion) -> Choice:
-            text = capture.answer_text(prompt, opened, completion, request.stops)
-            text = prompt + text if echoes else text
-            return Choice(prompt=opened.tokens, completion=completion, text=text)
+            if isinstance(prompt, str):
+                text = capture.answer_text(prompt, tokens, completion, request.stops)
+            else:
+                capture.add(tokens, completion)
+                text = before(capture.decode(completion), request.stops)
+            return Choice(prompt=tokens, completion=completion, text=lead + text)
 
-        return opened.tokens, choose
+        return tokens, choose
 
     def _work_of(
         self,

@@ -142,7 +142,7 @@ def _serve_clients(
         events = Events(print_warnings, print_notes, numbers.write)
         own = {"decode": dialect.tokenizer.decode} if dialect else {}
         server = Server(config, session, owner.folder, events, stop_token_ids=stops, **own)
-        sampling = Sampling(max_tokens=server.longest)
+        sampling = Sampling(max_tokens=server.parts.longest)
         gateway = None
         if dialect:
             gateway = make_gateway(

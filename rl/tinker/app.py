@@ -42,10 +42,6 @@ MAX_BODY = 64 * 2**20
 """Maximum size of a body."""
 INLINE = 2**20
 """Size of a result that a client gets without being told the size first."""
-PAGE = 1000
-"""Maximum number of rows of an answer."""
-URL_S = 3600
-"""Time for which an answer says that its URLs are valid."""
 COPIES = "it holds copies of checkpoints; create a model from one of them"
 FLAGS = {
     "parallel_fwdbwd_chunks": True,
@@ -144,7 +140,8 @@ class _Handlers:
         return {"status": "accepted"}
 
     def capabilities(self, request: Request) -> Any:
-        facts = {"max_context_length": self._server.longest, "trainable": True, "sampleable": True}
+        longest = self._server.parts.longest
+        facts = {"max_context_length": longest, "trainable": True, "sampleable": True}
         return {"supported_models": [{"model_name": each, **facts} for each in self._server.names]}
 
     def create_session(

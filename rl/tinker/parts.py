@@ -1,8 +1,10 @@
 """Parts of a server that its models and samplers share."""
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from rl.config.serve import ServeConfig
+from rl.model.shape import shape_of
 from rl.observe.events import Events
 from rl.session.session import Session
 from rl.tinker.checkpoints import Checkpoints
@@ -12,20 +14,35 @@ from rl.tinker.samples import Samples
 from rl.tinker.store import Store
 
 
-@dataclass(frozen=True, kw_only=True)
 class Parts:
-    """Session of a server, and the server's memory."""
+    """Session of a server, and the server's memory in ``folder``."""
 
-    session: Session
-    store: Store
-    futures: Futures
-    checkpoints: Checkpoints
-    events: Events
-    limits: Limits
-    folder: Path
-    """Folder of the metrics and samples of models."""
-    samples: Samples
-    state_every: int
-    """Number of optimizer steps between states of a model."""
-    stop_token_ids: tuple[int, ...]
-    """Tokens that end a sample whose request names none."""
+    def __init__(
+        self,
+        config: ServeConfig,
+        session: Session,
+        folder: Path,
+        events: Events,
+        *,
+        stop_token_ids: tuple[int, ...] = (),
+        decode: Callable[[Sequence[int]], str] = str,
+    ):
+        """``stop_token_ids`` end a sample whose request names none. ``decode`` makes tokens a text
+        for people. By default the text has the numbers.
+        """
+        self.session = session
+        self.events = events
+        self.stop_token_ids = stop_token_ids
+        self.state_every = config.state_every
+        self.longest = session.config.longest_sequence
+        self.limits = Limits(
+            vocab_size=shape_of(config.model).vocab_size,
+            max_tokens=self.longest - 1,
+            stand_ins=config.stand_ins,
+        )
+        self.store = Store(folder / "server.db", events.warn)
+        self.futures = Futures()
+        self.checkpoints = Checkpoints(self.store, folder / "weights")
+        self.folder = folder / "models"
+        """Folder of the metrics and samples of models."""
+        self.samples = Samples(self.folder, decode)

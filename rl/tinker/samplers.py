@@ -78,7 +78,7 @@ class Samplers:
         """Note the samples that a process before promised, and that no client has fetched."""
         for name, seq in await self._store.of_verb("sample"):
             future = self._futures.open(f"{name}:{seq}", sample_sequence_ids=[])
-            self._settle(future, name, seq, LOST)
+            self._settle(future, LOST)
 
     # Samplers.
 
@@ -133,7 +133,7 @@ class Samplers:
         ids = [f"{id}:{number}" for number in range(count)]
         future = self._futures.open(id, sample_sequence_ids=ids)
         self._store.accept(name, Accepted(seq, "sample"))
-        future.task = asyncio.create_task(self._work(future, name, seq, ids, fact, body))
+        future.task = asyncio.create_task(self._work(future, fact, body))
         return future.promise
 
     def fetched(self, name: str, seq: int) -> None:
@@ -158,10 +158,9 @@ class Samplers:
         rows = [*itertools.islice(ready, ROWS)]
         return [row for _, row in rows], rows[-1][0] if rows else cursor
 
-    async def _work(
-        self, future: Future, name: str, seq: int, ids: list[str], fact: Fact, body: bytes
-    ) -> None:
+    async def _work(self, future: Future, fact: Fact, body: bytes) -> None:
         try:
+            ids = future.promise["sample_sequence_ids"]
             content = await self._sample(ids, fact, **read(self._sample, body))
             answer = Answer(content, MEDIA_TYPE)
         except (UserError, ConfigError) as error:
@@ -170,15 +169,17 @@ class Samplers:
             answer = Answer.failure("the sample was cancelled", "user")
         except Exception as error:  # the server goes on
             answer = Answer.failure(said_by(error), "server")
-        self._settle(future, name, seq, answer)
+        self._settle(future, answer)
 
-    def _settle(self, future: Future, name: str, seq: int, answer: Answer) -> None:
+    def _settle(self, future: Future, answer: Answer) -> None:
         self._futures.settle(future, answer)
-        row: dict[str, Any] = {"request_id": f"{name}:{seq}", "state": "failed"}
+        id = future.promise["request_id"]
+        name, _, seq = id.rpartition(":")
+        row: dict[str, Any] = {"request_id": id, "state": "failed"}
         if answer.media == MEDIA_TYPE:
             size = len(answer.content)
             row |= {"state": "finished", "response_payload_uncompressed_size": size}
-        self._ready[name, seq // CLONE].append((next(self._cursors), row))
+        self._ready[name, int(seq) // CLONE].append((next(self._cursors), row))
         self._changed.notify()
 
     async def _sample(
@@ -198,9 +199,7 @@ class Samplers:
         record_stability_info: bool = False,
     ) -> bytes:
         tokens = [token for chunk in prompt.chunks for token in chunk.tokens]
-        sampling = replace(
-            self._sampling(sampling_params, tokens), top_logprobs=topk_sample_logprobs
-        )
+        sampling = self._sampling(sampling_params, tokens, topk_sample_logprobs)
         scored = prompt_logprobs or topk_prompt_logprobs > 0
         first = replace(sampling, prompt_logprobs=topk_prompt_logprobs if scored else None)
         given = sampling_params.seed
@@ -230,9 +229,9 @@ class Samplers:
             target_logprobs=targets and await self._score(targets, tokens, self._weights(fact)),
         )
 
-    def _sampling(self, given: SamplingParams, prompt: list[int]) -> Sampling:
+    def _sampling(self, given: SamplingParams, prompt: list[int], top: int) -> Sampling:
         """Return the parameters of a sample. Raises UserError if they cannot work."""
-        longest, size = self._session.config.longest_sequence, self._parts.limits.vocab_size
+        longest, size = self._parts.longest, self._parts.limits.vocab_size
         if not 1 <= len(prompt) < longest or max(prompt) >= size:
             limits = f"1 to {longest - 1} tokens, each below {size}"
             raise UserError(f"the prompt has {len(prompt)} tokens; it must have {limits}")
@@ -247,6 +246,7 @@ class Samplers:
             top_k=max(given.top_k, 0),
             stop_token_ids=(*tokens, *(each for each in stops or () if isinstance(each, int))),
             stop=tuple(each for each in stops or () if isinstance(each, str)),
+            top_logprobs=top,
         )
 
     def _weights(self, fact: Fact) -> Path | str:
@@ -277,10 +277,9 @@ class Samplers:
         wanted = array_of(message, "target_prompt_logprobs", limit=limit, fill=-1)
         if wanted.ndim != 2 or len(wanted) != len(prompt) - 1:
             raise UserError(f"target_prompt_logprobs must have {len(prompt) - 1} rows")
-        if wanted.min(initial=0) < -1 or wanted.max(initial=0) >= self._parts.limits.vocab_size:
-            raise UserError(
-                f"target_prompt_logprobs must be below {self._parts.limits.vocab_size}, or -1"
-            )
+        size = self._parts.limits.vocab_size
+        if wanted.min(initial=0) < -1 or wanted.max(initial=0) >= size:
+            raise UserError(f"target_prompt_logprobs must be below {size}, or -1")
         batch = batch_of([np.array(prompt[:-1])], [wanted])
         outputs = await self._session.forward(batch, weights=weights)
         (found,) = target_logprobs(outputs, [wanted])

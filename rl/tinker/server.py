@@ -1,23 +1,17 @@
 """A server's parts, and its life: the session runs, and what was lost starts again."""
 
 import asyncio
-from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from rl.config.serve import ServeConfig
 from rl.errors import ActorFailure
-from rl.model.shape import shape_of
 from rl.observe.events import Events
 from rl.session.concurrency import background
 from rl.session.session import Session
-from rl.tinker.checkpoints import Checkpoints
-from rl.tinker.forward_backward import Limits
-from rl.tinker.futures import Futures
 from rl.tinker.models import Models
 from rl.tinker.parts import Parts
 from rl.tinker.samplers import Samplers
-from rl.tinker.samples import Samples
-from rl.tinker.store import Store
 
 EXPIRE_S = 60.0
 """Time between deletions of what has expired."""
@@ -35,33 +29,11 @@ class Server:
     """
 
     def __init__(
-        self,
-        config: ServeConfig,
-        session: Session,
-        folder: Path,
-        events: Events,
-        *,
-        stop_token_ids: tuple[int, ...] = (),
-        decode: Callable[[Sequence[int]], str] = str,
+        self, config: ServeConfig, session: Session, folder: Path, events: Events, **options: Any
     ):
-        """``decode`` makes tokens a text for people. By default the text has the numbers."""
+        """``options`` are those of :class:`Parts`."""
         self.names = [*config.offered()]
-        self.longest = session.config.longest_sequence
-        size = shape_of(config.model).vocab_size
-        most = self.longest - 1
-        store = Store(folder / "server.db", events.warn)
-        self.parts = Parts(
-            session=session,
-            store=store,
-            futures=Futures(),
-            checkpoints=Checkpoints(store, folder / "weights"),
-            events=events,
-            limits=Limits(vocab_size=size, max_tokens=most, stand_ins=config.stand_ins),
-            folder=folder / "models",
-            samples=Samples(folder / "models", decode),
-            state_every=config.state_every,
-            stop_token_ids=stop_token_ids,
-        )
+        self.parts = Parts(config, session, folder, events, **options)
         self.models = Models(self.parts)
         self.samplers = Samplers(self.parts)
 

@@ -4,12 +4,11 @@ Exit codes: 0 nothing stands in the way, 2 something does.
 """
 
 import json
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 
 from rl.cli.help import CONFIGS, asks_for_help, quick_help
-from rl.cli.program import exit_code
+from rl.cli.program import as_program
 from rl.doctor.findings import Finding
 from rl.errors import EXIT_CONFIG, counted, end_program
 
@@ -31,13 +30,9 @@ folder RUN, each with a fix. Starts no process of a run, writes nothing, and nee
 exit codes: 0 nothing stands in the way, there may be warnings; 1 failed; 2 something does"""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@as_program
+def main(arguments: list[str]) -> int:
     """Print the findings. Return the exit code."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    return exit_code(lambda: _doctor(given))
-
-
-def _doctor(arguments: list[str]) -> int:
     if text := quick_help(arguments, PROGRAM, USAGE):
         print(text)
         return 0

@@ -6,12 +6,10 @@ work; with --wait for a run on this host, the exit code of the run.
 
 import shlex
 import signal
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from rl.cli.help import CONFIGS, check_arguments, quick_help
-from rl.cli.program import exit_code
+from rl.cli.program import as_program
 from rl.errors import end_program, nearest, require
 
 PROGRAM = "python -m rl.launch"
@@ -38,12 +36,6 @@ Write a run's config and script to its folder, then start the run here or submit
 exit codes: 0 the run was started or submitted, 1 it could not be, 2 the config cannot work.
 With --wait, local: that of the run, which is 0, 1, 2, 75 or 130. With --wait, slurm: 0 the run
 finished, 1 it did not, 130 Ctrl-C, after which the run goes on."""
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Launch one run. Return the exit code."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    return exit_code(lambda: _launch(given), interrupted="interrupted; the run goes on")
 
 
 def _launch(arguments: list[str]) -> int:
@@ -83,6 +75,9 @@ def _launch(arguments: list[str]) -> int:
         return 0
     signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on a run was started
     return start(launch, wait)
+
+
+main = as_program(_launch, interrupted="interrupted; the run goes on")
 
 
 if __name__ == "__main__":

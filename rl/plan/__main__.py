@@ -5,13 +5,11 @@ Exit codes: 0 the run can work, 2 it cannot or the config is invalid.
 
 import argparse
 import json
-import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from rl.cli.help import CONFIGS, check_arguments, quick_help
-from rl.cli.program import exit_code
+from rl.cli.program import as_program
 from rl.errors import EXIT_CONFIG, ConfigError, end_program, require
 
 if TYPE_CHECKING:
@@ -40,13 +38,9 @@ and whether the run can work. A plan starts nothing and needs no GPU. Memory is 
 exit codes: 0 the run can work, or the difference was printed; 1 failed; 2 the run cannot work"""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@as_program
+def main(arguments: list[str]) -> int:
     """Print the plan, or the difference to another config. Return the exit code."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    return exit_code(lambda: _plan(given))
-
-
-def _plan(arguments: list[str]) -> int:
     if text := quick_help(arguments, PROGRAM, USAGE):
         print(text)
         return 0

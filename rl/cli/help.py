@@ -5,7 +5,7 @@ import hashlib
 import json
 import textwrap
 from argparse import ArgumentParser
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
@@ -129,27 +129,13 @@ usage: {program} --config {name} [--FIELD VALUE ...]
 
 {description}
 
-Common fields, each with its default, its range and what it is. A flag that is on is turned off by
+{which}, each with its default, its range and what it is. A flag that is on is turned off by
 no-, as in --no-quiet. A choice between kinds of a part is given without dashes, for example
-trainer.activation-checkpoint:full, trainer.float8:linear or trainer.lora:on.
-
-{groups}
-
---help-all lists every field; so does docs/configuration.md."""
-
-
-ALL_PAGE = """\
-usage: {program} --config {name} [--FIELD VALUE ...]
-
-{description}
-
-Every field, with its default, its range and what it is. A flag that is on is turned off by no-, as
-in --no-quiet. A choice between kinds of a part is given without dashes, for example
 trainer.activation-checkpoint:full, trainer.float8:linear or trainer.lora:on.
 
 {fields}
 
-docs/configuration.md says more of each, and lists the kinds of parts."""
+{more}"""
 
 
 def asks_for_help(arguments: Sequence[str]) -> bool:
@@ -186,9 +172,8 @@ def all_help(program: str, name: str, fields: Mapping[str, tuple[str, str, str]]
     for field, (default, limits, text) in fields.items():
         rows.append(f"  {f'--{field} {default}':<70} {limits}".rstrip())
         rows.append(textwrap.fill(text, 100, initial_indent=" " * 6, subsequent_indent=" " * 6))
-    description = _description(name)
-    lines = "\n".join(filter(None, rows))
-    return ALL_PAGE.format(program=program, name=name, description=description, fields=lines)
+    more = "docs/configuration.md says more of each, and lists the kinds of parts."
+    return _page(program, name, "All fields", filter(None, rows), more)
 
 
 def config_help(program: str, name: str, fields: Mapping[str, tuple[str, ...]]) -> str:
@@ -206,13 +191,17 @@ def config_help(program: str, name: str, fields: Mapping[str, tuple[str, ...]]) 
             default, limits = fields[field][:2]
             given = f"--{field} {default}"
             rows.append(f"  {given:<50} {limits:<18}  {text}".rstrip())
-    groups = "\n".join(rows)
-    return PAGE.format(program=program, name=name, description=_description(name), groups=groups)
+    more = "--help-all lists every field; so does docs/configuration.md."
+    return _page(program, name, "Common fields", rows, more)
 
 
-def _description(name: str) -> str:
-    text = shipped_sources()[name][1] if name in shipped_sources() else f"Config {name}."
-    return textwrap.fill(text, 100)
+def _page(program: str, name: str, which: str, rows: Iterable[str], more: str) -> str:
+    _, text = shipped_sources().get(name, (SHIPPED, f"Config {name}."))
+    description = textwrap.fill(text, 100)
+    fields = "\n".join(rows)
+    return PAGE.format(
+        program=program, name=name, description=description, which=which, fields=fields, more=more
+    )
 
 
 def is_common(field: str) -> bool:

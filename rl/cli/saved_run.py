@@ -157,19 +157,14 @@ def run_session(
 
     Raises Interrupted after Ctrl-C and other signals.
     """
-    return asyncio.run(_run_session(config, task, work, folder, opens))
+    return asyncio.run(_interruptible(Session(config, task=task, folder=folder), work, opens))
 
 
-async def _run_session(
-    config: SessionConfig,
-    task: Task.Config | None,
-    work: Callable[[Session], Awaitable[Result]],
-    folder: Path | None,
-    opens: bool,
+async def _interruptible(
+    session: Session, work: Callable[[Session], Awaitable[Result]], opens: bool
 ) -> Result:
     own = asyncio.current_task()
     assert own is not None, "this is a coroutine"
-    session = Session(config, task=task, folder=folder)
     print(session.describe(), flush=True)
     # after a second signal, the processes of the session end with their parent
     with Signals(first=own.cancel, again=lambda number: end_program(128 + number)) as signals:

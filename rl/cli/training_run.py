@@ -28,24 +28,16 @@ def run(arguments: list[str], *, program: str) -> int:
     trainer.session_config.fetch_models(Console(quiet=config.quiet, soft_wrap=True).print)
     folder = trainer.run.claim(name, f"{program} {shlex.join(arguments)}")
     try:
-        return _run(trainer, folder)
-    finally:
-        folder.release()
-
-
-def _run(trainer: Trainer[Any], folder: RunFolder) -> int:
-    try:
         # a full garbage collection would visit all imported objects and stop the loop for 0.3 s
         gc.freeze()
         return asyncio.run(_supervised(trainer, folder))
     except ConfigError:
         raise
-    except (
-        Exception,
-        SystemExit,
-        KeyboardInterrupt,
-    ) as error:  # the user's own code may raise the last two
+    # the user's own code may raise the last two
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
         return fail(error, folder)
+    finally:
+        folder.release()
 
 
 async def _supervised(trainer: Trainer[Any], folder: RunFolder) -> int:

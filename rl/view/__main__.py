@@ -5,11 +5,9 @@ Exit codes: 0 done, 1 failed, 2 the arguments cannot work, 128 + n ended by sign
 
 import argparse
 import os
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-from rl.cli.program import exit_code
+from rl.cli.program import as_program
 from rl.errors import ConfigError, end_program, require, said_by
 from rl.host.listening import KEY, require_key
 
@@ -32,13 +30,9 @@ Nothing is written to a run folder, and the pages load nothing from elsewhere. C
 """
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve until a signal, or export; returns the exit code."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    return exit_code(lambda: _view(given))
-
-
-def _view(arguments: list[str]) -> None:
+@as_program
+def main(arguments: list[str]) -> None:
+    """Serve until a signal, or export."""
     if not arguments or {"-h", "--help"} & {*arguments}:
         print(USAGE, end="")
         return
@@ -82,4 +76,4 @@ class _Parser(argparse.ArgumentParser):
 
 
 if __name__ == "__main__":
-    end_program(main(sys.argv[1:]))
+    end_program(main())

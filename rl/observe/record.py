@@ -149,25 +149,22 @@ class RunRecord:
             if kind in SYNCED:
                 sync_file(file)
         if kind == "metrics":
-            self.append_metrics(event["metrics"])
+            self.append(self.metrics_path, event["metrics"])
         if kind == "evaluation":
-            self.append_evaluation({"step": event["step"], **event["metrics"]})
+            self.append(self.evaluations_path, {"step": event["step"], **event["metrics"]})
 
-    def append_metrics(self, row: dict) -> None:
-        """Append one line for the step ``row["step"]``."""
-        self._append(self.metrics_path, row)
-
-    def append_ledger(self, row: dict) -> None:
-        """Append one line for the states of prompt_ids in the step ``row["step"]``."""
-        self._append(self.ledger_path, row)
-
-    def append_evaluation(self, row: dict) -> None:
-        """Append one line for an evaluation of the weights after the step ``row["step"]``."""
-        self._append(self.evaluations_path, row)
-
-    def append_digests(self, row: dict) -> None:
-        """Append one line for the optimizer steps of the step ``row["step"]``, by role."""
-        self._append(self.digests_path, row)
+    def append(self, path: Path, row: dict) -> None:
+        """Append one line for the step ``row["step"]`` to ``path``, one of the folder's ``.jsonl``
+        files.
+        """
+        line = _line({"step": row["step"], **row})
+        with self._writing(path):
+            is_new = not path.exists()
+            with open(path, "a", encoding="utf-8") as file:
+                file.write(line)
+                sync_file(file)
+            if is_new:
+                sync_folder(self.folder)
 
     async def begin_rollouts(self, step: int, chunks: Sequence[Chunk], **options: Any) -> None:
         """Begin to write the rollouts of ``step``, in a thread: see :meth:`RolloutFolder.write`.
@@ -262,16 +259,6 @@ class RunRecord:
         with failing_loudly(path):
             self.check()
             yield
-
-    def _append(self, path: Path, row: dict) -> None:
-        line = _line({"step": row["step"], **row})
-        with self._writing(path):
-            is_new = not path.exists()
-            with open(path, "a", encoding="utf-8") as file:
-                file.write(line)
-                sync_file(file)
-            if is_new:
-                sync_folder(self.folder)
 
     def _write_json(self, name: str, content: dict) -> None:
         path = self.folder / name

@@ -63,7 +63,7 @@ class Report:
         step = int(row["step"])
         self._watch.step = step + 1
         if digests := self._take_digests():
-            self._record.append_digests({"step": step, **digests})
+            self._record.append(self._record.digests_path, {"step": step, **digests})
         try:
             self._warn(self._watchdog.check(row, updates))
         finally:  # an alarm that ends the run is in its metrics

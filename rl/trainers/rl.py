@@ -180,7 +180,8 @@ class RLTrainer(Trainer[RLConfig]):
         await self.record_step(step, trained)
         samples = self.arguments.rollout.samples_per_prompt
         lost = {"episodes_lost_now": sum(samples - len(group) for group in groups)}
-        self.run.record.append_ledger({"step": self.step, **ledger, **lost, "staleness": staleness})
+        states = {"step": self.step, **ledger, **lost, "staleness": staleness}
+        self.run.record.append(self.run.record.ledger_path, states)
         self.report.step(row, step.updates, tokens=tokens)
 
     async def record_step(self, step: Step, version: int) -> None:

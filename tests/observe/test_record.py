@@ -29,11 +29,13 @@ def record(tmp_path):
 
 def fill(record, steps):
     for step in range(1, steps + 1):
-        record.append_metrics({"step": step, "reward/mean": step / 10})
-        record.append_digests({"step": step, "trainer": [{"gradient": {"w": "0"}}]})
-        record.append_ledger({"trained": [2 * step, 2 * step + 1], "dropped": {}, "step": step})
+        record.append(record.metrics_path, {"step": step, "reward/mean": step / 10})
+        record.append(record.digests_path, {"step": step, "trainer": [{"gradient": {"w": "0"}}]})
+        record.append(
+            record.ledger_path, {"trained": [2 * step, 2 * step + 1], "dropped": {}, "step": step}
+        )
         if step % 2 == 0:
-            record.append_evaluation({"eval/exact_match": step / 10, "step": step})
+            record.append(record.evaluations_path, {"eval/exact_match": step / 10, "step": step})
 
 
 def test_the_folder_has_the_promised_layout_and_rows_read_back_as_written(record):
@@ -52,8 +54,9 @@ def test_the_folder_has_the_promised_layout_and_rows_read_back_as_written(record
 
 
 def test_the_ledger_has_the_prompt_ids_of_each_step(record):
-    record.append_ledger(
-        {"trained": [3, 5], "dropped": {"reward raised": [4]}, "step": 1, "waiting": 2}
+    record.append(
+        record.ledger_path,
+        {"trained": [3, 5], "dropped": {"reward raised": [4]}, "step": 1, "waiting": 2},
     )
     assert record.ledger_path.read_text() == (
         '{"step": 1, "trained": [3, 5], "dropped": {"reward raised": [4]}, "waiting": 2}\n'
@@ -62,8 +65,8 @@ def test_the_ledger_has_the_prompt_ids_of_each_step(record):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_numbers_that_are_not_finite_are_written_as_null(record, value):
-    record.append_metrics({"step": 1, "loss/mean": value, "parts": [value, 1.0]})
-    record.append_evaluation({"step": 1, "eval/loss": value})
+    record.append(record.metrics_path, {"step": 1, "loss/mean": value, "parts": [value, 1.0]})
+    record.append(record.evaluations_path, {"step": 1, "eval/loss": value})
     record.write_summary({"deep": {"loss": value}})
     for path in (record.metrics_path, record.folder / "summary.json"):
         json.loads(path.read_text(), parse_constant=refuse_constant)
@@ -72,10 +75,10 @@ def test_numbers_that_are_not_finite_are_written_as_null(record, value):
     assert math.isnan(record.read_evaluations()[0]["eval/loss"])
 
 
-@pytest.mark.parametrize("append", ["append_metrics", "append_ledger", "append_evaluation"])
-def test_rows_without_a_step_are_refused(record, append):
+@pytest.mark.parametrize("path", ["metrics_path", "ledger_path", "evaluations_path"])
+def test_rows_without_a_step_are_refused(record, path):
     with pytest.raises(KeyError):
-        getattr(record, append)({"reward/mean": 1.0})
+        record.append(getattr(record, path), {"reward/mean": 1.0})
 
 
 def test_an_incomplete_last_line_is_skipped_and_dropped(record):
@@ -84,7 +87,7 @@ def test_an_incomplete_last_line_is_skipped_and_dropped(record):
         file.write('{"step": 4, "rew')
     assert [row["step"] for row in RunRecord(record.folder).read_metrics()] == [1, 2, 3]
     record.drop_after(3)
-    record.append_metrics({"step": 4})
+    record.append(record.metrics_path, {"step": 4})
     assert [row["step"] for row in lines(record.metrics_path)] == [1, 2, 3, 4]
 
 
@@ -123,7 +126,7 @@ def test_a_full_disk_is_named_with_its_file(record):
     record.metrics_path.symlink_to("/dev/full")
     said = "metrics.jsonl: cannot be written: No space left on device"
     with pytest.raises(RunError, match=said):
-        record.append_metrics({"step": 1})
+        record.append(record.metrics_path, {"step": 1})
 
 
 def test_a_write_that_fails_leaves_the_old_file_whole(record):

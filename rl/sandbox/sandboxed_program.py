@@ -314,24 +314,18 @@ class Scratch:
     def remove(self) -> None:
         """Delete the folder. Its processes must have ended.
 
-        Neither depth, nor modes, nor links of the program's hinder that: what a folder holds is
-        moved to the top before the folder is deleted.
+        Neither depth, nor modes, nor links of the program's hinder that: each folder is moved to
+        the top before it is emptied.
         """
         os.chmod(self.path, 0o700)
-        while entries := list(os.scandir(self.path)):
-            for entry in entries:
+        folders = [self.path]
+        for folder in folders:
+            for entry in list(os.scandir(folder)):
                 if entry.is_dir(follow_symlinks=False):
-                    self._flatten(entry.path)
+                    os.chmod(entry.path, 0o700)
+                    folders.append(f"{self.path}/{secrets.token_hex(8)}")
+                    os.rename(entry.path, folders[-1])
                 else:
                     os.unlink(entry.path)
-        os.rmdir(self.path)
-
-    def _flatten(self, folder: str) -> None:
-        os.chmod(folder, 0o700)
-        for entry in list(os.scandir(folder)):
-            if entry.is_dir(follow_symlinks=False):
-                os.chmod(entry.path, 0o700)
-                os.rename(entry.path, f"{self.path}/{secrets.token_hex(8)}")
-            else:
-                os.unlink(entry.path)
-        os.rmdir(folder)
+        for folder in reversed(folders):
+            os.rmdir(folder)

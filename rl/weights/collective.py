@@ -18,6 +18,7 @@ from rl.weights.streams import (
     STALL_S,
     Address,
     Link,
+    Run,
     Server,
     connect,
     listen,
@@ -36,7 +37,7 @@ class CollectivePublisher(TcpPublisher):
 
     Each reader has a communicator with each rank that it reads from, made when it first reads and
     kept for later pushes. So a generator that is lost takes no other one along, and one that joins
-    late waits for no other one. Numbers of pieces, and questions, travel over TCP beside it; the
+    late waits for no other one. Runs of pieces, and questions, travel over TCP beside it; the
     end of that connection tells each side that the other one has gone.
 
     Weights are cast and packed on the trainer's GPU and stay there; readers receive on their GPU
@@ -140,9 +141,9 @@ class _Move(NamedTuple):
 
 
 class Lane(Link):
-    """Link whose memory travels through a communicator of the two ranks; numbers travel over TCP.
+    """Link whose memory travels through a communicator of the two ranks; runs travel over TCP.
 
-    Sends and receives are begun in the order of the numbers, and WINDOW of them are under way.
+    Sends and receives are begun in the order of the pieces, and WINDOW of them are under way.
     """
 
     def __init__(
@@ -168,20 +169,23 @@ class Lane(Link):
         super().limit(stall)
         self._stall = stall or STALL_S
 
-    def send(self, number: int, memory: Any = None) -> None:
-        super().send(number)
-        if memory is not None:
+    def send(self, run: Run, memories: Sequence[Any] = ()) -> None:
+        if not memories:
+            super().send(run)
+        for place, memory in enumerate(memories):
+            super().send(Run(run.first + place, 1))  # it fails after ``shut``
             with on_side_stream(self._device):
                 there = memory.to(self._device, non_blocking=True)
                 work = self._group.send([there], self._peer, 0)
             self._begun(_Move(work, there, None, lambda: None))
 
-    def number(self) -> int:
+    def run(self) -> Run:
         while self._moves and not self._has_news():
             self._end_first()  # a reader below this one waits for it
-        return super().number()
+        return super().run()
 
-    def receive(self, memory: Any, then: Callable[[], None]) -> None:
+    def receive(self, memories: Sequence[Any], then: Callable[[], None]) -> None:
+        (memory,) = memories  # the other end sends runs of one piece
         is_there = memory.device == self._device
         with on_side_stream(self._device):
             there = memory if is_there else torch.empty_like(memory, device=self._device)

@@ -8,9 +8,11 @@ import secrets
 import socket
 import struct
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from rl.host.listening import is_loopback
@@ -18,10 +20,13 @@ from rl.host.listening import is_loopback
 HOST = "TILLER_HOST"
 """Environment variable with the name by which other ranks reach the host of this process."""
 PIECE_BYTES = 4 << 20
+TOGETHER = 16
+"""Number of pieces that a rank without readers receives in one call of the kernel: between two
+calls the sender waits, which costs more than the call."""
 STALL_S = 10.0
 _ALIVE_S = 1.0
-_STILL_WAITING = -1
-_NUMBER = struct.Struct("!q")
+_SIZE = struct.Struct("!q")
+_RUN = struct.Struct("!qq")
 _TOKEN_BYTES = 32
 
 
@@ -56,8 +61,16 @@ def _pieces_of(buffer: Buffer, size: int) -> list[Piece]:
     return [Piece(buffer, start, min(start + PIECE_BYTES, size)) for start in starts]
 
 
+class Run(NamedTuple):
+    """Pieces that follow each other in what a reader asked for; none if the reader has to wait."""
+
+    first: int = 0
+    """Index of the first piece."""
+    size: int = 0
+
+
 class Link:
-    """Connection of a reader and a server, over which numbers and memory travel.
+    """Connection of a reader and a server, over which runs of pieces travel.
 
     All methods raise OSError if the other end has gone or stands still.
     """
@@ -72,25 +85,24 @@ class Link:
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
     def ask(self, pieces: list[Piece]) -> None:
-        """Ask for pieces. The server sends the index of each before the piece."""
+        """Ask for pieces. The server sends them in runs, in any order."""
         send_json(self.connection, ["read", pieces])
 
-    def send(self, number: int, memory: Any = None) -> None:
-        """Send a number, and then ``memory`` if it is given, at the latest in ``finish``."""
-        more = 0 if memory is None else socket.MSG_MORE
-        self.connection.sendall(_NUMBER.pack(number), more)
-        if memory is not None:
+    def send(self, run: Run, memories: Sequence[Any] = ()) -> None:
+        """Send a run, and then the memory of its pieces, at the latest in ``finish``."""
+        self.connection.sendall(_RUN.pack(*run), socket.MSG_MORE if memories else 0)
+        for memory in memories:
             self.connection.sendall(memory)
 
-    def number(self) -> int:
-        """Receive a number."""
-        packed = memoryview(bytearray(_NUMBER.size))
+    def run(self) -> Run:
+        """Receive a run. The memory of its pieces follows."""
+        packed = memoryview(bytearray(_RUN.size))
         _fill(self.connection, packed)
-        return int(_NUMBER.unpack(packed)[0])
+        return Run(*_RUN.unpack(packed))
 
-    def receive(self, memory: Any, then: Callable[[], None]) -> None:
-        """Fill ``memory`` and call ``then``, at the latest in ``finish``."""
-        _fill(self.connection, memory)
+    def receive(self, memories: Sequence[Any], then: Callable[[], None]) -> None:
+        """Fill ``memories`` in order and call ``then``, at the latest in ``finish``."""
+        _fill(self.connection, *memories)
         then()
 
     def finish(self) -> None:
@@ -128,6 +140,7 @@ class SharedBuffers:
         self._known = frozenset(self.pieces)
         self._arrived: list[Piece] = []
         self._streams: set[Link] = set()
+        self._has_readers = False
         self._withdrawn = False
         self._changed = threading.Condition()
 
@@ -155,12 +168,13 @@ class SharedBuffers:
             self._changed.wait_for(lambda: not self._streams)
 
     def send(self, link: Link, wanted: Sequence[Piece]) -> int:
-        """Send each wanted piece after its index, in the order of arrival; return the bytes sent.
+        """Send the wanted pieces in runs, as the pieces arrive; return the bytes sent.
 
         Returns before the last piece if the buffers are withdrawn.
         """
         indices = {piece: index for index, piece in enumerate(wanted)}
         sent = seen = 0
+        self._has_readers = True
         with self._stream(link):
             while indices:
                 with self._changed:
@@ -170,11 +184,11 @@ class SharedBuffers:
                     ready = self._arrived[seen:]
                     seen += len(ready)
                 if not ready:
-                    link.send(_STILL_WAITING)
-                for piece in ready:
-                    if piece in indices:
-                        link.send(indices.pop(piece), self.view(piece))
-                        sent += piece.stop - piece.start
+                    link.send(Run())
+                for run in _runs_of(indices.pop(piece) for piece in ready if piece in indices):
+                    views = [self.view(piece) for piece in wanted[run.first :][: run.size]]
+                    link.send(run, views)
+                    sent += sum(map(len, views))
             link.finish()
         return sent
 
@@ -189,19 +203,21 @@ class SharedBuffers:
                 link.ask(pieces)
                 left = len(pieces)
                 while left:
-                    number = link.number()
-                    if number != _STILL_WAITING:
-                        left -= 1
-                        link.receive(
-                            self.view(pieces[number]), partial(self._keep, missing, number)
-                        )
+                    first, size = link.run()
+                    left -= size
+                    numbers = range(first, first + size)
+                    while numbers:
+                        now = numbers[: 1 if self._has_readers else TOGETHER]
+                        views = [self.view(pieces[number]) for number in now]
+                        link.receive(views, partial(self._keep, missing, now))
+                        numbers = numbers[len(now) :]
                 link.finish()
         except OSError as error:
             return list(missing.values()), str(error)
         return [], ""
 
-    def _keep(self, missing: dict[int, Piece], number: int) -> None:
-        self.arrive([missing.pop(number)])
+    def _keep(self, missing: dict[int, Piece], numbers: Iterable[int]) -> None:
+        self.arrive([missing.pop(number) for number in numbers])
 
     @contextlib.contextmanager
     def _stream(self, link: Link):
@@ -220,6 +236,14 @@ class SharedBuffers:
 
     def _has_news(self, seen: int) -> bool:
         return self._withdrawn or len(self._arrived) > seen
+
+
+def _runs_of(numbers: Iterable[int]) -> Iterator[Run]:
+    """Return ``numbers`` in runs."""
+    ordered = sorted(numbers)
+    for _, run in groupby(enumerate(ordered), lambda each: each[1] - each[0]):
+        found = [number for _, number in run]
+        yield Run(found[0], len(found))
 
 
 class Server:
@@ -320,25 +344,29 @@ def connect(address: Address) -> socket.socket:
 def send_json(connection: socket.socket, value: Any) -> None:
     """Send ``value`` as JSON, after its size."""
     text = json.dumps(value).encode()
-    connection.sendall(_NUMBER.pack(len(text)) + text)
+    connection.sendall(_SIZE.pack(len(text)) + text)
 
 
 def receive_json(connection: socket.socket) -> Any:
     """Receive what ``send_json`` sends."""
-    size = memoryview(bytearray(_NUMBER.size))
+    size = memoryview(bytearray(_SIZE.size))
     _fill(connection, size)
-    text = bytearray(_NUMBER.unpack(size)[0])
+    text = bytearray(_SIZE.unpack(size)[0])
     _fill(connection, memoryview(text))
     return json.loads(text)
 
 
-def _fill(connection: socket.socket, memory: memoryview) -> None:
-    """Fill ``memory`` from the connection, in one call of the kernel without the GIL."""
-    while memory:
-        count = connection.recv_into(memory, 0, socket.MSG_WAITALL)
+def _fill(connection: socket.socket, *memories: memoryview) -> None:
+    """Fill ``memories`` from the connection, in one call of the kernel without the GIL."""
+    left = deque(memories)
+    while left:
+        count = connection.recvmsg_into(left, 0, socket.MSG_WAITALL)[0]
         if not count:
             raise ConnectionResetError("the other end closed the connection")
-        memory = memory[count:]
+        while left and count >= len(left[0]):
+            count -= len(left.popleft())
+        if count:
+            left[0] = left[0][count:]
 
 
 def _shut(connection: socket.socket) -> None:

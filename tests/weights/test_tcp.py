@@ -9,7 +9,7 @@ import signal
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -275,6 +275,34 @@ def test_memory_is_not_sent_after_it_was_withdrawn():
             size += count
     assert size < len(memory)
     assert b"\xff" not in received[16:size]
+
+
+@pytest.mark.parametrize("has_reader", [False, True])
+def test_pieces_arrive_together_unless_a_reader_waits_for_them(has_reader):
+    buffer = Buffer(0, 2, 0, False)
+    given = random.Random(0).randbytes(40 * PIECE_BYTES + 1)
+    whole = SharedBuffers({buffer: memoryview(given)})
+    whole.arrive(whole.pieces)
+    copies = [bytearray(len(given)) for _ in range(2)]
+    relay, last = (SharedBuffers({buffer: memoryview(copy)}) for copy in copies)
+    arrivals = []
+    arrive = relay.arrive
+    relay.arrive = lambda pieces: (arrivals.append(len(pieces)), arrive(pieces))
+    with ThreadPoolExecutor(3) as pool, ExitStack() as ends:
+
+        def flow(source: SharedBuffers, into: SharedBuffers):
+            """Begin to send all pieces; return the function that receives them."""
+            here, there = (ends.enter_context(end) for end in socket.socketpair())
+            pool.submit(source.send, Link(here), source.pieces)
+            return lambda: into.receive(nullcontext(Link(there)), source.pieces)
+
+        below = pool.submit(flow(relay, last)) if has_reader else None
+        while relay._has_readers != has_reader:
+            pass
+        assert flow(whole, relay)() == ([], "")
+        assert below is None or below.result(WAIT_S) == ([], "")
+    assert arrivals == ([1] * 41 if has_reader else [16, 16, 9])
+    assert copies == ([given, given] if has_reader else [given, bytes(len(given))])
 
 
 def test_a_server_answers_only_requests_with_its_token():

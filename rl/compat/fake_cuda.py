@@ -54,11 +54,6 @@ RELIES_ON = (
 ONE_KERNEL = ("silu_backward",)
 """Operators that are one kernel on CUDA. A torch without CUDA would compute them from others."""
 
-ALWAYS_TRUE = ("is_available", "is_initialized", "_is_compiled", "is_bf16_supported")
-"""Functions of ``torch.cuda`` that answer True here."""
-WITHOUT_EFFECT = ("init", "_lazy_init", "seed", "manual_seed", "manual_seed_all", "set_rng_state")
-"""Functions of ``torch.cuda`` that do nothing here."""
-
 
 class Device(TorchDispatchMode, ABC):
     """Device that ``pretend`` asks and tells. Every operator passes through it while it is active.
@@ -345,17 +340,25 @@ def _facts(device: Device) -> dict[str, Callable[..., Any]]:
     def set_device(which: Any) -> None:
         chosen[0] = which if isinstance(which, int) else torch.device(which).index
 
-    return {
-        **dict.fromkeys(ALWAYS_TRUE, lambda *_, **__: True),
-        **dict.fromkeys(WITHOUT_EFFECT, lambda *_, **__: None),
+    return {  # a function for each name: torch.compile has a rule for each of them
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "init": lambda: None,
+        "_lazy_init": lambda: None,
+        "_is_compiled": lambda: True,
         "device_count": lambda: device.count,
         "current_device": lambda: chosen[0],
         "set_device": set_device,
         "get_device_capability": lambda *_: device.capability,
         "get_device_name": lambda *_: device.name,
         "get_device_properties": lambda *_: properties,
+        "is_bf16_supported": lambda *_, **__: True,
         "can_device_access_peer": lambda *_: True,
         "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8),
+        "set_rng_state": lambda *_, **__: None,
+        "manual_seed": lambda *_: None,
+        "manual_seed_all": lambda *_: None,
+        "seed": lambda: None,
         "initial_seed": lambda: 0,
     }
 

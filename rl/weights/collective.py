@@ -18,7 +18,6 @@ from rl.weights.streams import (
     STALL_S,
     Address,
     Link,
-    Run,
     Server,
     connect,
     listen,
@@ -169,17 +168,17 @@ class Lane(Link):
         super().limit(stall)
         self._stall = stall or STALL_S
 
-    def send(self, run: Run, memories: Sequence[Any] = ()) -> None:
+    def send(self, run: range, memories: Sequence[Any] = ()) -> None:
         if not memories:
             super().send(run)
         for place, memory in enumerate(memories):
-            super().send(Run(run.first + place, 1))  # it fails after ``shut``
+            super().send(run[place : place + 1])  # it fails after ``shut``
             with on_side_stream(self._device):
                 there = memory.to(self._device, non_blocking=True)
                 work = self._group.send([there], self._peer, 0)
             self._begun(_Move(work, there, None, lambda: None))
 
-    def run(self) -> Run:
+    def run(self) -> range:
         while self._moves and not self._has_news():
             self._end_first()  # a reader below this one waits for it
         return super().run()

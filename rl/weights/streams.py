@@ -61,14 +61,6 @@ def _pieces_of(buffer: Buffer, size: int) -> list[Piece]:
     return [Piece(buffer, start, min(start + PIECE_BYTES, size)) for start in starts]
 
 
-class Run(NamedTuple):
-    """Pieces that follow each other in what a reader asked for; none if the reader has to wait."""
-
-    first: int = 0
-    """Index of the first piece."""
-    size: int = 0
-
-
 class Link:
     """Connection of a reader and a server, over which runs of pieces travel.
 
@@ -88,17 +80,22 @@ class Link:
         """Ask for pieces. The server sends them in runs, in any order."""
         send_json(self.connection, ["read", pieces])
 
-    def send(self, run: Run, memories: Sequence[Any] = ()) -> None:
-        """Send a run, and then the memory of its pieces, at the latest in ``finish``."""
-        self.connection.sendall(_RUN.pack(*run), socket.MSG_MORE if memories else 0)
+    def send(self, run: range, memories: Sequence[Any] = ()) -> None:
+        """Send a run, and then the memory of its pieces, at the latest in ``finish``.
+
+        A run has the indices of pieces that follow each other in what the reader asked for. An
+        empty run tells the reader to wait.
+        """
+        more = socket.MSG_MORE if memories else 0
+        self.connection.sendall(_RUN.pack(run.start, run.stop), more)
         for memory in memories:
             self.connection.sendall(memory)
 
-    def run(self) -> Run:
+    def run(self) -> range:
         """Receive a run. The memory of its pieces follows."""
         packed = memoryview(bytearray(_RUN.size))
         _fill(self.connection, packed)
-        return Run(*_RUN.unpack(packed))
+        return range(*_RUN.unpack(packed))
 
     def receive(self, memories: Sequence[Any], then: Callable[[], None]) -> None:
         """Fill ``memories`` in order and call ``then``, at the latest in ``finish``."""
@@ -184,9 +181,9 @@ class SharedBuffers:
                     ready = self._arrived[seen:]
                     seen += len(ready)
                 if not ready:
-                    link.send(Run())
+                    link.send(range(0))
                 for run in _runs_of(indices.pop(piece) for piece in ready if piece in indices):
-                    views = [self.view(piece) for piece in wanted[run.first :][: run.size]]
+                    views = [self.view(piece) for piece in wanted[run.start : run.stop]]
                     link.send(run, views)
                     sent += sum(map(len, views))
             link.finish()
@@ -203,14 +200,13 @@ class SharedBuffers:
                 link.ask(pieces)
                 left = len(pieces)
                 while left:
-                    first, size = link.run()
-                    left -= size
-                    numbers = range(first, first + size)
-                    while numbers:
-                        now = numbers[: 1 if self._has_readers else TOGETHER]
+                    run = link.run()
+                    left -= len(run)
+                    while run:
+                        now = run[: 1 if self._has_readers else TOGETHER]
                         views = [self.view(pieces[number]) for number in now]
                         link.receive(views, partial(self._keep, missing, now))
-                        numbers = numbers[len(now) :]
+                        run = run[len(now) :]
                 link.finish()
         except OSError as error:
             return list(missing.values()), str(error)
@@ -238,12 +234,12 @@ class SharedBuffers:
         return self._withdrawn or len(self._arrived) > seen
 
 
-def _runs_of(numbers: Iterable[int]) -> Iterator[Run]:
+def _runs_of(numbers: Iterable[int]) -> Iterator[range]:
     """Return ``numbers`` in runs."""
     ordered = sorted(numbers)
     for _, run in groupby(enumerate(ordered), lambda each: each[1] - each[0]):
         found = [number for _, number in run]
-        yield Run(found[0], len(found))
+        yield range(found[0], found[-1] + 1)
 
 
 class Server:

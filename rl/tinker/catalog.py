@@ -5,7 +5,6 @@ checkpoints.
 import re
 import secrets
 import time
-from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
@@ -97,7 +96,7 @@ class Catalog:
 
     def external_weights_urls(self, request: Request, **place: str) -> Any:
         fact = self._checkpoints.find(self._path(**place))
-        folder = Path(fact["folder"])
+        folder = self._checkpoints.at(fact["folder"])
         files = [each.relative_to(folder) for each in folder.rglob("*") if each.is_file()]
         base = f"{request.base_url}api/v1/files/{fact['key']}"
         urls = {str(file): f"{base}/{file}" for file in files}
@@ -105,8 +104,9 @@ class Catalog:
 
     def file(self, request: Request, key: str, file: str) -> Any:
         for fact in self._store.facts["checkpoint"].values():
-            path = Path(fact["folder"], file).resolve()
-            is_inside = path.is_relative_to(Path(fact["folder"]).resolve())
+            folder = self._checkpoints.at(fact["folder"]).resolve()
+            path = (folder / file).resolve()
+            is_inside = path.is_relative_to(folder)
             if secrets.compare_digest(fact["key"], key) and is_inside and path.is_file():
                 return FileResponse(path)
         raise BadRequest(404, "there is no such file")

@@ -4,6 +4,7 @@ import asyncio
 import secrets
 import shutil
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights"
 
 class Checkpoints:
     """Named weights of models. Several checkpoints, models and samplers may hold one folder, which
-    is deleted when none of them does. ::
+    is deleted when none of them does. Facts have its name within ``folder``, so that the whole may
+    be moved or copied. A start deletes only what the store names. ::
 
         path = checkpoints.path("sess-1:train:0", "weights", "step-1")
         folder = checkpoints.new_folder()
@@ -26,17 +28,36 @@ class Checkpoints:
         checkpoints.put(path, folder, model="sess-1:train:0", ...)
     """
 
-    def __init__(self, store: Store, folder: Path):
+    def __init__(self, store: Store, folder: Path, warn: Callable[[str], object]):
         self._store = store
         self._facts = store.facts["checkpoint"]
         self._folder = folder
         folder.mkdir(exist_ok=True)
-        for left in {str(each) for each in folder.iterdir()} - self._used():
-            shutil.rmtree(left)  # of a process that was killed
+        used = self._used() - {""}
+        for name in store.facts["folder"].keys() - used:  # of a process that was killed
+            self._delete(name)
+            store.drop("folder", name)
+        there = {each.name for each in folder.iterdir()}
+        if missing := used - there:
+            warn(
+                f"{folder} lacks {len(missing)} folders of weights, such as {min(missing)}; "
+                "restore them from a backup, or their models and checkpoints cannot be loaded"
+            )
+        if others := there - used:
+            warn(
+                f"{folder} has {len(others)} entries that server.db does not name, such as "
+                f"{min(others)}; they are kept, delete what you do not need"
+            )
 
     def new_folder(self) -> Path:
         """Return a folder that does not exist yet."""
-        return self._folder / secrets.token_hex(8)
+        name = secrets.token_hex(8)
+        self._store.put("folder", name, {})
+        return self._folder / name
+
+    def at(self, name: str) -> Path:
+        """Return the folder that a fact names. Facts of older servers have a path."""
+        return self._folder / _name(name)
 
     def path(self, model: str, kind: str, name: str, *, overwrite: bool = True) -> str:
         """Return the path of a checkpoint to be. Raises UserError if it cannot have this name."""
@@ -52,7 +73,7 @@ class Checkpoints:
         before = self._facts.get(path, {})
         sizes = [file.stat().st_size for file in folder.rglob("*") if file.is_file()]
         own: Fact = {
-            "folder": str(folder),
+            "folder": folder.name,
             "time": time.time(),
             "size": sum(sizes),
             "public": False,
@@ -84,16 +105,22 @@ class Checkpoints:
 
     def release(self, folder: str) -> None:
         """Delete a folder unless something holds it."""
-        if folder and folder not in self._used():
-            asyncio.get_running_loop().create_task(self._remove(folder))
+        name = _name(folder)
+        if name and name not in self._used():
+            asyncio.get_running_loop().create_task(self._remove(name))
 
-    async def _remove(self, folder: str) -> None:
+    async def _remove(self, name: str) -> None:
         await self._store.flush()  # nothing on disk names it any more
-        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        await asyncio.to_thread(self._delete, name)
+        self._store.drop("folder", name)
+
+    def _delete(self, name: str) -> None:
+        for each in self._folder.glob(f"{name}*"):  # also what was not complete
+            shutil.rmtree(each, ignore_errors=True)
 
     def _used(self) -> set[str]:
         facts = (fact for kind in self._store.facts.values() for fact in kind.values())
-        return {fact.get(name, "") for fact in facts for name in ("folder", "state", "live")}
+        return {_name(fact.get(key, "")) for fact in facts for key in ("folder", "state", "live")}
 
     def rows(self, model: str | None = None) -> list[dict[str, Any]]:
         """Return the checkpoints of a model, or all, as clients list them, the oldest first."""
@@ -111,6 +138,10 @@ class Checkpoints:
             for path, fact in self._facts.items()
             if model in (None, fact["model"])
         ]
+
+
+def _name(folder: str) -> str:
+    return folder.rpartition("/")[2]
 
 
 def until(seconds: int | None) -> float | None:

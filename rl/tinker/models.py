@@ -223,7 +223,9 @@ class Models:
         try:
             if fact["state"]:
                 await self._session.create_adapter(model.id, adapter_of(fact["lora"]))
-                await self._session.load_state(Path(fact["state"]), adapter=model.id)
+                await self._session.load_state(
+                    self._checkpoints.at(fact["state"]), adapter=model.id
+                )
             for request in await self._store.journal(model.id, model.changed + 1, model.next_seq):
                 answer = await self._result(model, request)
                 before = await self._store.answered(model.id, request.seq)
@@ -251,7 +253,7 @@ class Models:
         folder = self._checkpoints.new_folder()
         await self._session.save_state(folder, adapter=model.id)
         before = self._fact(model)["state"]
-        self._set(model, state=str(folder), state_seq=model.changed)
+        self._set(model, state=folder.name, state_seq=model.changed)
         self._store.cut(model.id, model.changed)
         self._checkpoints.release(before)
         model.steps = 0
@@ -293,7 +295,7 @@ class Models:
         )
         if ours != theirs:
             raise UserError(f"{path} has another kind of adapter than the model")
-        folder = Path(found["folder"])
+        folder = self._checkpoints.at(found["folder"])
         try:
             await self._session.load_state(folder, adapter=model.id, optimizer=optimizer)
         except RunError:  # a part may be loaded
@@ -363,13 +365,13 @@ class Models:
             exported = self._checkpoints.new_folder()
             await self._session.export_hf(exported, adapter=model.id)
             (exported / "adapter").rename(folder)  # without the merged base model
-            self._checkpoints.release(str(exported))
+            self._checkpoints.release(exported.name)
         else:
             await self._session.save_snapshot(folder, adapter=model.id)
         fact = self._fact(model)
         if path is None and sampling_session_seq_id is not None:
             id = f"{fact['session']}:sample:{sampling_session_seq_id}"
-            self._add_sampler(model, id, str(folder), is_live=kind == "inflight")
+            self._add_sampler(model, id, folder.name, is_live=kind == "inflight")
             return Answer.of(sampling_session_id=id, type=verb)
         own = {"user_metadata": user_metadata, "expires": until(ttl_seconds)}
         own |= {name: fact[name] for name in ("base_model", "lora")}

@@ -42,7 +42,7 @@ class Parts:
         )
         self.store = Store(folder / "server.db", events.warn)
         self.futures = Futures()
-        self.checkpoints = Checkpoints(self.store, folder / "weights")
+        self.checkpoints = Checkpoints(self.store, folder / "weights", events.warn)
         self.folder = folder / "models"
         """Folder of the metrics and samples of models."""
         self.samples = Samples(self.folder, decode)

@@ -253,7 +253,7 @@ class Samplers:
         """Return the folder of a sampler's weights now, or "base"."""
         live = fact.get("model") and self._store.facts["model"][fact["model"]]["live"]
         folder = live or fact["folder"]
-        return Path(folder) if folder else "base"
+        return self._parts.checkpoints.at(folder) if folder else "base"
 
     async def _complete(self, requests: list[GenerationRequest], fact: Fact) -> list[Completion]:
         while True:

@@ -18,7 +18,7 @@ CREATE TABLE IF NOT EXISTS facts (kind TEXT, name TEXT, fact TEXT, PRIMARY KEY (
 CREATE TABLE IF NOT EXISTS requests (owner TEXT, seq INTEGER, verb TEXT, body BLOB, answer BLOB,
     media TEXT, PRIMARY KEY (owner, seq));
 """
-KINDS = ("session", "model", "sampler", "checkpoint", "loss")
+KINDS = ("session", "model", "sampler", "checkpoint", "loss", "folder")
 MAX_FACTS = 100_000
 """Maximum number of facts of a kind."""
 KEPT = 4096
@@ -102,9 +102,9 @@ class Store:
         self._write("INSERT OR REPLACE INTO facts VALUES (?, ?, ?)", kind, name, json.dumps(fact))
 
     def drop(self, kind: str, name: str) -> Fact:
-        """Forget a fact; return it."""
+        """Forget a fact; return it, or {} if it is unknown."""
         self._write("DELETE FROM facts WHERE kind = ? AND name = ?", kind, name)
-        return self.facts[kind].pop(name)
+        return self.facts[kind].pop(name, {})
 
     def accept(self, owner: str, request: Accepted) -> None:
         """Note a request of the model or sampler ``owner``."""

@@ -181,8 +181,9 @@ class Training:
         path = (
             await self.done(await self.call("save_weights_for_sampler", seq, path=f"probe{seq}"))
         )["path"]
-        fact = self.running.server.parts.checkpoints.find(path)
-        return json.loads((Path(fact["folder"]) / "state.json").read_text())["weights"]
+        checkpoints = self.running.server.parts.checkpoints
+        folder = checkpoints.at(checkpoints.find(path)["folder"])
+        return json.loads((folder / "state.json").read_text())["weights"]
 
 
 def sample_of(data: bytes) -> Any:

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -263,7 +262,8 @@ async def test_a_damaged_checkpoint_changes_no_model(tmp_path):
     async with Running(tmp_path) as running:
         client, other = await running.train(0), await running.train(1)
         path = (await client.done(await client.call("save_weights", path="kept")))["path"]
-        kept = Path(running.server.parts.checkpoints.find(path)["folder"], "state.json")
+        checkpoints = running.server.parts.checkpoints
+        kept = checkpoints.at(checkpoints.find(path)["folder"]) / "state.json"
         whole = kept.read_text()
         for each in (client, other):
             await each.done(await each.backward(3, 4))

@@ -133,13 +133,14 @@ def _serve_clients(
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # clients keep connections open
     owner = claim(name, config.output_dir, resume=config.resume)
     content = json.dumps({"name": name, "config": frozen(config)}, indent=2).encode()
-    write_whole(owner.folder / "config.json", lambda file: file.write(content))
     dialect = dialect_or_text(config.model.hf_path) if config.model.hf_path else None
     stops = read_stop_token_ids(dialect.tokenizer) if dialect else ()
 
     async def serve(session: "Session") -> None:
         numbers = Numbers(config.offered()[0])
         events = Events(print_warnings, print_notes, numbers.write)
+        for change in changes:
+            events.note(f"resuming with another {change}")
         own = {"decode": dialect.tokenizer.decode} if dialect else {}
         server = Server(config, session, owner.folder, events, stop_token_ids=stops, **own)
         sampling = Sampling(max_tokens=server.parts.longest)
@@ -150,6 +151,7 @@ def _serve_clients(
             )
         async with background(server.run()):
             await server.samplers.running.wait()
+            write_whole(owner.folder / "config.json", lambda file: file.write(content))
             more = [metrics_page(numbers, lambda: session, key), *routes_of(server, key)]
             async with serving(gateway, host=host, port=port, key=key, more=more) as url:
                 names = ", ".join(server.names)
@@ -160,7 +162,32 @@ def _serve_clients(
                 await asyncio.Event().wait()
 
     with owner:
+        changes = changes_of(config, owner.folder) if config.resume else []
         run_session(config.session(), None, serve, folder=owner.folder, opens=False)
+
+
+def changes_of(config: "ServeConfig", folder: Path) -> list[str]:
+    """Return ``field: old → new`` for the fields that differ from those of the server before, whose
+    folder is ``folder``.
+
+    Raises ConfigError, naming all differences, if clients would go on with another model: a field
+    differs that changes what is computed.
+    """
+    from rl.config.frozen import UNCHANGED, read_config_file, thawed
+    from rl.plan.report import changes
+    from rl.types.rules import NUMERICS
+
+    path = folder / "config.json"
+    before = thawed(read_config_file(path, f"--resume: {path}")["config"])
+    folders = [str(each.model.hf_path or "") for each in (before, config)]
+    if all(map(os.path.isdir, folders)) and os.path.samefile(*folders):
+        before.model.hf_path = config.model.hf_path
+    found = changes(before, config)
+    refused = [each.change for each in found if each.mark == NUMERICS]
+    rule = "give the values from before, or serve the new config from another --output-dir"
+    problem = f"{folder} has what clients made with another config: {'; '.join(refused)}"
+    require(not refused, problem, field="--resume", fix=rule)
+    return [each.change for each in found if each.change.split(":")[0] not in UNCHANGED]
 
 
 def make_gateway(

@@ -20,6 +20,8 @@ from rl.errors import ConfigError, require, shown
 from rl.model.hub import Snapshot
 
 A_RUNS_FILE = "it must be the config.json of a run"
+UNCHANGED = ("resume", "quiet", "output_dir")
+"""Fields that may differ between attempts without a note."""
 
 
 def frozen(value: Any) -> Any:

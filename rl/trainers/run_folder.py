@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.config import RunConfig
-from rl.config.frozen import changed_fields, frozen, read_config_file
+from rl.config.frozen import UNCHANGED, changed_fields, frozen, read_config_file
 from rl.data.sources import SourceConfig, is_hub_name, newest_commit
 from rl.errors import counted, require, said_by
 from rl.observe.checkpoint_folders import StepFolders
@@ -18,9 +18,6 @@ from rl.observe.record import RunRecord
 from rl.observe.sinks import Sinks
 from rl.validation.folders import saved_section
 from rl.validation.values import values
-
-UNCHANGED = ("resume", "quiet", "output_dir")
-"""Fields that may differ between attempts without a note."""
 
 
 class RunFolder:

@@ -17,7 +17,7 @@ from rl.actors import fork_server
 from rl.host.process import COLLECT_AT
 from tests import warm
 
-pytest_plugins = ["tests.durations.plugin", "tests.hub"]
+pytest_plugins = ["tests.durations.plugin", "tests.hub", "tests.must_run"]
 
 ROOT = Path(__file__).parent
 ENGINES = (

@@ -21,7 +21,9 @@ ROLLOUTS = 64
 """Rollouts of a step, and examples of an evaluation, whose tokens are in the file."""
 EXAMPLES = 400
 """Changed examples of evaluations in the file."""
-SCRIPT = re.compile(r'<script src="/([a-z]+\.js)"></script>\n?')
+SCRIPT = re.compile(r'<script type="module" src="/(\w+)\.js"></script>\n')
+IMPORT = re.compile(r'^import (\{[^}]*\}) from "\./(\w+)\.js";\n', re.MULTILINE)
+EXPORT = re.compile(r"^export ((?:async )?\w+ (\w+))", re.MULTILINE)
 STYLE = '<link rel="stylesheet" href="/style.css">'
 NAMES_AT_ONCE = 60
 
@@ -35,7 +37,8 @@ def export(runs: Sequence[Run], path: Path) -> None:
     """
     data = _data(runs)
     page = (PAGE / "index.html").read_text()
-    script = "\n".join((PAGE / name).read_text() for name in SCRIPT.findall(page))
+    entry = next(SCRIPT.finditer(page))
+    script = bundle(entry[1])
     style = (PAGE / "style.css").read_text()
     policy = (
         f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; "
@@ -47,12 +50,30 @@ def export(runs: Sequence[Run], path: Path) -> None:
         f'<script type="application/json" id="exported">{content}</script>\n'
         f"<script>{script}</script>\n"
     )
-    first, *_, last = SCRIPT.finditer(page)
-    page = page[: first.start()] + inline + page[last.end() :]
+    page = page[: entry.start()] + inline + page[entry.end() :]
     page = page.replace(STYLE, f"<style>{style}</style>")
     meta = f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
     page = page.replace('<meta charset="utf-8">', f'<meta charset="utf-8">\n{meta}', 1)
     write_whole(path, lambda file: file.write(page.encode()))
+
+
+def bundle(entry: str) -> str:
+    """Return the module ``entry`` of the page and all that it imports as one script, since a file
+    cannot load modules. Each module is a function that returns its exports.
+    """
+    functions: dict[str, str] = {}
+
+    def add(name: str) -> None:
+        source = (PAGE / f"{name}.js").read_text()
+        for _, imported in IMPORT.findall(source):
+            if imported not in functions:
+                add(imported)
+        exports = ", ".join(found for _, found in EXPORT.findall(source))
+        body = EXPORT.sub(r"\1", IMPORT.sub(r"const \1 = modules.\2;\n", source))
+        functions[name] = f"modules.{name} = (() => {{\n{body}return {{ {exports} }};\n}})();\n"
+
+    add(entry)
+    return "".join(['"use strict";\nconst modules = {};\n', *functions.values()])
 
 
 def _hash(text: str) -> str:

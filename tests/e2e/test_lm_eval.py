@@ -141,7 +141,7 @@ def lm_eval(tmp_path_factory) -> LmEval:
         try:
             return LmEval(script.lm_eval_python(), tmp_path_factory.mktemp("lm_eval"))
         except SystemExit as error:
-            pytest.skip(f"NOT RUN: {error}")
+            pytest.skip(str(error))
 
 
 @pytest.fixture(scope="module")

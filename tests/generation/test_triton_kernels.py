@@ -27,7 +27,6 @@ SPILLED = {"vllm.v1.sample.ops.topk_topp_triton:_topk_topp_kernel": 8}
 
 
 def test_every_kernel_compiles_for_an_h100_within_its_bounds(tmp_path):
-    pytest.importorskip("triton", reason="Triton is not installed")
     model = replace(EXPERTS, vocab_size=WORDS)
     config = GeneratorConfig(**SMALL, max_running_requests=8, record_experts=True)
     rank = GeneratorRanks(config, model, **INTERPRETED)

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.needs import cannot_run
-
 ROOT = Path(__file__).parents[2]
 NOBODY = "65534"
 AS_NOBODY = """
@@ -44,7 +42,7 @@ def bwrap(open_folder) -> Path:
         ["bash", "-c", script], cwd=folder, capture_output=True, text=True, timeout=120
     )
     if done.returncode:
-        cannot_run(f"bubblewrap is not installed and could not be had: {done.stderr[-200:]}")
+        pytest.skip(f"bubblewrap is not installed and could not be had: {done.stderr[-200:]}")
     return folder / "usr" / "bin"
 
 
@@ -59,7 +57,7 @@ def attacked(open_folder, request):
             path = f"{request.getfixturevalue('bwrap')}:{path}"
         command = [sys.executable, "-m", "tests.sandbox.worker", sandbox]
         if user == "root" and os.getuid():
-            cannot_run("only root can try the sandbox as root")
+            pytest.skip("only root can try the sandbox as root")
         if user == "ordinary" and os.getuid() == 0:
             command = as_nobody(sandbox, open_folder)
         env = {**os.environ, "PATH": path, "TILLER_SECRET": "secret"}
@@ -77,7 +75,7 @@ def as_nobody(sandbox: str, folder: Path) -> list[str]:
     try:
         subprocess.run(["unshare", "-m", "true"], check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError) as error:
-        cannot_run(f"a mount namespace is needed to become an ordinary user: {error}")
+        pytest.skip(f"a mount namespace is needed to become an ordinary user: {error}")
     (folder / "python").mkdir(exist_ok=True)
     (folder / "tiller").mkdir(exist_ok=True)
     python = Path(os.path.realpath(sys.executable)).name

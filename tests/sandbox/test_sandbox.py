@@ -18,7 +18,6 @@ from rl.sandbox import sandbox as module
 from rl.sandbox.sandbox import Bubblewrap, Landlock, Unsafe, open_sandbox
 from rl.sandbox.sandboxed_program import Limits, SandboxError, _wait_readable_async
 from rl.sandbox.seccomp import CONDITIONAL, allowed_calls, seccomp_filter
-from tests.needs import cannot_run
 from tests.sandbox.conftest import ROOT
 from tests.sandbox.worker import own_launcher, programs
 
@@ -224,7 +223,7 @@ def test_architecture_without_a_list_of_calls_is_refused(monkeypatch):
 def test_numbers_of_calls_are_the_kernels(column):
     header = ("x86_64-linux-gnu/asm/unistd_64.h", "asm-generic/unistd.h")[column]
     if not (KERNEL / header).exists():
-        cannot_run(f"the kernel's header {header} is missing (linux-libc-dev)")
+        pytest.skip(f"the kernel's header {header} is missing (linux-libc-dev)")
     text = (KERNEL / header).read_text()
     found = re.findall(r"#define __NR(?:3264)?_(\w+) (\d+)", text)
     numbers = {name: int(number) for name, number in found}

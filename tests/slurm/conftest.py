@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.needs import cannot_run
 from tests.slurm.cluster import CANNOT_RUN_HERE, Cluster
 
 
@@ -15,7 +14,7 @@ def cluster() -> Iterator[Cluster]:
         cluster = Cluster(Path(place) / "state")
         started = cluster.start()
         if started.returncode == CANNOT_RUN_HERE:
-            cannot_run(started.stderr.strip().splitlines()[-1])
+            pytest.skip(started.stderr.strip().splitlines()[-1])
         assert started.returncode == 0, started.stderr
         network = cluster.network()
         yield cluster

@@ -21,7 +21,7 @@ def sdk(recipes):
     try:
         return recipes.tinker_python()
     except SystemExit as error:
-        pytest.skip(f"NOT RUN: {error}")
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="session")

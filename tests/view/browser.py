@@ -63,8 +63,9 @@ class Browser:
         self._call("Emulation.clearDeviceMetricsOverride")
 
     def value(self, expression: str) -> Any:
-        """Return the value of an expression of JavaScript."""
-        found = self._call("Runtime.evaluate", expression=expression, returnByValue=True)
+        """Return the value of an expression of JavaScript, or of its promise."""
+        options = {"returnByValue": True, "awaitPromise": True}
+        found = self._call("Runtime.evaluate", expression=expression, **options)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
@@ -106,7 +107,7 @@ def browsing(folder: Path) -> Iterator[Browser]:
     """Yield a browser with its profile in ``folder``; skip the test if none is installed."""
     found = [path for path in map(shutil.which, NAMES) if path]
     if not found:
-        pytest.skip(f"NOT RUN: none of {', '.join(NAMES)} is installed")
+        pytest.skip(f"none of {', '.join(NAMES)} is installed")
     command = [found[0], *FLAGS, f"--user-data-dir={folder}"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:

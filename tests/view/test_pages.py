@@ -96,7 +96,10 @@ def test_labels_of_ticks_are_whole_and_differ(page):
     ]
     for low, high in cases:
         curve = {"steps": [1, 10_000], "values": [low, high], "shade": 0}
-        page.value(f"main.replaceChildren(chart('one', [{curve}]))")
+        page.value(
+            "import('/charts.js').then(({ chart }) => "
+            f"main.replaceChildren(chart('one', [{curve}])))"
+        )
         labels = page.value(
             "[...document.querySelectorAll('main text')].map((each) => each.textContent)"
         )

@@ -1,5 +1,12 @@
-"use strict";
 // Routes, keys and refreshes. A hash is a deep link: #/page?run=0&step=3
+
+import { el, EXPORTED, get, hash, note, remembered, table, visible } from "./base.js";
+import { overview } from "./overview.js";
+import { timeline } from "./timeline.js";
+import { groups, rollouts } from "./rollouts.js";
+import { rollout } from "./rollout.js";
+import { experts } from "./experts.js";
+import { config, evaluation, failure } from "./records.js";
 
 const PAGES = {
   overview, timeline, rollouts, rollout, groups, evaluation, failure, config, experts,

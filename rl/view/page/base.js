@@ -1,4 +1,3 @@
-"use strict";
 // Elements, numbers and data. Texts of a run only ever become text nodes.
 
 const SVG = "http://www.w3.org/2000/svg";
@@ -16,17 +15,17 @@ function fill(node, attributes, children) {
   }
   return node;
 }
-const el = (tag, attributes, ...children) =>
+export const el = (tag, attributes, ...children) =>
   fill(document.createElement(tag), attributes, children);
-const svg = (tag, attributes, ...children) =>
+export const svg = (tag, attributes, ...children) =>
   fill(document.createElementNS(SVG, tag), attributes, children);
 
-const EXPORTED = (() => {
+export const EXPORTED = (() => {
   const node = document.getElementById("exported");
   return node && JSON.parse(node.textContent);
 })();
 
-async function get(name, query = {}) {
+export async function get(name, query = {}) {
   if (EXPORTED) return fromFile(name, query);
   const response = await fetch(`/api/${name}?${new URLSearchParams(query)}`);
   if (response.status === 401) {
@@ -46,7 +45,7 @@ function fromFile(name, query) {
   return found || { error: "this file does not have these data; serve the run folder for them" };
 }
 
-function number(value, digits = 4) {
+export function number(value, digits = 4) {
   if (value == null || typeof value === "boolean") return value == null ? "–" : String(value);
   if (typeof value !== "number") return visible(String(value));
   const size = Math.abs(value);
@@ -56,7 +55,7 @@ function number(value, digits = 4) {
   return String(Number(value.toPrecision(digits)));
 }
 
-function seconds(value) {
+export function seconds(value) {
   if (value == null) return "–";
   if (value < 1e-3) return `${number(value * 1e6, 3)} µs`;
   if (value < 1) return `${number(value * 1e3, 3)} ms`;
@@ -66,10 +65,10 @@ function seconds(value) {
   return `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
 }
 
-const clock = (time) => new Date(time * 1000).toLocaleTimeString("en-GB");
+export const clock = (time) => new Date(time * 1000).toLocaleTimeString("en-GB");
 
 // Control characters as pictures, and those that turn the direction of text by their number.
-function visible(text) {
+export function visible(text) {
   return text
     .replace(/[\u0000-\u0008\u000b-\u001f]/g, (c) => String.fromCharCode(0x2400 + c.charCodeAt(0)))
     .replace(/\u007f/g, "\u2421")
@@ -77,18 +76,18 @@ function visible(text) {
       (c) => `⟨${c.charCodeAt(0).toString(16)}⟩`);
 }
 
-const oneLine = (text) => visible(text).replace(/\s*\n\s*/g, " ⏎ ");
+export const oneLine = (text) => visible(text).replace(/\s*\n\s*/g, " ⏎ ");
 
-function link(page, query, ...children) {
+export function link(page, query, ...children) {
   return el("a", { href: hash(page, query) }, ...children);
 }
 
-function hash(page, query) {
+export function hash(page, query) {
   const given = Object.entries(query).filter(([, value]) => value != null && value !== "");
   return `#/${page}?${new URLSearchParams(given)}`;
 }
 
-function choice(label, values, current, choose) {
+export function choice(label, values, current, choose) {
   const options = values.map((each) => {
     const [value, text] = Array.isArray(each) ? each : [each, each];
     return el("option", { value, selected: String(value) === String(current) }, text);
@@ -97,11 +96,11 @@ function choice(label, values, current, choose) {
   return el("label", { class: "dim" }, label, " ", el("select", { onchange }, ...options));
 }
 
-function note(text, kind = "dim") {
+export function note(text, kind = "dim") {
   return el("p", { class: kind }, visible(text));
 }
 
-function table(columns, rows, options = {}) {
+export function table(columns, rows, options = {}) {
   const head = columns.map((column) => el("th", {
     class: [column.n && "n", column.sort && "sort", column.sorted && "sorted"]
       .filter(Boolean).join(" "),
@@ -115,7 +114,7 @@ function table(columns, rows, options = {}) {
     el("tbody", {}, ...body));
 }
 
-function remembered(name, value) {
+export function remembered(name, value) {
   try {
     if (value !== undefined) localStorage.setItem(`tiller.${name}`, value);
     return localStorage.getItem(`tiller.${name}`);

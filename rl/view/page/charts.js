@@ -1,10 +1,26 @@
-"use strict";
 // Line charts and scatters, drawn as SVG.
 
-const SHADES = 6;
-const WIDTH = 400, HEIGHT = 128, LEFT = 46, RIGHT = 14, TOP = 8, BOTTOM = 18, LETTER = 6.4;
+import { el, number, svg } from "./base.js";
 
-function ticks(low, high, count) {
+export const SHADES = 6;
+const WIDTH = 400, HEIGHT = 128, LEFT = 46, RIGHT = 14, TOP = 8, BOTTOM = 18;
+export const LETTER = 6.4;
+const WAITS = ["wait", "starved", "push_wait"];
+const SHADE_OF = {
+  generate: 5, score: 4, train: 0, forward_backward: 0, optim_step: 2, push: 1, publish: 1, pull: 1,
+  check: 3, checkpoint: 3, save: 3, evaluate: 4,
+};
+
+// The colour of a span: the number of a shade, or idle.
+export function shadeOf(name) {
+  if (WAITS.includes(name)) return "idle";
+  if (name in SHADE_OF) return SHADE_OF[name];
+  let sum = 0;
+  for (const letter of name) sum += letter.charCodeAt(0);
+  return sum % SHADES;
+}
+
+export function ticks(low, high, count) {
   const rough = (high - low) / count || 1;
   const power = 10 ** Math.floor(Math.log10(rough));
   const unit = [1, 2, 5, 10].map((each) => each * power).find((each) => each >= rough);
@@ -15,7 +31,7 @@ function ticks(low, high, count) {
   return found;
 }
 
-function range(values) {
+export function range(values) {
   let low = Infinity, high = -Infinity;
   for (const value of values) {
     if (value != null) {
@@ -56,7 +72,7 @@ function labelled(places) {
 }
 
 // The middle of a label that ends before the edge of a picture.
-const inside = (place, text, width) => Math.min(place, width - LETTER / 2 * text.length);
+export const inside = (place, text, width) => Math.min(place, width - LETTER / 2 * text.length);
 
 function axes(xs, ys, width, height, steps = false) {
   const spread = (ys[1] - ys[0]) * 0.05;
@@ -89,7 +105,7 @@ function path(steps, values, x, y) {
 }
 
 // series: [{shade, name, steps, values}]; open(step) is called by a click
-function chart(title, series, share, open) {
+export function chart(title, series, share, open) {
   const drawn = series.filter((each) => each.steps.length);
   const readout = el("span", {}, ...drawn.map((each) =>
     el("span", { class: `t${each.shade}` }, " ", number(each.values.at(-1)))));
@@ -150,7 +166,7 @@ function nearest(steps, step) {
 }
 
 // points: [{x, y, open, title}]
-function scatter(points, xName, yName) {
+export function scatter(points, xName, yName) {
   const shown = points.filter((each) => each.x != null && each.y != null).slice(0, 2000);
   const width = 316, height = 220;
   const { x, y, nodes } = axes(range(shown.map((each) => each.x)),

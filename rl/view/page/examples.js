@@ -1,5 +1,8 @@
-"use strict";
 // Examples whose result changed between two evaluations.
+
+import { choice, el, get, note, number, oneLine, table, visible } from "./base.js";
+import { fits, MOST_ROWS, sorted } from "./rollouts.js";
+import { conversation, fact, facts } from "./rollout.js";
 
 const EXAMPLE_SORTS = ["change", "before", "after", "prompt_id"];
 
@@ -104,7 +107,7 @@ function exampleList(view, found) {
 }
 
 // The section of the evaluation page.
-async function examples(view) {
+export async function examples(view) {
   const title = el("h2", {}, "Examples that changed");
   const found = await examplesOf(view);
   if (!found) {
@@ -139,7 +142,7 @@ function metricsOf(data) {
 }
 
 // One example: both answers in full.
-async function example(view) {
+export async function example(view) {
   const found = await examplesOf(view);
   const all = () => view.change({ example: null });
   const back = el("button", { onclick: all, title: "all examples" }, "all examples");

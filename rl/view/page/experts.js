@@ -1,5 +1,7 @@
-"use strict";
 // How tokens are routed: a picture of each number by layer and step.
+
+import { el, get, note, number } from "./base.js";
+import { range } from "./charts.js";
 
 const ROUTED = [
   ["experts/load_max", "load of the busiest expert over the mean"],
@@ -9,7 +11,7 @@ const ROUTED = [
 const COLUMNS = 240;
 const ASKED = 60; // curves of one request; the server answers no more than 64
 
-async function experts(view) {
+export async function experts(view) {
   const found = await Promise.all(ROUTED.map(async ([name, title]) => {
     const layers = await layersOf(view, name);
     return layers.length ? layerPicture(name, title, layers, view) : null;
@@ -54,7 +56,6 @@ function layerPicture(name, title, layers, view) {
   const stepOf = (at) => first + Math.floor(at / width * span);
   const canvas = el("canvas", {
     class: "layers", width, height: rows.length, role: "img", "aria-label": `${name} by layer`,
-    style: `height: ${Math.max(90, 5 * rows.length)}px`,
     onmousemove: (event) => {
       const [row, at] = cell(event);
       readout.replaceChildren(`layer ${row}, step ${stepOf(at)}: ${number(rows[row][at])}`);
@@ -62,6 +63,7 @@ function layerPicture(name, title, layers, view) {
     onclick: (event) =>
       view.go("timeline", { run: view.run, step: Math.max(1, stepOf(cell(event)[1])) }),
   });
+  canvas.style.height = `${Math.max(90, 5 * rows.length)}px`; // the page allows no style attribute
   const pen = canvas.getContext("2d");
   pen.fillStyle = getComputedStyle(document.documentElement).getPropertyValue("--c1");
   rows.forEach((values, row) => values.forEach((value, at) => {

@@ -1,5 +1,7 @@
-"use strict";
 // Where the run stands, its curves, and what it warned of.
+
+import { choice, clock, el, get, note, number, seconds, table, visible } from "./base.js";
+import { chart, SHADES } from "./charts.js";
 
 const FIRST = [
   "reward/mean", "eval/exact_match", "loss/mean", "entropy/mean", "trainer/grad_norm",
@@ -9,7 +11,7 @@ const FIRST = [
 ];
 const MOST_CHARTS = 12;
 
-function tile(name, value, kind = "") {
+export function tile(name, value, kind = "") {
   return el("div", { class: "tile" }, el("b", { class: kind, title: value }, value),
     el("span", {}, name));
 }
@@ -34,7 +36,7 @@ function tiles(state) {
   return el("div", { class: "tiles" }, ...found);
 }
 
-function happened(events) {
+export function happened(events) {
   const rows = [...events].reverse();
   if (!rows.length) return el("div", { class: "panel pad dim" }, "none");
   const bad = ["failed", "lost", "warning"];
@@ -50,7 +52,7 @@ function happened(events) {
 const hidden = (view) => (view.query.hide || "").split(",").filter(Boolean);
 
 // The runs by colour; a click hides a run or shows it again.
-function legend(view) {
+export function legend(view) {
   if (view.runs.length < 2) return [];
   return view.runs.map((run, index) => {
     const off = hidden(view).includes(String(index));
@@ -64,7 +66,7 @@ function legend(view) {
 }
 
 // A function from a name to the curves of the runs that are shown.
-function seriesOf(view, answers) {
+export function seriesOf(view, answers) {
   return (name) => answers.map((each, run) => {
     const [steps, values] = each.curves?.[name] || [[], []];
     return { shade: run % SHADES, run, name: view.runs[run].name, steps, values };
@@ -95,7 +97,7 @@ async function curvesOf(view, names) {
   return seriesOf(view, answers);
 }
 
-async function overview(view) {
+export async function overview(view) {
   const { query } = view;
   const states = await Promise.all(view.runs.map((_, run) =>
     run === view.run ? view.state : get("state", { run })));

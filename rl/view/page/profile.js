@@ -1,5 +1,7 @@
-"use strict";
 // A trace of torch's profiler: what a rank computed in a step, read by this page.
+
+import { el, EXPORTED, link, note, number, seconds, svg, table, visible } from "./base.js";
+import { chart, inside, LETTER, shadeOf, ticks } from "./charts.js";
 
 const MAX_TRACE = 400e6; // characters; a string of a browser holds about 500 million
 const DRAWN = 3000;
@@ -128,11 +130,11 @@ function memoryChart(device, points, begin) {
   }]);
 }
 
-const profileLinks = (view, files) => files.filter(([, file]) => file.endsWith(".json.gz")).map(
+export const profileLinks = (view, files) => files.filter(([, file]) => file.endsWith(".json.gz")).map(
   ([step, file]) => link("timeline", { run: view.run, step, profile: file },
     ` ${visible(file.slice(0, -8))}`));
 
-async function profile(view, files) {
+export async function profile(view, files) {
   const { run, query } = view;
   const step = Number(query.step), file = query.profile;
   const rank = file.replace(".json.gz", "");

@@ -1,7 +1,11 @@
-"use strict";
 // Evaluations, failures and configs.
 
-async function evaluation(view) {
+import { choice, el, get, note, number, table, visible } from "./base.js";
+import { chart } from "./charts.js";
+import { happened, legend, seriesOf } from "./overview.js";
+import { example, examples } from "./examples.js";
+
+export async function evaluation(view) {
   if (view.query.example != null) return example(view);
   const answers = await Promise.all(view.runs.map((_, run) => get("evaluations", { run })));
   const names = [...new Set(answers.flatMap((each) => Object.keys(each.curves || {})))].sort();
@@ -46,7 +50,7 @@ function fields(content, without) {
   ], rows));
 }
 
-async function failure(view) {
+export async function failure(view) {
   const data = await get("failure", { run: view.run });
   if (data.error) return [note(data.error, "warn")];
   const cause = data.failure;
@@ -92,7 +96,7 @@ async function failure(view) {
   return found;
 }
 
-async function config(view) {
+export async function config(view) {
   const own = await get("config", { run: view.run });
   const others = view.runs.map((run, index) => [index, visible(run.name)])
     .filter(([index]) => index !== view.run);

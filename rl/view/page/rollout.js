@@ -1,10 +1,12 @@
-"use strict";
 // One rollout: its conversation, and its tokens coloured by a number.
+
+import { choice, el, get, link, note, number, table, visible } from "./base.js";
+import { stepBar, tableOf } from "./rollouts.js";
 
 const LEAST_GAP = 0.1; // of the strongest colour; rounding alone stays pale
 const DIVERGING = ["advantages", "advantage"];
 
-function conversation(data, id = "conversation") {
+export function conversation(data, id = "conversation") {
   const turns = [];
   data.sequences.forEach((sequence, index) => {
     const known = (sequence.turns || []).filter((each) => each.parts);
@@ -111,13 +113,13 @@ function strip(data, name, show) {
 
 const MOST_CHARS = 400;
 
-function fact(value) {
+export function fact(value) {
   if (value instanceof Node) return value;
   const text = number(value);
   return text.length > MOST_CHARS ? `${text.slice(0, MOST_CHARS)}…` : text;
 }
 
-function facts(rows) {
+export function facts(rows) {
   return table([
     { name: "", show: (row) => el("span", { class: "dim" }, visible(String(row[0]))) },
     { name: "", kind: "fact", show: (row) => fact(row[1]) },
@@ -135,7 +137,7 @@ function tokenFacts(data, row, at) {
   return facts(rows);
 }
 
-async function rollout(view) {
+export async function rollout(view) {
   const { step, data: all, nothing } = await tableOf(view);
   if (nothing) return nothing;
   const index = Math.min(Number(view.query.index) || 0, all.rows.length - 1);

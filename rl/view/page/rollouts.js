@@ -1,7 +1,10 @@
-"use strict";
 // The rollouts of a step: a table to filter and sort, a scatter, and groups of one prompt.
 
-const MOST_ROWS = 400;
+import { choice, el, get, link, note, number, oneLine, svg, table } from "./base.js";
+import { range, scatter } from "./charts.js";
+import { tile } from "./overview.js";
+
+export const MOST_ROWS = 400;
 const COLUMNS = [
   ["reward", "reward"], ["length", "length", "sampled tokens"],
   ["turns", "seqs", "sequences of tokens"],
@@ -17,7 +20,7 @@ const TESTS = {
 };
 
 // "reward>=1 stop=length words": every word must hold.
-function fits(row, filter) {
+export function fits(row, filter) {
   return filter.split(/\s+/).filter(Boolean).every((word) => {
     const parts = word.match(/^(\w+)(>=|<=|>|<|=)(.*)$/);
     const name = parts && { stop: "stop_reason", prompt: "prompt_id" }[parts[1]];
@@ -31,7 +34,7 @@ function fits(row, filter) {
   });
 }
 
-function stepBar(view, page, step, ...others) {
+export function stepBar(view, page, step, ...others) {
   const steps = view.state.rollout_steps;
   const at = steps.indexOf(step);
   const to = (index) => () => steps[index] && view.change({ step: steps[index], index: null });
@@ -44,7 +47,7 @@ function stepBar(view, page, step, ...others) {
     ...others);
 }
 
-async function tableOf(view) {
+export async function tableOf(view) {
   const steps = view.state.rollout_steps;
   const step = Number(view.query.step) || steps.at(-1);
   if (!steps.length) return { nothing: [note("no rollouts are recorded in rollouts/")] };
@@ -60,7 +63,7 @@ async function tableOf(view) {
   return { step, data };
 }
 
-function sorted(rows, sort) {
+export function sorted(rows, sort) {
   const down = sort.startsWith("-");
   const name = sort.replace("-", "");
   if (!name) return rows;
@@ -71,7 +74,7 @@ function sorted(rows, sort) {
   });
 }
 
-async function rollouts(view) {
+export async function rollouts(view) {
   const { step, data, nothing } = await tableOf(view);
   if (nothing) return nothing;
   const { query } = view;
@@ -150,7 +153,7 @@ function dots(group, low, high) {
       svg("circle", { class: "f0", cx: x(row.reward ?? 0), cy: 7, r: 4, opacity: 0.4 })));
 }
 
-async function groups(view) {
+export async function groups(view) {
   const { step, data, nothing } = await tableOf(view);
   if (nothing) return nothing;
   const { query } = view;

@@ -1,20 +1,11 @@
-"use strict";
 // Spans of every process, and where the time of the steps goes.
 
-const WAITS = ["wait", "starved", "push_wait"];
-const SHADE_OF = {
-  generate: 5, score: 4, train: 0, forward_backward: 0, optim_step: 2, push: 1, publish: 1, pull: 1,
-  check: 3, checkpoint: 3, save: 3, evaluate: 4,
-};
-const LANE = 15;
+import { choice, el, get, link, note, number, seconds, svg, table, visible } from "./base.js";
+import { inside, range, shadeOf, ticks } from "./charts.js";
+import { profile, profileLinks } from "./profile.js";
 
-function shadeOf(name) {
-  if (WAITS.includes(name)) return "idle";
-  if (name in SHADE_OF) return SHADE_OF[name];
-  let sum = 0;
-  for (const letter of name) sum += letter.charCodeAt(0);
-  return sum % SHADES;
-}
+const WAITS = ["wait", "starved", "push_wait"];
+const LANE = 15;
 
 // The ranks of a mesh, such as trainer[1], follow their mesh.
 const rank = (process) => ["controller", "trainer"].indexOf(process.split("[")[0]) + 1 || 9;
@@ -105,7 +96,7 @@ function costs(rows, begin, end) {
   ], found);
 }
 
-async function timeline(view) {
+export async function timeline(view) {
   const { query, state } = view;
   const stored = state.timeline_steps;
   const newest = Math.max(1, stored ? stored.at(-1) || 1 : state.step);

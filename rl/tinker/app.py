@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from rl.errors import RunError
 from rl.gateway.http import admit, read_body
 from rl.gateway.protocol import ApiError
 from rl.tinker.catalog import LISTED, Catalog, adapter_facts, page
@@ -95,17 +96,21 @@ def _endpoint(
             kinds = ("application/json", MEDIA_TYPE)
             request.state.body = await read_body(request, MAX_BODY, kinds)
         try:
+            if request.method != "GET":
+                server.parts.store.require_written()
             given = {}
             if handler.__name__ not in ("forward_backward", "asample", "telemetry"):
                 given = read(handler, request.state.body, whole=handler.__name__ != "_in_order")
             answer = handler(request, **request.path_params, **given)
             if inspect.isawaitable(answer):
                 answer = await answer
+            await server.parts.store.flush()
         except UserError as error:
             raise ApiError(400, str(error), code="invalid_value") from None
         except BadRequest as error:
             raise ApiError(error.status, str(error), code="refused") from None
-        await server.parts.store.flush()
+        except RunError as error:
+            raise ApiError(503, str(error), code="storage_failed") from None
         if answer is None:
             return Response(status_code=204)
         return answer if isinstance(answer, Response) else JSONResponse(answer)
@@ -163,7 +168,7 @@ class _Handlers:
             raise BadRequest(410, "the session has finished")
         return {"type": "session_heartbeat"}
 
-    def finish(self, request: Request, session: str, *, reason: dict[Text, Any]) -> None:
+    def finish(self, request: Request, session: str, *, reason: Metadata) -> None:
         fact = self._store.get("session", session)
         self._store.put("session", session, fact | {"finished": fact["finished"] or reason})
 

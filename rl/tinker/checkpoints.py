@@ -4,7 +4,8 @@ import asyncio
 import secrets
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,9 @@ class Checkpoints:
     be moved or copied. A start deletes only what the store names. ::
 
         path = checkpoints.path("sess-1:train:0", "weights", "step-1")
-        folder = checkpoints.new_folder()
-        await session.save_state(folder, adapter="sess-1:train:0")
-        checkpoints.put(path, folder, model="sess-1:train:0", ...)
+        with checkpoints.new_folder() as folder:
+            await session.save_state(folder, adapter="sess-1:train:0")
+            checkpoints.put(path, folder, model="sess-1:train:0", ...)
     """
 
     def __init__(self, store: Store, folder: Path, warn: Callable[[str], object]):
@@ -49,11 +50,15 @@ class Checkpoints:
                 f"{min(others)}; they are kept, delete what you do not need"
             )
 
-    def new_folder(self) -> Path:
-        """Return a folder that does not exist yet."""
+    @contextmanager
+    def new_folder(self) -> Iterator[Path]:
+        """Yield a folder that does not exist yet, deleted unless something holds it at the end."""
         name = secrets.token_hex(8)
         self._store.put("folder", name, {})
-        return self._folder / name
+        try:
+            yield self._folder / name
+        finally:
+            self.release(name)
 
     def at(self, name: str) -> Path:
         """Return the folder that a fact names. Facts of older servers have a path."""
@@ -110,7 +115,7 @@ class Checkpoints:
             asyncio.get_running_loop().create_task(self._remove(name))
 
     async def _remove(self, name: str) -> None:
-        await self._store.flush()  # nothing on disk names it any more
+        await self._store.settled()  # nothing on disk names it any more
         await asyncio.to_thread(self._delete, name)
         self._store.drop("folder", name)
 

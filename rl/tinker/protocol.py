@@ -4,12 +4,21 @@ Fields that no argument names are refused, unless they change nothing.
 """
 
 import inspect
+import json
 import re
 from collections.abc import Callable
 from functools import cache
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, create_model
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    create_model,
+)
 
 from rl.errors import shown
 from rl.tinker.errors import UserError
@@ -17,6 +26,8 @@ from rl.types import MAX_TEMPERATURE, MAX_TOP_LOGPROBS
 
 NAME = re.compile(r"[A-Za-z0-9_.:-]{1,200}")
 """Names of checkpoints. A path ``tinker://MODEL/KIND/NAME`` has exactly three parts."""
+MAX_JSON = 2**16
+"""Maximum size of metadata, as JSON."""
 IGNORED = {
     *("type", "tags", "sdk_version", "project_id", "destination_project_id", "detail", "name"),
     *("weights_access_token", "model_id", "seq_id", "session_id", "base_model", "model_path"),
@@ -24,10 +35,19 @@ IGNORED = {
 }
 """Fields that change nothing where no argument has their name."""
 
+
+def finite_json(given: Any) -> Any:
+    """Return ``given``. Raises ValueError if it has NaN, or more than MAX_JSON bytes."""
+    size = len(json.dumps(given, allow_nan=False))
+    if size > MAX_JSON:
+        raise ValueError(f"it has {size:,} bytes, and may have {MAX_JSON:,}")
+    return given
+
+
 Text = Annotated[str, StringConstraints(max_length=1000)]
 Number = Annotated[int, Field(ge=0, le=2**53)]
 Positive = Annotated[int, Field(ge=1, le=2**53)]
-Metadata = Annotated[dict[Text, Any], Field(max_length=100)] | None
+Metadata = Annotated[dict[Text, Any], Field(max_length=100), AfterValidator(finite_json)] | None
 Seconds = Annotated[int, Field(ge=3600, le=10 * 366 * 86400)] | None
 """Lifetime of a checkpoint; None if it does not expire."""
 Token = Annotated[int, Field(ge=0, lt=2**31)]

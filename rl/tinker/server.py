@@ -46,6 +46,7 @@ class Server:
                 try:
                     await self._attempt()
                 except ActorFailure as failure:
+                    await self.models.note_loss()
                     self.parts.session.recover(failure)
 
     async def _attempt(self) -> None:

@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rl.errors import said_by
+from rl.errors import RunError, said_by
 from rl.session.concurrency import Signal
-from rl.tinker.errors import BadRequest
+from rl.tinker.errors import BadRequest, UserError
 
 TABLES = """
 PRAGMA locking_mode = EXCLUSIVE; PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL;
@@ -23,6 +23,8 @@ MAX_FACTS = 100_000
 """Maximum number of facts of a kind."""
 KEPT = 4096
 """Number of latest answers of a model that are kept."""
+FAILED = b'{"error"'
+"""Beginning of the answer to a request that failed."""
 RETRY_S = 1.0
 """Time between attempts to write to a disk that is full or lost."""
 
@@ -56,7 +58,7 @@ class Answer(NamedTuple):
     @property
     def is_failure(self) -> bool:
         """Whether the request failed."""
-        return self.content.startswith(b'{"error"')
+        return self.content.startswith(FAILED)
 
 
 class Store:
@@ -70,21 +72,26 @@ class Store:
     - Calls that change something return at once. They take effect in their order. Those that no
       ``await`` separates take effect together. ``flush`` waits until they are on disk.
     - ``facts`` has the facts of each kind by name. Change them by ``put`` and ``drop`` alone.
-    - A write that fails is tried again; ``flush`` waits meanwhile.
+    - A write that fails is tried again; ``flush`` and ``require_written`` raise RunError meanwhile.
     """
 
     def __init__(self, path: Path, warn: Callable[[str], object]):
         self._warn = warn
         self._waiting: list[tuple[str, tuple[Any, ...]]] = []
         self._asked = self._written = 0  # numbers of statements
+        self._failure = ""  # of the latest attempt to write
         self._changed = Signal()
         self._writing: asyncio.Task[None] | None = None
         self._thread = ThreadPoolExecutor(1, "store")
-        self._database = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-        self._database.executescript(TABLES)
         self.facts: dict[str, dict[str, Fact]] = {kind: {} for kind in KINDS}
-        for kind, name, fact in self._database.execute("SELECT kind, name, fact FROM facts"):
-            self.facts[kind][name] = json.loads(fact)
+        try:
+            self._database = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+            self._database.executescript(TABLES)
+            for kind, name, fact in self._database.execute("SELECT kind, name, fact FROM facts"):
+                self.facts[kind][name] = json.loads(fact, parse_constant=lambda _: None)
+        except (sqlite3.Error, ValueError, LookupError) as error:
+            fix = "make it readable and writable, or restore it from a backup"
+            raise RunError(f"{path} cannot be used: {said_by(error)}; {fix}") from error
 
     def get(self, kind: str, name: str) -> Fact:
         """Return a fact. Raises BadRequest if it is unknown."""
@@ -98,8 +105,13 @@ class Store:
         """Set a fact, which is JSON. Raises BadRequest if there are too many."""
         if name not in self.facts[kind] and len(self.facts[kind]) >= MAX_FACTS:
             raise BadRequest(429, f"the server has {MAX_FACTS} facts of kind {kind}, the maximum")
+        try:
+            name.encode()
+            text = json.dumps(fact, allow_nan=False)
+        except ValueError as error:  # it could never be written, or never be listed
+            raise UserError(f"a {kind} cannot be kept: {error}") from None
+        self._write("INSERT OR REPLACE INTO facts VALUES (?, ?, ?)", kind, name, text)
         self.facts[kind][name] = fact
-        self._write("INSERT OR REPLACE INTO facts VALUES (?, ?, ?)", kind, name, json.dumps(fact))
 
     def drop(self, kind: str, name: str) -> Fact:
         """Forget a fact; return it, or {} if it is unknown."""
@@ -141,8 +153,12 @@ class Store:
         while batch := self._waiting:
             self._waiting = []
             while error := await self._in_thread(self._commit, batch):
-                self._warn(f"the server's database cannot be written: {error}; trying again")
+                if error != self._failure:
+                    self._warn(f"the server's database cannot be written: {error}; trying again")
+                self._failure = error
+                self._changed.notify()
                 await asyncio.sleep(RETRY_S)
+            self._failure = ""
             self._written += len(batch)
             self._changed.notify()
         self._writing = None
@@ -154,12 +170,29 @@ class Store:
                 self._database.execute("BEGIN")
                 for statement in batch:
                     self._database.execute(*statement)
-        except sqlite3.OperationalError as error:
+        except sqlite3.ProgrammingError:  # it is closed
+            return ""
+        except sqlite3.Error as error:
             return said_by(error)
         return ""
 
+    def require_written(self) -> None:
+        """Raise RunError if the latest changes could not be written."""
+        if self._failure:
+            text = f"the server's database cannot be written: {self._failure}"
+            raise RunError(f"{text}; the server tries again and goes on once it can")
+
     async def flush(self) -> None:
-        """Wait until all changes before this call are on disk."""
+        """Wait until all changes before this call are on disk. Raises RunError if they cannot be
+        written now.
+        """
+        asked = self._asked
+        await self._changed.until(lambda: self._written >= asked or self._failure)
+        if self._written < asked:
+            self.require_written()
+
+    async def settled(self) -> None:
+        """Wait until all changes before this call are on disk, however long that takes."""
         asked = self._asked
         await self._changed.until(lambda: self._written >= asked)
 
@@ -167,6 +200,7 @@ class Store:
 
     async def answered(self, owner: str, seq: int) -> Answer | None:
         """Return the answer to a request; None if the request is unknown or has none yet."""
+        await self.flush()
         sql = "SELECT answer, media FROM requests WHERE owner = ? AND seq = ? AND media NOT NULL"
         rows = await self._select(sql, owner, seq)
         return Answer(*rows[0]) if rows else None
@@ -177,20 +211,24 @@ class Store:
         return (await self._select(sql, owner))[0][0] + 1
 
     async def journal(self, owner: str, first: int, end: int = 2**62) -> list[Accepted]:
-        """Return the requests ``first`` to ``end`` - 1 that have a body, in order."""
+        """Return the requests ``first`` to ``end`` - 1 that have a body, but those that failed."""
         sql = (
             "SELECT seq, verb, body FROM requests WHERE owner = ? AND seq >= ? AND seq < ? "
-            "AND body NOT NULL ORDER BY seq"
+            "AND body NOT NULL AND (answer IS NULL OR substr(answer, 1, ?) != ?) ORDER BY seq"
         )
-        return [Accepted(*row) for row in await self._select(sql, owner, first, end)]
+        rows = await self._select(sql, owner, first, end, len(FAILED), FAILED)
+        return [Accepted(*row) for row in rows]
 
     async def of_verb(self, verb: str) -> list[tuple[str, int]]:
         """Return owner and number of all requests of a verb."""
         return await self._select("SELECT owner, seq FROM requests WHERE verb = ?", verb)
 
     async def _select(self, sql: str, *values: Any) -> list[Any]:
-        await self.flush()
-        return await self._in_thread(lambda: self._database.execute(sql, values).fetchall())
+        await self.settled()
+        try:
+            return await self._in_thread(lambda: self._database.execute(sql, values).fetchall())
+        except sqlite3.Error as error:
+            raise RunError(f"the server's database cannot be read: {said_by(error)}") from error
 
     async def _in_thread(self, call: Callable[..., Any], *arguments: Any) -> Any:
         loop = asyncio.get_running_loop()

@@ -614,7 +614,7 @@ BREAKS = (
         "tinker/test_server.py",
     ),
     Break(
-        "rl/tinker/models.py",
+        "rl/tinker/verbs.py",
         "self._store.cut(model.id, model.changed)",
         "self._store.cut(model.id, model.next_seq)",
         "tinker/test_server.py",
@@ -633,8 +633,8 @@ BREAKS = (
     ),
     Break(
         "rl/tinker/checkpoints.py",
-        "if folder and folder not in self._used():",
-        "if folder:",
+        "if name and name not in self._used():",
+        "if name:",
         "tinker/test_app.py",
     ),
 )

@@ -102,13 +102,12 @@ async def test_nothing_is_deleted_because_a_list_is_empty(tmp_path, is_lost):
 @awaited
 async def test_folders_of_a_killed_process_are_deleted(tmp_path):
     running = await Running(tmp_path).__aenter__()
-    checkpoints = running.server.parts.checkpoints
-    left = [checkpoints.new_folder() for _ in range(2)]
-    await running.server.parts.store.flush()
-    left[0].mkdir()
-    left[1].with_name(f"{left[1].name}.partial").mkdir()
-    await running.kill()
+    new_folder = running.server.parts.checkpoints.new_folder
+    with new_folder() as whole, new_folder() as partial:
+        await running.server.parts.store.flush()
+        whole.mkdir()
+        partial.with_name(f"{partial.name}.partial").mkdir()
+        await running.kill()
     async with Running(tmp_path) as running:
         assert os.listdir(tmp_path / "weights") == [] and running.warnings == []
-        await running.server.parts.store.flush()
         assert running.server.parts.store.facts["folder"] == {}

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-from rl.tinker import samplers
+from rl.tinker import models, samplers
 from tests.tinker.clients import PROTO, Running, Training, shortened
 from tests.tinker.toy import ToySession
 
@@ -145,4 +145,5 @@ def test_every_acknowledged_request_takes_effect_once(examples, steps):
         suppress_health_check=[*HealthCheck],
         derandomize=True,
     )
-    run_state_machine_as_test(Faults, settings=options)
+    with shortened(models, LIVES=10**6):  # the kills come from outside
+        run_state_machine_as_test(Faults, settings=options)

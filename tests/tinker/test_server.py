@@ -92,6 +92,7 @@ async def work(client: Training, steps: int) -> None:
 
 @pytest.mark.parametrize("state_every", [1, 3, 1000])
 @pytest.mark.parametrize("seed", range(4))
+@shortened(models, LIVES=100)  # the kills come from outside
 @awaited
 async def test_acknowledged_requests_survive_kills_and_happen_once(tmp_path, state_every, seed):
     """Kills of the server and of the trainer, anywhere in a training: the weights and the results

@@ -8,8 +8,8 @@ from pathlib import Path
 from google.protobuf import descriptor_pool
 
 from rl.tinker import app, catalog, protocol, schema
-from rl.tinker.models import Models
 from rl.tinker.samplers import Samplers
+from rl.tinker.verbs import Verbs
 from tests.tinker_sdk.schema import messages
 
 SDK = json.loads(Path(__file__).with_name("sdk.json").read_text())
@@ -23,7 +23,7 @@ OF_THE_SERVICE = {
     "PUT /sessions/{}/project",
 }
 """Routes about accounts, bills and projects of Tinker's own service."""
-CLASSES = ((app._Handlers, ""), (catalog.Catalog, ""), (Models, "_"), (Samplers, "_"))
+CLASSES = ((app._Handlers, ""), (catalog.Catalog, ""), (Verbs, ""), (Samplers, "_"))
 """Classes whose functions read requests, with the begin of the functions' names."""
 FUNCTIONS = {
     "ClientConfigRequest": ["client_config"],

@@ -260,11 +260,15 @@ def sparkline(values: deque[float] | list[float], width: int) -> str:
 
 
 def time_shares(metrics: dict[str, float]) -> str:
-    """Return ``"generate 52% train 31%"``: shares of ``timing/step`` of at least one percent."""
+    """Return ``"generate 52% train 31%"``: shares of ``timing/step`` of at least one percent; of
+    the sum of all stages if that is longer, since stages overlap.
+    """
     step = metrics.get("timing/step", 0.0)
     if not step > 0:
         return ""
-    shares = [(name, metrics.get(f"timing/{name}", 0.0) / step) for name in STAGES]
+    spans = [(name, metrics.get(f"timing/{name}", 0.0)) for name in (*STAGES, "evaluate")]
+    whole = max(step, sum(seconds for _, seconds in spans))
+    shares = [(name, seconds / whole) for name, seconds in spans]
     return " ".join(f"{name} {share:.0%}" for name, share in shares if share >= 0.01)
 
 

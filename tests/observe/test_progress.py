@@ -194,6 +194,13 @@ def test_sparkline_spans_least_to_greatest():
     assert len(sparkline([float(value) for value in range(1000)], 24)) == 24
 
 
+def test_shares_of_time_name_evaluation_and_add_up_to_at_most_the_whole():
+    in_turns = {"timing/generate": 3.0, "timing/train": 1.0, "timing/evaluate": 6.0}
+    assert time_shares({"timing/step": 12.0} | in_turns) == "generate 25% train 8% evaluate 50%"
+    overlapping = {"timing/generate": 9.0, "timing/score": 6.0, "timing/train": 5.0}
+    assert time_shares({"timing/step": 10.0} | overlapping) == "generate 45% score 30% train 25%"
+
+
 def test_shares_and_durations_are_short():
     assert time_shares(make_rows(1)[0]) == "generate 50% train 30%"
     assert time_shares({"step": 1}) == ""

@@ -1,4 +1,4 @@
-"""Your own Qwen3 on your own preferences: --model.hf_path DIR --task.path FILE."""
+"""Your own model on your own preferences: --model.hf_path DIR --task.path FILE."""
 
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 
@@ -9,7 +9,7 @@ from rl.training.trainer_config import TrainerConfig
 
 
 def dpo_jsonl() -> PreferenceConfig:
-    """A Hugging Face Qwen3 learns to prefer the chosen answers of a file or dataset by DPO."""
+    """A Hugging Face model learns to prefer the chosen answers of a file or dataset by DPO."""
     return PreferenceConfig(
         steps=200,
         model=ModelConfig(max_seq_len=2048),

@@ -1,4 +1,4 @@
-"""Your own Qwen3 on your own word problems: --model.hf_path DIR --task.path FILE."""
+"""Your own model on your own word problems: --model.hf_path DIR --task.path FILE."""
 
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 
@@ -10,7 +10,7 @@ from rl.training.trainer_config import TrainerConfig
 
 
 def gsm8k_jsonl() -> RLConfig:
-    """A Hugging Face Qwen3 learns to answer problems of GSM8K's form by DAPO's loss."""
+    """A Hugging Face model learns to answer problems of GSM8K's form by DAPO's loss."""
     return RLConfig(
         steps=200,
         task=Gsm8kJsonl.Config(max_prompt_tokens=512),

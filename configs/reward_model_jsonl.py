@@ -8,7 +8,7 @@ from rl.training.trainer_config import TrainerConfig
 
 
 def reward_model_jsonl() -> RewardModelConfig:
-    """A Hugging Face Qwen3 with a value head learns to score the chosen answers of a file or
+    """A Hugging Face model with a value head learns to score the chosen answers of a file or
     dataset above the rejected ones.
     """
     return RewardModelConfig(

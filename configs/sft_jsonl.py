@@ -1,4 +1,4 @@
-"""Your own Qwen3 on your own conversations: --model.hf_path DIR --task.path FILE."""
+"""Your own model on your own conversations: --model.hf_path DIR --task.path FILE."""
 
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 
@@ -8,7 +8,7 @@ from rl.training.trainer_config import TrainerConfig
 
 
 def sft_jsonl() -> SFTConfig:
-    """A Hugging Face Qwen3 learns what the assistant writes in given conversations."""
+    """A Hugging Face model learns what the assistant writes in given conversations."""
     return SFTConfig(
         steps=200,
         model=ModelConfig(max_seq_len=2048),

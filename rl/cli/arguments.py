@@ -43,6 +43,7 @@ from rl.validation.values import (
     ConfigValue,
     choices_of,
     docstrings_of,
+    validate_attributes,
     validate_types,
     value_of,
     values,
@@ -162,6 +163,7 @@ def load_config(name: str) -> tuple[str, RunConfig]:
         f"--config {name}: {function.__name__} in {inspect.getfile(function)} returned "
         f"{shown(config)}; it must return a config such as RLConfig",
     )
+    validate_attributes(config)  # an override makes new parts, which have the fields alone
     return name, config
 
 

@@ -1,5 +1,7 @@
 """Configs of runs, one for each trainer."""
 
+from torchtitan.config import Configurable
+
 from rl.config.algorithm import AlgorithmConfig, PolicyGradientConfig
 from rl.config.dataset import DatasetConfig, DatasetRunConfig
 from rl.config.preference import PreferenceConfig, PreferenceDataConfig, RewardModelConfig
@@ -8,6 +10,7 @@ from rl.config.rollout import EvaluationConfig, RecordConfig, RolloutConfig, Rol
 from rl.config.run import RunConfig, SamplingRunConfig, SinksConfig, WatchdogConfig
 from rl.config.serve import ServeConfig
 from rl.config.sft import SampledEvaluationConfig, SFTConfig, SFTDataConfig
+from rl.config.unknown_fields import refuse_unknown
 
 __all__ = [
     "AlgorithmConfig",
@@ -34,3 +37,9 @@ __all__ = [
     "SinksConfig",
     "WatchdogConfig",
 ]
+
+for _kind in (
+    *(Configurable.Config, RunConfig, SamplingRunConfig, DatasetRunConfig, DatasetConfig),
+    *(RLConfig, SFTConfig, PreferenceConfig, RewardModelConfig, ServeConfig),
+):
+    refuse_unknown(_kind)

@@ -12,7 +12,8 @@ from itertools import pairwise
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from rl.errors import require_value
+from rl.config.unknown_fields import refusal
+from rl.errors import require, require_value
 from rl.training.titan_fields import titan_rules
 from rl.types.rules import Bounds, Effect, Fixed, defaults_of, rule_of
 
@@ -41,11 +42,21 @@ class ConfigValue:
 
 def validate_types(config: Any) -> None:
     """Raise ConfigError, naming field, value and what is allowed, if a value is not of its field's
-    type.
+    type, or if a part has an attribute that is no field of it.
     """
+    validate_attributes(config)
     for value in values(config):
         fits = any(_is_a(value.content, member) for member in _members(value.hint))
         require_value(fits, value.name, value.content, _allowed(value.hint))
+
+
+def validate_attributes(config: Any) -> None:
+    """Raise ConfigError, naming the section, if a part has an attribute that is no field of it."""
+    for name, content in ((each.name, each.content) for each in values(config)):
+        if dataclasses.is_dataclass(content) and not isinstance(content, type):
+            for attribute in getattr(content, "__dict__", ()):
+                text = refusal(type(content), attribute)
+                require(not text, text, field=name or type(content).__name__)
 
 
 def validate_numbers(config: Any) -> None:

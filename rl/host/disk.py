@@ -1,6 +1,7 @@
 """Durable writes: when a call returns, its file or folder is on disk."""
 
 import atexit
+import ctypes
 import errno
 import os
 import re
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO
 
 from rl.errors import RunError, StorageFull, at_end, is_full
+
+RENAME_EXCHANGE = 2
 
 
 class TemporaryFolder:
@@ -52,7 +55,9 @@ def sync_file(file: IO[Any]) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until created, renamed and deleted entries of ``folder`` are on disk."""
+    """Wait until created, renamed and deleted entries of ``folder``, or the content of a file, are
+    on disk.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -71,11 +76,41 @@ def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
 
 def replace_folder(folder: Path, whole: Path) -> None:
-    """Replace ``folder`` by ``whole``, whose files must be on disk already."""
-    sync_folder(whole)
-    shutil.rmtree(folder, ignore_errors=True)
-    whole.rename(folder)
+    """Replace ``folder`` by ``whole``, all of which is on disk then. A kill leaves one of the two
+    under the name, or where names cannot be exchanged, the old one to ``restore_folder``.
+    """
+    for path in (*whole.rglob("*"), whole):
+        sync_folder(path)
+    old = _aside(folder)
+    if os.path.lexists(folder):
+        if exchange(folder, whole):
+            old = whole
+        else:
+            shutil.rmtree(old, ignore_errors=True)
+            os.rename(folder, old)
+    if old != whole:
+        os.rename(whole, folder)
     sync_folder(folder.parent)
+    if old.is_symlink():
+        old.unlink()
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def restore_folder(folder: Path) -> None:
+    """Take back the folder that a killed ``replace_folder`` had put aside."""
+    if not os.path.lexists(folder) and os.path.lexists(old := _aside(folder)):
+        os.rename(old, folder)
+
+
+def _aside(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.replaced")
+
+
+def exchange(first: Path, second: Path) -> bool:
+    """Exchange the names of two entries at once; return whether the file system can do that."""
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    names = (-100, os.fsencode(first.absolute()), -100, os.fsencode(second.absolute()))
+    return rename is not None and rename(*names, RENAME_EXCHANGE) == 0
 
 
 _ADVICE = {

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from rl.compat.torch_checkpoint import METADATA_PARTS, set_element
 from rl.errors import RunError
+from rl.host.disk import restore_folder
 
 _CLASSES = (
     metadata.BytesStorageMetadata,
@@ -46,6 +47,7 @@ def read_metadata(folder: Path) -> Metadata:
 
     Raises RunError if the file holds anything except for metadata.
     """
+    restore_folder(folder)
     return _Reader(folder).read_metadata()
 
 

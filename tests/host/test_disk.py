@@ -1,0 +1,85 @@
+"""A kill at any moment leaves a whole folder under its name, and what is written is on disk."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from rl.host import disk
+
+KILLED = """
+import os, shutil, sys
+from pathlib import Path
+from rl.host import disk
+
+exchanges, left, folder = sys.argv[1] == "True", int(sys.argv[2]), Path(sys.argv[3])
+if not exchanges:
+    disk.exchange = lambda *paths: False
+
+def counted(function):
+    def call(*arguments, **options):
+        global left
+        left -= 1
+        if left < 0:
+            os.kill(os.getpid(), 9)
+        return function(*arguments, **options)
+    return call
+
+for owner, name in ((os, "fsync"), (os, "rename"), (shutil, "rmtree"), (disk, "exchange")):
+    setattr(owner, name, counted(getattr(owner, name)))
+disk.replace_folder(folder, folder.with_name("new.partial"))
+print(left)
+"""
+
+
+def written(folder, text):
+    folder.mkdir()
+    (folder / "state").write_text(text)
+    (folder / "inner").mkdir()
+    (folder / "inner" / "more").write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_a_kill_leaves_the_old_folder_or_the_new_one(tmp_path, exchanges):
+    codes = set()
+    for number in range(16):
+        top = tmp_path / str(number)
+        top.mkdir()
+        folder = written(top / "latest", "old")
+        written(top / "new.partial", "new")
+        program = [sys.executable, "-c", KILLED, str(exchanges), str(number), str(folder)]
+        code = subprocess.run(program, stdout=subprocess.DEVNULL).returncode
+        codes.add(code)
+        assert folder.exists() or not exchanges
+        disk.restore_folder(folder)
+        text = (folder / "state").read_text()
+        assert (folder / "inner" / "more").read_text() == text
+        assert text == "new" if code == 0 else text in ("old", "new")
+        if code == 0:
+            assert os.listdir(top) == ["latest"]
+            break
+    assert codes == {0, -signal.SIGKILL}
+
+
+def test_a_folder_that_replaces_another_is_on_disk(tmp_path, monkeypatch):
+    synced = set()
+    fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (synced.add(os.fstat(fd).st_ino), fsync(fd)))
+    for name in ("first", "second"):
+        synced.clear()
+        disk.replace_folder(tmp_path / "folder", written(tmp_path / name, name))
+        inside = [tmp_path, tmp_path / "folder", *(tmp_path / "folder").rglob("*")]
+        assert synced >= {each.stat().st_ino for each in inside}
+        assert os.listdir(tmp_path) == ["folder"]
+
+
+def test_a_link_is_replaced_and_its_target_stays(tmp_path):
+    target = written(tmp_path / "target", "old")
+    (tmp_path / "latest").symlink_to(target)
+    disk.replace_folder(tmp_path / "latest", written(tmp_path / "new", "new"))
+    assert (tmp_path / "latest" / "state").read_text() == "new"
+    assert (target / "state").read_text() == "old"
+    assert sorted(os.listdir(tmp_path)) == ["latest", "target"]

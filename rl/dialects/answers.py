@@ -1,6 +1,7 @@
 """Parts of a sampled answer, told apart by control tokens."""
 
 import json
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -8,6 +9,11 @@ from rl.dialects.dialect import AssistantTurn, ToolCall
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+THOUGHT = r"(?:<(?:\w+:)?think(?:ing)?>|\[THINK\])"
+THOUGHT_BEGIN = re.compile(rf"\s*{THOUGHT}")
+THOUGHT_OPEN = re.compile(rf"{THOUGHT}\s*$")
+THOUGHT_END = re.compile(r"</(?:\w+:)?think(?:ing)?>|\[/THINK\]")
 
 
 class Markup(NamedTuple):
@@ -88,3 +94,12 @@ def _call(call: Any, key: str) -> ToolCall:
 
 def _broken(error: str) -> ToolCall:
     return ToolCall(name="", arguments={}, error=error)
+
+
+def without_thoughts(text: str, prompt: Any = None) -> str:
+    """Return what a completion says after its thoughts, without white space before it; "" if a
+    thought never ends. The chat template may have opened the thought in ``prompt``.
+    """
+    *thoughts, answer = THOUGHT_END.split(text)
+    is_open = not thoughts and THOUGHT_OPEN.search(getattr(prompt, "text", "")[-40:])
+    return "" if is_open or THOUGHT_BEGIN.match(answer) else answer.lstrip()

@@ -85,17 +85,19 @@ SETS = {
     "GSM8K": ({"question": "q", "answer": "2 * 21\n#### 42"}, "42"),
     "MATH": (
         {"problem": "q", "solution": r"so $\boxed{\dfrac{1}{2}}$.", "level": 3},
-        r"\frac{1}{2}",
+        r"\dfrac{1}{2}",
     ),
     "MATH, no number": (
         {"problem": "q", "solution": r"\boxed{\left( 3, \frac{\sqrt{3}}{2} \right)}"},
-        r"(3,\frac{\sqrt{3}}{2})",
+        r"\left( 3, \frac{\sqrt{3}}{2} \right)",
     ),
     "MATH-500": (
         {"problem": "q", "solution": r"\boxed{x^2}", "answer": "x^2", "subject": "Algebra"},
         "x^2",
     ),
     "AIME": ({"problem": "q", "answer": "1,024"}, "1024"),
+    "a number": ({"question": "q", "answer": 1024, "solution": None}, "1024"),
+    "an expression": ({"question": "q", "answer": r"2\sqrt{5}"}, r"2\sqrt{5}"),
     "DAPO-Math": (
         {
             "prompt": [{"role": "user", "content": "q"}],
@@ -166,24 +168,31 @@ def test_the_reward_is_one_for_the_right_number_and_zero_otherwise(tiny):
     assert task.score(prompt, "", SILENT).metrics["answered"] == 0.0
 
 
-EQUAL = {
-    r"x(x+1)": r"\boxed{x^2 + x}",
-    r"\frac{\sqrt{3}}{2}": r"\boxed{\sqrt{3}/2}",
-    r"(3,\frac{1}{2})": r"\boxed{(3, 0.5)}",
-    r"\{1,2\}": r"\boxed{\{2, 1\}}",
-}
+def test_rows_whose_own_solution_is_wrong_are_named(tiny, tmp_path, caplog):
+    rows = [
+        {"problem": "a", "answer": "1/2", "solution": r"So \boxed{\frac12}."},
+        {"problem": "b", "answer": "7", "solution": r"So \boxed{8}."},
+        {"problem": "c", "answer": "x^2", "solution": r"So \boxed{x \cdot x}."},
+        {"problem": "d", "answer": "9", "solution": "So none."},
+    ]
+    build(tiny, path=write(tmp_path / "math.jsonl", *rows))
+    (said,) = caplog.messages
+    assert said.startswith(f"task.path: {tmp_path}/math.jsonl: a solution does not have")
+    assert said.endswith("line 2 (8 instead of 7), line 4 (None instead of 9)")
+    caplog.clear()
+    build(
+        tiny,
+        path=write(tmp_path / "wrong.jsonl", *[rows[1] | {"problem": f"{n}"} for n in range(12)]),
+    )
+    assert caplog.messages[0].endswith("line 10 (8 instead of 7) and 2 more")
 
 
-def test_expressions_are_compared_by_algebra_if_the_config_says_so(tiny, tmp_path):
-    rows = [{"problem": f"{answer}?", "answer": rf"\boxed{{{answer}}}"} for answer in EQUAL]
-    path = write(tmp_path / "math.jsonl", *rows)
+def test_an_old_config_with_the_switch_of_algebra_scores_as_any_other(tiny):
     for symbolic in (False, True):
-        task = build(tiny, path=path, held_out_fraction=1.0, symbolic=symbolic)
-        prompts = task.eval_prompts(9)
-        for prompt, answer in zip(prompts, EQUAL.values(), strict=True):
-            assert task.score(prompt, answer, SILENT).correct == symbolic
-        for wrong in (r"\boxed{x^2+1}", r"\boxed{9^{9^{9^9}}}", r"\boxed{999!!}", r"\boxed{", ""):
-            assert not any(task.score(prompt, wrong, SILENT).correct for prompt in prompts)
+        task = build(tiny, symbolic=symbolic)
+        prompt = replace(task.prompt(0), answer="x(x+1)")
+        assert task.score(prompt, r"\boxed{x^2+x}", SILENT).correct
+        assert not task.score(prompt, r"\boxed{x^2+1}", SILENT).correct
 
 
 def test_a_reward_worker_scores_without_reading_the_data(tiny):

@@ -17,6 +17,7 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from rl.config import RunConfig
 from rl.environments.task import Task
 from rl.errors import ConfigError, Interrupted
+from rl.host.threads import DaemonThread
 from rl.session.session import Session
 from rl.session.session_config import SessionConfig
 from rl.trainers.endings import Interrupts, fail
@@ -320,11 +321,16 @@ class BlockingTrainer:
     trainer = rl.RLTrainer(config).blocking()
     state = trainer.train()
     trainer.close()
+
+    If an event loop runs in the thread of the caller, as in a notebook, coroutines run in another
+    thread. There, the first interrupt makes ``train`` finish its step, save and raise
+    :class:`rl.errors.Interrupted`. Any other interrupt cancels the call.
     """
 
     def __init__(self, trainer: Trainer[Any]):
         self._trainer = trainer
         self._runner = asyncio.Runner()
+        self._thread = DaemonThread("trainer")
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._trainer, name)
@@ -333,12 +339,12 @@ class BlockingTrainer:
 
         @functools.wraps(found)
         def wait(*args: Any, **kwargs: Any) -> Any:
-            return self._runner.run(found(*args, **kwargs))
+            return self._run(found(*args, **kwargs), trains=name == "train")
 
         return wait
 
     def __setattr__(self, name: str, value: Any) -> None:
-        owner = self if name in ("_trainer", "_runner") else self._trainer
+        owner = self if name in ("_trainer", "_runner", "_thread") else self._trainer
         object.__setattr__(owner, name, value)
 
     def __dir__(self) -> list[str]:
@@ -346,15 +352,39 @@ class BlockingTrainer:
 
     def close(self) -> None:
         """End all processes after saves under way; closing twice is closing once."""
-        self._runner.run(self._trainer.close())
-        self._runner.close()
+        self._run(self._trainer.close())
+        self._thread.submit(self._runner.close).result()
         self._runner = asyncio.Runner()
+        self._thread.shutdown()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _run(self, call: Coroutine[Any, Any, Any], *, trains: bool = False) -> Any:
+        if asyncio._get_running_loop() is None:
+            return self._runner.run(call)
+        run = self._trainer.run
+        loop = self._thread.submit(self._runner.get_loop).result()
+        tasks: list[asyncio.Task[Any]] = []
+
+        def work() -> Any:
+            tasks.append(loop.create_task(call))
+            return loop.run_until_complete(tasks[0])
+
+        future = self._thread.submit(work)
+        while True:
+            try:
+                return future.result()
+            except KeyboardInterrupt:
+                if future.done() or run.leaving or not (trains and run.is_training):
+                    if not future.cancel():
+                        loop.call_soon_threadsafe(lambda: tasks[0].cancel())
+                    raise
+                run.progress.note("interrupt: leaving after this step; a second one cancels it")
+                loop.call_soon_threadsafe(run.leave)
 
 
 def _point(state: TrainerState | None) -> tuple[int | None, int]:

@@ -1,6 +1,8 @@
 """Protocol of trainers: one object for programs, scripts and coroutines."""
 
 import asyncio
+import signal
+import threading
 
 import pytest
 
@@ -22,22 +24,74 @@ def longest(groups):
     return {"longest": max(each.sampled_count for group in groups for each in group)}
 
 
-def test_a_script_trains_leaves_goes_on_and_evaluates_without_an_event_loop(run):
+def in_script(work):
+    work()
+
+
+def in_notebook(work):
+    """Call ``work`` as a cell of a notebook does: an event loop runs in its thread."""
+
+    async def cell():
+        work()
+
+    asyncio.run(cell())
+
+
+@pytest.mark.parametrize("within", [in_script, in_notebook])
+def test_a_script_and_a_cell_train_leave_go_on_and_evaluate(run, within):
     options = {"steps": 2, "save_every": 1, "command": "", "fields": evaluating(every=0)}
     made = run.make(kind=Leaves, **options)
     with pytest.raises(RunError, match="the trainer is not open; call train or evaluate first"):
         _ = made.model
-    with made as trainer:
-        trainer.leaves_after = 1
-        said = r"after step 1; go on from step 1 with: config\.output_dir = '.*/run'; config"
-        with pytest.raises(Interrupted, match=said):
-            trainer.train()
-        state = trainer.train()
-        assert (state.step, state.version, trainer.step) == (2, 2, 2)
-        scores = trainer.evaluate(metric_calculator=longest)
-    assert scores["eval/prompts"] == 3
-    assert scores["eval/longest"] >= 1
-    assert not run.trainer.is_running
+
+    def work():
+        with made as trainer:
+            trainer.leaves_after = 1
+            said = r"after step 1; go on from step 1 with: config\.output_dir = '.*/run'; config"
+            with pytest.raises(Interrupted, match=said):
+                trainer.train()
+            state = trainer.train()
+            assert (state.step, state.version, trainer.step) == (2, 2, 2)
+            scores = trainer.evaluate(metric_calculator=longest)
+        assert scores["eval/prompts"] == 3
+        assert scores["eval/longest"] >= 1
+        assert not run.trainer.is_running
+
+    within(work)
+
+
+class Interrupts(RLTrainer):
+    interrupts = 0
+
+    async def after_step(self):
+        await super().after_step()
+        if self.interrupts:
+            interrupt_main_thread()
+            await self.run.changed.until(lambda: self.run.leaving)
+        if self.interrupts > 1:
+            interrupt_main_thread()
+            await asyncio.Event().wait()
+
+
+def interrupt_main_thread():
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGALRM)
+
+
+@pytest.mark.parametrize("interrupts, error", [(1, Interrupted), (2, KeyboardInterrupt)])
+def test_the_first_interrupt_of_a_cell_leaves_and_the_second_cancels(run, interrupts, error):
+    made = run.make(kind=Interrupts, steps=2, save_every=1, command="")
+
+    def work():
+        with made as trainer:
+            trainer.interrupts = interrupts
+            with pytest.raises(error):
+                trainer.train()
+            trainer.interrupts = 0
+            assert trainer.train().step == 2
+
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    in_notebook(work)
+    signal.signal(signal.SIGALRM, before)
 
 
 def test_a_coroutine_awaits_the_same_verbs(run):

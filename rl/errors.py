@@ -8,6 +8,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, Literal, NoReturn
 
 EXIT_FAILED = 1
@@ -122,6 +123,15 @@ def shown(value: object) -> str:
         kind = type(value).__name__
         return f"{'an' if kind[0] in 'aeiouAEIOU' else 'a'} {kind} that cannot be shown"
     return _printable(text if len(text) <= LONGEST_REPR else f"{text[:LONGEST_REPR]}…")
+
+
+def name_of(function: Any) -> str:
+    """Return the name of a function, of the function of a ``functools.partial``, or of the class of
+    an object that can be called. An attribute ``__name__`` of the object takes precedence.
+    """
+    if isinstance(function, partial) and not hasattr(function, "__name__"):
+        return name_of(function.func)
+    return str(getattr(function, "__name__", type(function).__name__))
 
 
 def said_by(error: BaseException) -> str:

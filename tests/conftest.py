@@ -3,7 +3,9 @@ which tests did not run, and why.
 """
 
 import gc
+import os
 import re
+import signal
 import zlib
 from collections import Counter
 from multiprocessing import forkserver
@@ -54,6 +56,28 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.register_profile("tests", deadline=None)  # machines may be busy
     hypothesis.settings.load_profile("tests")
     fork_server.variables = warm.rank_variables
+    # Programs that tests start inherit what nohup(1) or the background of a script ignores.
+    for number, handler in (
+        (signal.SIGINT, signal.default_int_handler),
+        (signal.SIGHUP, lambda *_: None),
+    ):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, handler)
+
+
+@pytest.fixture
+def behind_proxy(monkeypatch):
+    """Have HTTP clients ask a proxy that does not answer, except for hosts that the user excludes.
+    Assert that these stay excluded.
+    """
+    excluded = "judge.corp,10.0.0.0/8"
+    for name in ("HTTP_PROXY", "http_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.setenv("NO_PROXY", excluded)
+    monkeypatch.setenv("no_proxy", "")
+    yield
+    for name in ("NO_PROXY", "no_proxy"):
+        assert os.environ[name] == f"{excluded},127.0.0.1,localhost"
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -128,7 +128,12 @@ FIELDS = (
 )
 """Fields of rows that the readers know."""
 
-LOSS_KEY = re.compile(r"weight|loss|mask|(?<!s)train")  # but no constraint
+LOSS_KEY = re.compile(
+    r"loss|train((ing|able)?([_-]?detail)?|ed)|"
+    r"((loss|sample|example|token|message|turn|completion|assistant|label|train)s?[_-]?)?"
+    r"(weight|mask)s?"
+)
+"""Keys by which trainers change the loss. Other names with these words are metadata."""
 
 
 class Encoder:
@@ -304,17 +309,18 @@ def weight_of(row: Row, value: Mapping[str, Any], where: str = "") -> float:
     """Return the factor of the loss that the keys of a row or of one of its messages ask for.
 
     ``weight`` is a number, and SWITCHES are true or false. Raises ConfigError for other values, and
-    for a key that names a loss, a weight or a mask but is none of these.
+    for other keys of LOSS_KEY.
     """
     factor = 1.0
     for key, given in value.items():
-        if given is None or isinstance(given, str) or not LOSS_KEY.search(str(key).lower()):
+        if given is None or isinstance(given, str) or not LOSS_KEY.fullmatch(str(key).lower()):
             continue
         is_number = isinstance(given, int | float) and math.isfinite(given) and given >= 0
         if key == "weight":
             allowed = "a number of at least 0" if not is_number else ""
         elif key in SWITCHES:
-            allowed = "true or false" if given not in (0, 1) else ""
+            of_splits = ", or the rows of one split as lines" * isinstance(given, list)
+            allowed = f"true or false{of_splits}" if given not in (0, 1) else ""
         else:
             allowed = f"'weight' (a number) or 'train' (true or false) in place of {key!r}"
         if allowed:

@@ -1,6 +1,7 @@
 """Tasks of environments that other packages define: gymnasium, skyrl-gym and OpenEnv."""
 
 import json
+import os
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -16,6 +17,7 @@ from rl.environments.protocol import (
     SeededTask,
 )
 from rl.errors import ConfigError, RunError, require_value, said_by, shown
+from rl.host.process import without_proxy
 from rl.model.shape import ModelConfig
 from rl.types import Prompt
 
@@ -212,6 +214,7 @@ class _OpenEnvEpisode(MessageEnvironment):
         from websockets.asyncio.client import connect
         from websockets.exceptions import WebSocketException
 
+        os.environ.update(without_proxy())
         try:
             # task.step_s bounds the wait; a server that computes may answer no ping
             self._socket = await connect(self._url, max_size=MAX_BYTES, ping_interval=None)

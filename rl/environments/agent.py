@@ -17,6 +17,7 @@ from rl.errors import RunError, said_by, shown
 from rl.gateway.gateway import Ask, Gateway, Limits
 from rl.gateway.http import serving
 from rl.gateway.protocol import ApiError, context_exceeded
+from rl.host.process import without_proxy
 from rl.host.threads import DaemonThread
 from rl.types import Completion, EpisodeStop, Prompt, Sampling
 
@@ -56,8 +57,7 @@ class Api:
         return {
             "OPENAI_BASE_URL": self.base_url,
             "OPENAI_API_KEY": self.key,
-            "NO_PROXY": "127.0.0.1",
-            "no_proxy": "127.0.0.1",
+            **without_proxy(),
         }
 
     async def run(
@@ -296,6 +296,7 @@ class _Server:
 
     def __init__(self, task: AgentTask, loop: asyncio.AbstractEventLoop):
         config = task.config
+        os.environ.update(without_proxy())
         self.loop = loop
         self.key = secrets.token_hex(16)
         self.url = ""

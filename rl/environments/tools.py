@@ -5,9 +5,11 @@ import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
 
-from rl.errors import ConfigError, RunError, said_by, shown
+from rl.errors import ConfigError, RunError, name_of, said_by, shown
+from rl.host.threads import in_thread
 from rl.sandbox.sandbox import open_sandbox
 from rl.sandbox.sandboxed_program import Limits, Result
 
@@ -36,8 +38,10 @@ class Tools:
         opening = Opening(messages, tools.schemas)
         messages = tools.answer(message)       # one of role ``tool`` for each call
 
-    A function's name, docstring and annotations become the schema of its tool. All functions run in
-    the thread of the caller; coroutine functions run on an event loop of their own.
+    A function's name, docstring and annotations become the schema of its tool. An object with
+    ``__call__`` has the name of its class. The schema of a ``functools.partial`` leaves out the
+    arguments that it binds. All functions run in the thread of the caller; coroutine functions run
+    on an event loop of their own.
 
     The policy gets an error as the tool's answer if
 
@@ -60,7 +64,7 @@ class Tools:
     def __post_init__(self) -> None:
         self._tools = {}
         for function in self.functions:
-            name = function.__name__
+            name = name_of(function)
             if name in self._tools:
                 raise ConfigError(f"two tools have the name {name!r}; rename one of them")
             self._tools[name] = _described(function)
@@ -88,11 +92,12 @@ class Tools:
             given = tool.arguments.model_validate_json(json.dumps(arguments), strict=True)
         except ValidationError as error:
             return self._bounded(f"error: {_problems(error)}")
-        values = {key: getattr(given, key) for key in type(given).model_fields}
+        fields = type(given).model_fields.items()
+        values = {str(each.alias): getattr(given, key) for key, each in fields}
         try:
             result = tool.call(**values)
             if inspect.iscoroutine(result):
-                result = asyncio.run(result)
+                result = in_thread(asyncio.run, result).result()  # a loop may run in this one
             return self._bounded(_as_text(result))
         except RunError:  # such as a sandbox that cannot start a program
             raise
@@ -110,28 +115,34 @@ class Tools:
 
 def _described(function: Callable[..., Any]) -> _Tool:
     """Return the tool of ``function``. Raises ConfigError."""
-    from pydantic import ConfigDict, create_model
+    from pydantic import ConfigDict, Field, create_model
     from pydantic.errors import PydanticUserError
 
-    name = function.__name__
-    description = inspect.getdoc(function)
+    name = name_of(function)
+    bound = function.keywords if isinstance(function, partial) else {}
+    inner = function.func if isinstance(function, partial) else function
+    own = inspect.isroutine(inner) or not type(inner).__call__.__doc__
+    description = inspect.getdoc(inner if own else type(inner).__call__)
     if not description:
         raise ConfigError(f"tool {name!r} has no docstring; write one for the policy to read")
     fields: dict[str, Any] = {}
-    for parameter in inspect.signature(function, eval_str=True).parameters.values():
+    parameters = inspect.signature(function, eval_str=True).parameters.values()
+    for number, parameter in enumerate(each for each in parameters if each.name not in bound):
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise ConfigError(f"tool {name!r} takes {parameter}; give each parameter a name")
         if parameter.annotation is parameter.empty:
             raise ConfigError(f"tool {name!r}: {parameter.name!r} has no type; annotate it")
         default = ... if parameter.default is parameter.empty else parameter.default
-        fields[parameter.name] = (parameter.annotation, default)
+        # pydantic has names of its own, and no fields that begin with an underscore
+        kind = Annotated[parameter.annotation, Field(alias=parameter.name)]
+        fields[f"parameter{number}"] = (kind, default)
     try:
         model = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
-        parameters = _untitled(model.model_json_schema())
+        described = _untitled(model.model_json_schema())
     except (PydanticUserError, NameError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"tool {name!r} has no JSON schema: {reason}") from error
-    schema = {"name": name, "description": description, "parameters": parameters}
+    schema = {"name": name, "description": description, "parameters": described}
     return _Tool(function, model, {"type": "function", "function": schema})
 
 

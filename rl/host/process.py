@@ -1,6 +1,7 @@
 """Streams, signals and garbage collection of this process."""
 
 import io
+import os
 import signal
 import threading
 from collections.abc import Callable
@@ -13,6 +14,16 @@ since a launcher, a closing terminal or a user may send them to all processes.""
 COLLECT_AT = (50_000, 20, 100)
 """Thresholds of the garbage collector. Python's own make it visit the objects of imports again and
 again, which is an eighth of the CPU time of a start."""
+
+
+def without_proxy() -> dict[str, str]:
+    """Return the environment variables by which HTTP clients reach this host without a proxy, and
+    all hosts that the user excludes from the proxy.
+    """
+    names = ("NO_PROXY", "no_proxy")
+    known = ",".join(os.environ.get(name, "") for name in names).split(",")
+    hosts = [*filter(None, map(str.strip, known)), "127.0.0.1", "localhost"]
+    return dict.fromkeys(names, "*" if "*" in hosts else ",".join(dict.fromkeys(hosts)))
 
 
 class Signals:

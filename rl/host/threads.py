@@ -7,6 +7,8 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any
 
+from rl.errors import name_of
+
 
 class DaemonThread(Executor):
     """Executor of one thread. A call that hangs does not keep the program from ending, unlike one
@@ -37,6 +39,14 @@ class DaemonThread(Executor):
         self._thread = None
 
 
+def in_thread(call: Callable[..., Any], *args: Any) -> Future:
+    """Call ``call`` in a thread of its own; return its result to be."""
+    thread = DaemonThread()
+    future = thread.submit(call, *args)
+    thread.shutdown()
+    return future
+
+
 def _work(calls: SimpleQueue[tuple[Future, Callable[[], Any]] | None]) -> None:
     while (each := calls.get()) is not None:
         future, call = each
@@ -44,6 +54,8 @@ def _work(calls: SimpleQueue[tuple[Future, Callable[[], Any]] | None]) -> None:
             continue
         try:
             result = call()
+        except StopIteration:  # no future of asyncio can hold it
+            future.set_exception(RuntimeError(f"{name_of(call)} raised StopIteration"))
         except BaseException as error:
             future.set_exception(error)
         else:

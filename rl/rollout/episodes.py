@@ -21,7 +21,7 @@ from rl.environments.protocol import (
     TokenReply,
 )
 from rl.environments.task import Score
-from rl.errors import GroupLost, said_by, shown, trace_of
+from rl.errors import GroupLost, name_of, said_by, shown, trace_of
 from rl.host.threads import DaemonThread
 from rl.rollout.scoring import InvalidScore, plain_score
 from rl.types import (
@@ -261,13 +261,12 @@ class Environments:
 
     async def _call(self, episode: _Episode, method: Callable[..., Any], *args: Any) -> Any:
         """Call the user's ``method`` as a coroutine or in the thread of the episode."""
-        name = getattr(method, "__name__", type(method).__name__)
-        where = f"{type(self._task).__name__}.{name}"
+        where = f"{type(self._task).__name__}.{name_of(method)}"
         loop = asyncio.get_running_loop()
         if inspect.iscoroutinefunction(method):
             work = asyncio.ensure_future(method(*args))
         else:
-            work = loop.run_in_executor(episode.thread, _in_thread, method, *args)
+            work = loop.run_in_executor(episode.thread, method, *args)
         limit = self._task.config.step_s
         clock = asyncio.timeout(limit)
         begin = time.monotonic()
@@ -333,14 +332,6 @@ def _asked(reply: TokenReply) -> dict[str, Any]:
     """Return what an environment asks of the next answer, as fields of an EpisodeTurn."""
     stop = tuple(reply.stop)
     return {"max_tokens": reply.max_tokens, "top_logprobs": reply.top_logprobs, "stop": stop}
-
-
-def _in_thread(method: Callable[..., Any], *args: Any) -> Any:
-    """Call the user's ``method``. StopIteration becomes RuntimeError: a future cannot hold it."""
-    try:
-        return method(*args)
-    except StopIteration as error:
-        raise RuntimeError(f"{method.__name__} raised StopIteration") from error
 
 
 def _refusal(call: ToolCall) -> dict[str, str]:

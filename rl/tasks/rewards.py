@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rl.environments.task import RESERVED_METRICS, Score
-from rl.errors import nearest, require, require_value
+from rl.errors import RunError, name_of, nearest, require, require_value, said_by
+from rl.host.threads import in_thread
 from rl.types import Completion, Prompt
 
 
@@ -29,7 +30,11 @@ class Rewards:
                 return await rewards.score(prompt, text, completion)
 
     Each value is a metric under the name of its function, without its weight. A completion is right
-    if the value of the first function is at least 1. Coroutine functions run at once.
+    if the value of the first function is at least 1. All functions run at once: coroutine functions
+    on the event loop, and others in threads, at the same time for several completions too.
+
+    A ``functools.partial`` has the name of its function, and an object with ``__call__`` that of
+    its class, unless it has an attribute ``__name__``.
 
     Raises ConfigError if two functions share a name, or a weight has no function.
     """
@@ -40,7 +45,7 @@ class Rewards:
     """Weights by name of the function; 1 for a function that is not named."""
 
     def __post_init__(self) -> None:
-        names = [function.__name__ for function in self.functions]
+        names = [name_of(function) for function in self.functions]
         require(bool(names), "Rewards has no functions; give at least one")
         for place, name in enumerate(names):
             require(name not in names[:place], f"two rewards have the name {name!r}; rename one")
@@ -53,13 +58,18 @@ class Rewards:
 
     async def score(self, prompt: Prompt, text: str, completion: Completion) -> Score:
         """Return the weighted sum of all values, and each value as a metric."""
-        found = [function(prompt, text, completion) for function in self.functions]
-        later = [each for each in found if inspect.isawaitable(each)]
-        awaited = iter(await asyncio.gather(*later))
-        values = {
-            function.__name__: float(next(awaited) if inspect.isawaitable(each) else each)
-            for function, each in zip(self.functions, found, strict=True)
-        }
-        first = values[self.functions[0].__name__]
+        names = [name_of(function) for function in self.functions]
+        found = [_value(function, prompt, text, completion) for function in self.functions]
+        values = dict(zip(names, await asyncio.gather(*found), strict=True))
         reward = sum(self.weights.get(name, 1.0) * value for name, value in values.items())
-        return Score(reward=reward, correct=first >= 1, metrics=values)
+        return Score(reward=reward, correct=values[names[0]] >= 1, metrics=values)
+
+
+async def _value(function: Callable[..., Any], *args: Any) -> float:
+    try:
+        if inspect.iscoroutinefunction(function):
+            return float(await function(*args))
+        value = await asyncio.wrap_future(in_thread(function, *args))
+        return float(await value if inspect.isawaitable(value) else value)
+    except (SystemExit, KeyboardInterrupt) as error:  # which would end the event loop
+        raise RunError(f"{name_of(function)} raised {said_by(error)}") from None

@@ -21,7 +21,7 @@ from rl.data.sources import is_quiet
 from rl.environments.protocol import EnvironmentTask
 from rl.environments.task import Task
 from rl.errors import ConfigError, GroupLost, RunError, require, shown
-from rl.host.threads import DaemonThread
+from rl.host.threads import in_thread
 from rl.rollout.episodes import played
 from rl.rollout.prompts import training_prompt
 from rl.rollout.scoring import score_group
@@ -123,9 +123,7 @@ def _lost(work: Callable[[], Any], what: str, deadline: float) -> GroupLost | No
     """Run ``work`` in a thread of its own; return the GroupLost that it raises, or one without a
     reason if it does not end within ``deadline`` seconds.
     """
-    thread = DaemonThread()
-    future = thread.submit(work)
-    thread.shutdown()
+    future = in_thread(work)
     for second in range(math.ceil(deadline)):
         if wait([future], timeout=1.0).done:
             break

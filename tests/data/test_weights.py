@@ -26,6 +26,9 @@ def weighted(**keys):
         ({"loss_mask": 1, "weight": 0.25}, 0.25),
         ({"loss": False}, 0),
         ({"constraints": [1], "train_source": "web"}, 1),
+        (dict.fromkeys(("glossary_id", "molecular_weight", "weight_kg", "unmasked"), 3), 1),
+        (dict.fromkeys(("val_loss", "train_loss", "loss_ratio", "mask_ratio"), 0.5), 1),
+        ({"trained_on": True, "is_train": False, "num_train_examples": 0, "train_ids": [1]}, 1),
     ],
 )
 @pytest.mark.parametrize("turns", ["together", "apart"])
@@ -70,6 +73,8 @@ WEIGHTS = {
         "message 1: 'loss_weight' is 2; write 'weight' .* or 'train' .* in place of 'loss_weight'",
     ),
     "details": ({"messages": weighted(train_detail=[{}])}, "message 1: 'train_detail' is"),
+    "splits": ({"train": [{"messages": CHAT}]}, "'train' is .*, or the rows of one split as lines"),
+    "camel case": ({"messages": weighted(lossMask=0)}, "message 1: 'lossMask' is 0"),
     "of tokens": ({"messages": CHAT, "completion_mask": [0, 1]}, "'completion_mask' is"),
     "of a user": (
         {"messages": [user("a") | {"train": True}, said("b")]},

@@ -101,7 +101,7 @@ def play(model, games, *answers):
     return asyncio.run(work())
 
 
-def test_an_episode_of_openenv_is_a_session_with_the_seed_of_its_prompt(model):
+def test_an_episode_of_openenv_is_a_session_with_the_seed_of_its_prompt(model, behind_proxy):
     seed = int(play(model, Games())[0].answer)
     number = random.Random(seed).randint(1, 5)
     games = Games()

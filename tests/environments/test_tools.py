@@ -1,6 +1,8 @@
 """Typed functions as tools: what a policy reads, and what it gets for good and bad calls."""
 
 import asyncio
+from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import pytest
@@ -62,6 +64,49 @@ def test_a_schema_has_name_docstring_and_annotations():
     properties = Tools([rank]).schemas[0]["function"]["parameters"]["properties"]
     assert properties["order"] == {"enum": ["up", "down"], "type": "string", "default": "up"}
     assert properties["title"] == {"type": "string", "default": ""}
+
+
+@dataclass
+class Search:
+    """Search in the notes."""
+
+    notes: list[str]
+
+    def __call__(self, text: str, _limit: int = 9, json: bool = False) -> list[str]:
+        return [note for note in self.notes if text in note][:_limit]
+
+
+class Multiply:
+    def __call__(self, a: int, b: int) -> int:
+        """Return the product."""
+        return a * b
+
+
+def test_partials_and_objects_are_tools_and_parameters_have_any_name():
+    tools = Tools([partial(add, b=40), Search(["one", "none"]), Multiply()])
+    described = [schema["function"] for schema in tools.schemas]
+    assert [(each["name"], each["description"]) for each in described] == [
+        ("add", "Return the sum of two numbers."),
+        ("Search", "Search in the notes."),
+        ("Multiply", "Return the product."),
+    ]
+    assert [[*each["parameters"]["properties"]] for each in described] == [
+        ["a"],
+        ["text", "_limit", "json"],
+        ["a", "b"],
+    ]
+    assert tools.call("add", {"a": 2}) == "42"
+    assert "argument b: Extra inputs" in tools.call("add", {"a": 2, "b": 3})
+    assert tools.call("Search", {"text": "one", "_limit": 1}) == '["one"]'
+    assert "argument _limit: Input should be" in tools.call("Search", {"text": "", "_limit": "x"})
+    assert tools.call("Multiply", {"a": 6, "b": 7}) == "42"
+
+
+def test_a_coroutine_function_is_called_while_an_event_loop_runs():
+    async def step():
+        return TOOLS.call("wait", {"seconds": 1.0})
+
+    assert asyncio.run(step()) == "waited 1.0"
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ def test_episodes_of_agents_are_the_same_again(model):
 
 
 @pytest.mark.parametrize("task", [agents.Blocking, agents.Program])
-def test_blocking_clients_and_programs_are_agents_too(model, task):
+def test_blocking_clients_and_programs_are_agents_too(model, task, behind_proxy):
     (group,), engine = collect(model, [0], task=task, samples=2)
     check(group, engine)
     for rollout in group:

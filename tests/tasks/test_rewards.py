@@ -1,6 +1,9 @@
 """Rewards of several functions: their sum, their metrics, and what is refused."""
 
 import asyncio
+import threading
+from dataclasses import dataclass
+from functools import partial
 
 import pytest
 
@@ -42,6 +45,57 @@ def test_a_score_is_the_weighted_sum_and_has_each_value_as_a_metric():
     assert first.metrics == {"right": 1.0, "short": 1.0}
     assert (second.reward, second.correct) == (0.5, False)
     assert second.metrics == {"right": 0.0, "short": 1.0}
+
+
+@dataclass
+class Longer:
+    than: int
+
+    def __call__(self, prompt, text, completion):
+        return len(text) > self.than
+
+
+class Later(Longer):
+    async def __call__(self, prompt, text, completion):
+        return 2.0
+
+
+def test_partials_and_objects_are_rewards_by_the_name_of_their_function_or_class():
+    named = Longer(9)
+    named.__name__ = "very_long"
+    rewards = Rewards([partial(right), Longer(0), Later(0), named], weights={"Longer": 0.5})
+    score = asyncio.run(rewards.score(PROMPT, "4", COMPLETIONS[0]))
+    assert score.metrics == {"right": 1.0, "Longer": 1.0, "Later": 2.0, "very_long": 0.0}
+    assert score.reward == 3.5
+
+
+def test_plain_functions_run_in_threads_while_the_event_loop_runs():
+    meeting = threading.Barrier(3)
+
+    def one(prompt, text, completion):
+        return meeting.wait(100) >= 0
+
+    async def work():
+        scored = [Rewards([one]).score(PROMPT, "4", COMPLETIONS[0]) for _ in range(2)]
+        await asyncio.gather(*scored, asyncio.to_thread(meeting.wait, 100))
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("error", [SystemExit("bye"), StopIteration()])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_an_exception_that_no_future_takes_loses_the_group(error, is_async):
+    def fail(prompt, text, completion):
+        raise error
+
+    async def fail_later(prompt, text, completion):
+        raise error
+
+    class Broken(Judged):
+        rewards = Rewards([fail_later if is_async else fail])
+
+    with pytest.raises(GroupLost, match=f"fail(_later)? raised {type(error).__name__}|coroutine"):
+        score_group(Broken(), PROMPT, COMPLETIONS)
 
 
 def test_coroutine_functions_run_at_once():

@@ -134,7 +134,8 @@ def _described(function: Callable[..., Any]) -> _Tool:
             raise ConfigError(f"tool {name!r}: {parameter.name!r} has no type; annotate it")
         default = ... if parameter.default is parameter.empty else parameter.default
         # pydantic has names of its own, and no fields that begin with an underscore
-        kind = Annotated[parameter.annotation, Field(alias=parameter.name)]
+        alias = Field(alias=parameter.name)
+        kind = Annotated[parameter.annotation, alias]  # type: ignore[name-defined]
         fields[f"parameter{number}"] = (kind, default)
     try:
         model = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)

@@ -120,7 +120,8 @@ def _check(
     has the sizes of ``model``.
     """
     ours = shape_of(model)
-    theirs = shape_of(ModelConfig(hf_path=path), field=field)
+    named = dataclasses.replace(model, hf_path=path, max_seq_len=ours.max_seq_len)
+    theirs = shape_of(named, field=field)
     for key in (each.name for each in dataclasses.fields(ModelShape)):
         found = getattr(theirs, key)
         needed = getattr(ours, key)

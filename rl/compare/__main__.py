@@ -124,6 +124,9 @@ def _compared(
     layout: dict[str, int],
 ) -> "Compared":
     """Run the sessions of the comparison; ``layout`` are the degrees of ``--under``, if given."""
+    from torchtitan.config import TORCH_DTYPE_MAP
+
+    from rl.cli.arguments import read_config
     from rl.cli.saved_run import run_session
     from rl.compare.comparison import (
         Comparison,
@@ -133,10 +136,16 @@ def _compared(
         stale_cache_findings,
         with_layout,
     )
+    from rl.config import RLConfig
     from rl.host.disk import TemporaryFolder
 
+    _, before = read_config(["--config", str(own.run / "config.json")], program=PROGRAM)
+    assert isinstance(before, RLConfig)
+    recorded = TORCH_DTYPE_MAP[before.generator.dtype]
+
     def comparison(session: "Session") -> Comparison:
-        return Comparison(session, example, temperature=config.rollout.temperature)
+        temperature = config.rollout.temperature
+        return Comparison(session, example, temperature=temperature, recorded=recorded)
 
     async def with_generator(session: "Session") -> "Compared":
         """Compare generator and trainer, then the generator's cached prefixes after a push."""

@@ -164,12 +164,22 @@ class Comparison:
 
     comparison = Comparison(session, example, temperature=1.0)
     compared = await comparison.compare()
+
+    ``recorded`` is the dtype of the generator that sampled the example.
     """
 
-    def __init__(self, session: Session, example: Example, *, temperature: float):
+    def __init__(
+        self,
+        session: Session,
+        example: Example,
+        *,
+        temperature: float,
+        recorded: torch.dtype = torch.float32,
+    ):
         self._session = session
         self._example = example
         self._temperature = temperature
+        self._recorded = recorded
 
     async def compare(self) -> Compared:
         """Compare weights, modules, log-probs, and the recorded log-probs."""
@@ -218,7 +228,7 @@ class Comparison:
         own = sequence.sampled & (sequence.versions == self._session.version)
         own &= ~theirs.logprobs.isnan().numpy()
         gaps = np.where(own, np.abs(theirs.logprobs.numpy() - sequence.logprobs), 0.0)
-        tolerance = _tolerance(theirs)
+        tolerance = _tolerance(theirs, self._recorded)
         if gaps.max() <= tolerance:
             return []
         rows = [row for row, each in enumerate(theirs.positions) if own[each + 1]]
@@ -289,5 +299,6 @@ def stale_cache_findings(cached: Activations, fresh: Activations) -> list[Findin
     return [Finding(kind="prefix cache", module=first.name, text=text)]
 
 
-def _tolerance(side: Activations) -> float:
-    return max(LOGPROB_TOLERANCES.get(dtype, 0.5) for dtype in side.dtypes.values())
+def _tolerance(side: Activations, *others: torch.dtype) -> float:
+    dtypes = (*side.dtypes.values(), *others)
+    return max(LOGPROB_TOLERANCES.get(dtype, 0.5) for dtype in dtypes)

@@ -189,7 +189,7 @@ def write_peft(
     described: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(Path(base)) if base is not None else None,
+        "base_model_name_or_path": str(Path(base).absolute()) if base is not None else None,
         "r": config.rank,
         "lora_alpha": config.alpha,
         "target_modules": sorted(adapter.modules),

@@ -4,6 +4,7 @@ import pytest
 
 from rl.compare.__main__ import main
 from tests.e2e.pipelines import LONG
+from tests.e2e.runs import TINY
 from tests.e2e.test_programs import accepted, answer_of
 
 
@@ -27,6 +28,19 @@ def test_both_sides_of_a_run_are_equal_beyond_rounding(recorded, tmp_path, optio
     assert "layers.1.attention.inner_attention" in row["modules"]
     if "--rollout" in options:
         assert row["rollout"] == 1
+
+
+@LONG
+def test_a_run_in_bfloat16_is_equal_in_float32(finished, tmp_path):
+    """As docs/compare.md advises."""
+    sampled = ("--generator.dtype", "bfloat16", "--steps", "1")
+    folder = finished(*TINY, *sampled, "--trainer.training.mixed_precision_param", "bfloat16").folder
+    options = "--generator.dtype float32 --trainer.training.mixed_precision_param float32"
+    program, row = answer_of(
+        "rl.compare", folder, tmp_path / "compare", "--step", "1", *options.split()
+    )
+    assert program.process.returncode == 0, program.stderr + program.stdout
+    assert row["findings"] == []
 
 
 REFUSED = {

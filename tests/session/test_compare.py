@@ -90,6 +90,20 @@ async def test_models_without_a_fault_are_equal(sessions, dense):
     assert await found(dense) == []
 
 
+@on_its_loop
+async def test_log_probs_that_a_generator_of_another_dtype_recorded_may_be_rounded(dense):
+    example = await sampled(dense)
+    rounded = replace(example.sequence, logprobs=example.sequence.logprobs + 0.05)
+    example = replace(example, sequence=rounded)
+
+    async def kinds(recorded):
+        comparison = Comparison(dense, example, temperature=1.0, recorded=recorded)
+        return [finding.kind for finding in (await comparison.compare()).findings]
+
+    assert await kinds(torch.bfloat16) == []
+    assert await kinds(torch.float32) == ["sampling settings"]
+
+
 @pytest.mark.long
 @on_its_loop
 async def test_models_of_experts_without_a_fault_are_equal(sessions, experts):

@@ -33,10 +33,11 @@ FORMS: dict[str, tuple[Folder, set[str], set[str], int]] = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_peft_puts_the_adapter_on_the_base_and_gets_the_same_logits(tmp_path, form):
+def test_peft_puts_the_adapter_on_the_base_and_gets_the_same_logits(tmp_path, monkeypatch, form):
     folder, modules, parameters, count = FORMS[form]
     source = folder.write(tmp_path / "base")
-    model = ModelConfig(hf_path=str(source), fuse_qkv=form != "split")
+    monkeypatch.chdir(tmp_path)
+    model = ModelConfig(hf_path="base", fuse_qkv=form != "split")
     engine = engine_of(model, folder=str(tmp_path), lora=LORA, lr=1e-2)
     assert loaded(engine, str(tmp_path), model) == {}
     wake(engine)

@@ -34,7 +34,9 @@ def test_both_sides_of_a_run_are_equal_beyond_rounding(recorded, tmp_path, optio
 def test_a_run_in_bfloat16_is_equal_in_float32(finished, tmp_path):
     """As docs/compare.md advises."""
     sampled = ("--generator.dtype", "bfloat16", "--steps", "1")
-    folder = finished(*TINY, *sampled, "--trainer.training.mixed_precision_param", "bfloat16").folder
+    folder = finished(
+        *TINY, *sampled, "--trainer.training.mixed_precision_param", "bfloat16"
+    ).folder
     options = "--generator.dtype float32 --trainer.training.mixed_precision_param float32"
     program, row = answer_of(
         "rl.compare", folder, tmp_path / "compare", "--step", "1", *options.split()

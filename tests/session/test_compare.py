@@ -91,7 +91,7 @@ async def test_models_without_a_fault_are_equal(sessions, dense):
 
 
 @on_its_loop
-async def test_log_probs_that_a_generator_of_another_dtype_recorded_may_be_rounded(dense):
+async def test_log_probs_that_were_recorded_in_bfloat16_may_be_rounded(sessions, dense):
     example = await sampled(dense)
     rounded = replace(example.sequence, logprobs=example.sequence.logprobs + 0.05)
     example = replace(example, sequence=rounded)

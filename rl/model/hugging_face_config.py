@@ -9,6 +9,8 @@ from rl.errors import ConfigError, require
 
 LARGEST = {"num_hidden_layers": 1024, "num_experts": 2**16}
 LARGEST_SIZE = 2**31 - 1
+LAYER_TYPES = {"attention": "full_attention", "full": "full_attention"}
+"""Other names of kinds of layers."""
 
 ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
 ROPE_NUMBERS = {
@@ -55,11 +57,15 @@ class HuggingFaceConfig(dict[str, Any]):
         """Name of transformers' class, which has the defaults."""
         super().__init__(read_json(field, self.path))
 
-    def __missing__(self, key: str) -> Any:
+    @property
+    def defaults(self) -> Any:
+        """transformers' class."""
         import transformers  # takes a second; published configs are complete
 
-        defaults = getattr(transformers, self.config_class)
-        return getattr(defaults, "default_theta" if key == "rope_theta" else key, None)
+        return getattr(transformers, self.config_class)
+
+    def __missing__(self, key: str) -> Any:
+        return getattr(self.defaults, "default_theta" if key == "rope_theta" else key, None)
 
     def require(self, condition: bool, key: str, value: Any, allowed: str) -> None:
         """Raise ConfigError unless ``condition``."""
@@ -97,6 +103,8 @@ class HuggingFaceConfig(dict[str, Any]):
         is_off = switched and not self["use_sliding_window"]
         window = None if is_off or self["sliding_window"] is None else self.size("sliding_window")
         layers = self.get("layer_types")
+        if isinstance(layers, list):
+            layers = self["layer_types"] = [LAYER_TYPES.get(str(each), each) for each in layers]
         kinds = ["full_attention", *(["sliding_attention"] if window else [])]
         count = self["num_hidden_layers"]
         is_list = isinstance(layers, list) and len(layers) == count
@@ -109,12 +117,9 @@ class HuggingFaceConfig(dict[str, Any]):
         """Return the layers that ``sliding_window`` limits: those of ``layer_types`` or its default
         in transformers, or all if transformers' config of the family has no such key.
         """
-        import transformers
-
-        config_class = getattr(transformers, self.config_class)
         layers = ["sliding_attention"] * self["num_hidden_layers"]
-        if hasattr(config_class, "layer_types"):
-            layers = self.get("layer_types") or config_class.from_dict(dict(self)).layer_types
+        if hasattr(self.defaults, "layer_types"):
+            layers = self.get("layer_types") or self.defaults.from_dict(dict(self)).layer_types
         return tuple(layer for layer, kind in enumerate(layers) if kind == "sliding_attention")
 
     def rope(self) -> tuple[float, tuple[tuple[str, Any], ...]]:
@@ -144,11 +149,15 @@ class HuggingFaceConfig(dict[str, Any]):
         length = self.get(key, rope.get(key, self["max_position_embeddings"]))
         given = {**rope, key: length}
         needed, optional = ROPE_NUMBERS[kind]
-        present = [key for key in optional if given.get(key) is not None]
+        present = [
+            key
+            for key in optional
+            if given.get(key) is not None and (given[key] != 0 or key == "attention_factor")
+        ]
         items = [
             (key, self.number(f"{key} of {place}", given.get(key))) for key in (*needed, *present)
         ]
         if kind == "yarn" and "truncate" in given:
-            truncate = self.one_of(f"truncate of {place}", (True, False), given["truncate"])
+            truncate = self.one_of(f"truncate of {place}", (True, False, None), given["truncate"])
             items.append(("truncate", truncate))
         return base, (("rope_type", kind), *items)

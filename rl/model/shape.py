@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from rl.errors import require
-from rl.model.families import BUILT_IN, Family, family_named
+from rl.model.families import BUILT_IN, Family, family_named, family_of_folder
 from rl.model.hub import Snapshot
 from rl.model.hugging_face_config import HuggingFaceConfig
 from rl.types.rules import PERFORMANCE, NeedsCuda, above, at_least
@@ -26,9 +26,9 @@ class ModelConfig:
     """
 
     family: str | None = None
-    """Model family of random weights: gpt_oss, llama, mistral, qwen2, qwen3, qwen3_moe or smollm3;
-    None is qwen3, with experts qwen3_moe. ``hf_path`` replaces it by the family of the folder. Or a
-    module of your own with a ``Family`` as ``FAMILY``, also for ``hf_path``."""
+    """Model family of random weights: gpt_oss, llama, ministral, mistral, qwen2, qwen3, qwen3_moe
+    or smollm3; None is qwen3, with experts qwen3_moe. ``hf_path`` replaces it by the family of the
+    folder. Or a module of your own with a ``Family`` as ``FAMILY``, also for ``hf_path``."""
 
     vocab_size: Annotated[int, at_least(1, 10**7)] = 32
     """Number of embeddings; at least the tokenizer's size."""
@@ -172,10 +172,8 @@ def shape_of(config: ModelConfig, *, field: str = "model.hf_path") -> ModelShape
     require(has_weights, f"{name} has no *.safetensors", field=field, fix=fix)
     described = HuggingFaceConfig(field, folder)
     own = config.family if config.family not in BUILT_IN else None
-    types = (family_named(own).model_type,) if own else BUILT_IN
-    model_type = described.one_of("model_type", types, described.get("model_type"))
+    name = family_of_folder(described, own)
     none = dict.fromkeys(("hidden_dim", "num_experts", "experts_per_token", "moe_hidden_dim"), 0)
-    name = own or model_type
     read = family_named(name).read(described, config.max_seq_len)
     return ModelShape(**{**none, **read}, expert_bias=config.expert_bias, family=name)
 

@@ -61,21 +61,22 @@ def require_chat_template(tokenizer: "PreTrainedTokenizerFast") -> None:
 
 
 def named_stop_tokens(tokenizer: "PreTrainedTokenizerFast") -> dict[str, list[int]]:
-    """Return the eos tokens by what names them: generation_config.json in the folder of
-    ``tokenizer``, and the tokenizer.
+    """Return the eos tokens by what names them: a file in the folder of ``tokenizer``, which is
+    generation_config.json if that names some and config.json otherwise, and the tokenizer.
 
     Raises ConfigError for an eos_token_id that the tokenizer does not have.
     """
     folder = Path(tokenizer.name_or_path)
-    path = folder / GENERATION
-    listed = _generation_stops(folder) if tokenizer.name_or_path and path.exists() else []
+    paths = [folder / GENERATION, folder / "config.json"] if tokenizer.name_or_path else []
+    found = {path: _stops_in(path) for path in paths if path.exists()}
+    path, listed = next((each for each in found.items() if each[1]), (folder / GENERATION, []))
     size = len(tokenizer)
     wrong = [token for token in listed if type(token) is not int or not 0 <= token < size]
     problem = f"eos_token_id in {path} is {wrong[0] if wrong else ''!r}"
     fix = f"it must be one or more of the {size} token ids of the tokenizer"
     require(not wrong, problem, field="model.hf_path", fix=fix)
     own = tokenizer.eos_token_id
-    return {GENERATION: listed, "the tokenizer": [] if own is None else [own]}
+    return {path.name: listed, "the tokenizer": [] if own is None else [own]}
 
 
 def read_stop_token_ids(tokenizer: "PreTrainedTokenizerFast") -> tuple[int, ...]:
@@ -120,7 +121,10 @@ def name_special_token(folder: Path, name: str, token: int) -> None:
 
 def _generation_stops(folder: Path) -> list[int]:
     """Return the tokens at which transformers ends generation from the model in ``folder``."""
-    path = folder / "generation_config.json"
-    path = path if path.exists() else folder / "config.json"
+    path = folder / GENERATION
+    return _stops_in(path if path.exists() else folder / "config.json")
+
+
+def _stops_in(path: Path) -> list[int]:
     eos = read_json("model.hf_path", path).get("eos_token_id")
     return eos if isinstance(eos, list) else [] if eos is None else [eos]

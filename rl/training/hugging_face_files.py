@@ -20,7 +20,8 @@ ADAPTER = "adapter_config.json"
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 READABLE = ("F64", "F32", "BF16", "F16")
-COMPARED_ROWS = 64
+COMPARED_ROWS = 4096
+"""Number of rows of a stored head that are compared with the embedding at a time."""
 
 
 class StoredTensor(NamedTuple):
@@ -31,6 +32,8 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
     """Name of the dtype in safetensors, such as "BF16"."""
+    name: str
+    """Name of the tensor in the file."""
 
 
 def check_folder(
@@ -40,11 +43,11 @@ def check_folder(
     ``shape`` with ``head``.
 
     Without ``needs_head``, a folder without a value head is accepted for a model with one. Reads
-    headers only, and if a tied head is stored, a few of its rows.
+    headers only, and if a tied head is stored, its rows.
     """
     adapter = f"{folder} has an {ADAPTER}, which transformers would apply"
     require(not (folder / ADAPTER).exists(), adapter, fix="merge it or move it away")
-    stored = stored_tensors(folder)
+    stored = stored_tensors(folder, tied=shape.tie_embeddings)
     layers = shape.n_layers
     experts = 1 if shape.swiglu else shape.num_experts or 1  # all clamped experts share tensors
     require(  # before the names of all tensors are built
@@ -78,39 +81,50 @@ def has_biases(stored: Iterable[str]) -> bool:
     return any(name.endswith(EXPERT_BIAS) for name in stored)
 
 
-def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+def stored_tensors(folder: Path, *, tied: bool) -> dict[str, StoredTensor]:
     """Return the header of each tensor, by name, of the files that transformers would read.
 
-    Raises ConfigError, naming the file, if a file is missing, damaged or contradicts the index.
+    As in transformers, names may lack "model." or have it twice, and the head of a ``tied`` model
+    may stand for its embedding. Raises ConfigError, naming the file, if a file is missing, damaged
+    or contradicts the index.
     """
+    stored = _headers(folder)
+    if tied and EMBEDDING not in stored and HEAD in stored:
+        stored[EMBEDDING] = stored[HEAD]
+    return stored
+
+
+def _headers(folder: Path) -> dict[str, StoredTensor]:
     one_file = folder / ONE_FILE
     index = folder / INDEX
     if not index.is_file():
         neither = f"{folder} has neither {ONE_FILE} nor {INDEX}"
         require(one_file.is_file(), neither, fix="save it with save_pretrained")
-        return dict(_read_header(one_file))
+        return _by_name(folder, [ONE_FILE])
     files = read_index(index)
     names = sorted(set(files.values()))
     both = f"{folder} holds both {ONE_FILE} and {INDEX} of other files"
     holds = not one_file.is_file() or names == [ONE_FILE]
     require(holds, both, fix="remove the outdated one")
-    stored: dict[str, StoredTensor] = {}
-    for file in names:
-        lacks = f"{folder} lacks {file}, which {INDEX} names"
-        require((folder / file).is_file(), lacks, fix="copy or download the file again")
-        for name, tensor in _read_header(folder / file):
-            first = stored.setdefault(name, tensor)
-            require(first is tensor, f"{folder}: {name} is in both {first.file} and {file}")
+    stored = _by_name(folder, names)
+    in_files = {tensor.name: tensor.file for tensor in stored.values()}
     for name, file in files.items():
-        found = stored[name].file if name in stored else "none of the files"
+        found = in_files.get(name, "none of the files")
         require(found == file, f"{index} says that {name} is in {file}; it is in {found}")
     return stored
 
 
-def files_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """Return {tensor: file} from the index; without an index, ONE_FILE for each of ``names``."""
-    index = folder / INDEX
-    return read_index(index) if index.is_file() else dict.fromkeys(names, ONE_FILE)
+def _by_name(folder: Path, files: Iterable[str]) -> dict[str, StoredTensor]:
+    stored: dict[str, StoredTensor] = {}
+    for file in files:
+        lacks = f"{folder} lacks {file}, which {INDEX} names"
+        require((folder / file).is_file(), lacks, fix="copy or download the file again")
+        for tensor in _read_header(folder / file):
+            bare = tensor.name.removeprefix("model.").removeprefix("model.")
+            name = bare if bare in (HEAD, SCORE) else f"model.{bare}"
+            first = stored.setdefault(name, tensor)
+            require(first is tensor, f"{folder}: {name} is in both {first.file} and {file}")
+    return stored
 
 
 def check_tensors(folder: Path, stored: dict[str, StoredTensor], wanted: Shapes) -> None:
@@ -125,10 +139,14 @@ def check_tensors(folder: Path, stored: dict[str, StoredTensor], wanted: Shapes)
     require(not missing, f"{folder} lacks {_first_of(missing)}; its config.json asks for it")
     # A tied model has no separate head, and rotary frequencies are computed.
     known = {*wanted, HEAD}
-    surplus = [name for name in stored if name not in known and not name.endswith(".inv_freq")]
+    surplus = [
+        tensor.name
+        for name, tensor in stored.items()
+        if name not in known and not name.endswith(".inv_freq")
+    ]
     require(not surplus, f"{folder} holds {_first_of(surplus)}, for which the model has no place")
     for name, shape in wanted.items():
-        file, found, dtype = stored[name]
+        file, found, dtype, _ = stored[name]
         require(found == shape, f"{folder / file}: {name} is {[*found]}, the model's is {[*shape]}")
         require(
             dtype in READABLE,
@@ -137,22 +155,25 @@ def check_tensors(folder: Path, stored: dict[str, StoredTensor], wanted: Shapes)
         )
 
 
-def _read_header(path: Path) -> Iterator[tuple[str, StoredTensor]]:
+def _read_header(path: Path) -> Iterator[StoredTensor]:
     try:
         with safe_open(path, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - not a dict
                 header = tensors.get_slice(name)
-                yield name, StoredTensor(path.name, tuple(header.get_shape()), header.get_dtype())
+                shape = tuple(header.get_shape())
+                yield StoredTensor(path.name, shape, header.get_dtype(), name)
     except (OSError, SafetensorError) as error:
         problem = f"{path} cannot be read: {error}"
         raise ConfigError(problem, fix="copy or download the file again") from None
 
 
 def _check_tied_head(folder: Path, stored: dict[str, StoredTensor]) -> None:
-    """Raise ConfigError if sampled rows of the stored head differ from the embedding: transformers
-    would untie them.
+    """Raise ConfigError if the stored head differs from the embedding: transformers would untie
+    them.
     """
-    rows = [_some_rows(folder, stored, name) for name in (EMBEDDING, HEAD)]
+    if stored[EMBEDDING] == stored[HEAD]:
+        return
+    rows = [_rows(folder, stored[name]) for name in (EMBEDDING, HEAD)]
     same = stored[EMBEDDING].shape == stored[HEAD].shape and all(map(torch.equal, *rows))
     problem = (
         f"{folder / stored[HEAD].file}: {HEAD} differs from {EMBEDDING}, but config.json has "
@@ -161,12 +182,11 @@ def _check_tied_head(folder: Path, stored: dict[str, StoredTensor]) -> None:
     require(same, problem, fix=f"set it to false, or remove {HEAD}")
 
 
-def _some_rows(folder: Path, stored: dict[str, StoredTensor], name: str) -> Iterator[torch.Tensor]:
-    count = stored[name].shape[0]
-    with safe_open(folder / stored[name].file, framework="pt") as tensors:
-        rows = tensors.get_slice(name)
-        for row in range(0, count, max(1, count // COMPARED_ROWS)):
-            yield rows[row].float()
+def _rows(folder: Path, stored: StoredTensor) -> Iterator[torch.Tensor]:
+    with safe_open(folder / stored.file, framework="pt") as tensors:
+        rows = tensors.get_slice(stored.name)
+        for row in range(0, stored.shape[0], COMPARED_ROWS):
+            yield rows[row : row + COMPARED_ROWS].float()
 
 
 def _first_of(names: list[str]) -> str:

@@ -22,7 +22,12 @@ from rl.model.shape import ModelShape, family_of, hf_config
 from rl.model.shards import Box, Shards
 from rl.training.all_ranks import on_every_rank, on_first_rank
 from rl.training.engine import TrainingEngine
-from rl.training.hugging_face_files import check_tensors, files_of, has_biases, stored_tensors
+from rl.training.hugging_face_files import (
+    StoredTensor,
+    check_tensors,
+    has_biases,
+    stored_tensors,
+)
 from rl.training.hugging_face_names import SCORE, HuggingFaceNames, Shapes, TensorPiece
 from rl.training.lora import peft_adapter, write_peft
 from rl.training.sharded_model import named_weights, shards_of
@@ -31,7 +36,7 @@ from rl.training.value_head import ValueHead
 FILE_BYTES = 5 * 10**9
 """Maximum size of a file, unless the source's split is used; a single tensor may exceed it."""
 
-_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 class HuggingFaceFolders:
@@ -49,6 +54,8 @@ class HuggingFaceFolders:
         self._base = source
         self._source = Path(source) if source is not None else None
         self._names = HuggingFaceNames(engine.model.config, family_of(shape))
+        has_weights = self._source is not None and any(self._source.glob("*.safetensors"))
+        self._stored = self._headers(self._source) if self._source and has_weights else {}
 
     @torch.no_grad()
     def load(self, folder: str) -> None:
@@ -60,8 +67,8 @@ class HuggingFaceFolders:
 
     @torch.no_grad()
     def export(self, folder: str) -> None:
-        """Write the weights in the dtype that the model started from, config.json, and the other
-        files of the source. A model with a value head becomes a sequence classification of
+        """Write the weights in the dtypes that they started from, config.json, and the other files
+        of the source. A model with a value head becomes a sequence classification of
         transformers with one label.
 
         Adapters are merged into the weights, and written in the subfolder ``adapter`` for PEFT.
@@ -70,12 +77,11 @@ class HuggingFaceFolders:
         """
         whole = Path(folder)
         partial = whole.with_name(f"{whole.name}.partial")
-        dtype = TORCH_DTYPE_MAP.get(self._shape.dtype, torch.float32)
         shards = self._engine.shards()
         config = self._engine.adapters.worn
         adapter = peft_adapter(self._model, self._names, config)
-        layouts = on_first_rank("export", lambda: self._create(whole, partial, dtype))
-        written = on_every_rank("export", lambda: self._write(partial, shards, layouts, dtype))
+        layouts = on_first_rank("export", lambda: self._create(whole, partial))
+        written = on_every_rank("export", lambda: self._write(partial, shards, layouts))
 
         def finish() -> None:
             self._finish(partial, layouts, sum(written))
@@ -104,7 +110,7 @@ class HuggingFaceFolders:
         return by_file
 
     def _read(self, folder: Path) -> None:
-        stored = stored_tensors(folder)
+        stored = self._headers(folder)
         shards = shards_of(self._model)
         if self._has_values and SCORE not in stored:  # a language model: the head stays 0
             del shards["lm_head.weight"]
@@ -115,30 +121,42 @@ class HuggingFaceFolders:
         for file, pieces in self._by_file(shards, files).items():
             with safe_open(folder / file, framework="pt") as tensors:
                 for piece, values in pieces:
+                    name = stored[piece.tensor].name
                     source = piece.in_tensor.slices_in(Box.whole(piece.shape))
-                    values.copy_(tensors.get_slice(piece.tensor)[source])
+                    found = tensors.get_slice(name)[source]
+                    if not found.isfinite().all():
+                        raise RunError(
+                            f"{folder / file}: {name} holds NaN or infinity; copy or download the "
+                            "file again, or name a model that has not diverged"
+                        )
+                    values.copy_(found)
 
-    def _create(self, whole: Path, partial: Path, dtype: torch.dtype) -> dict[str, "_FileLayout"]:
+    def _headers(self, folder: Path) -> dict[str, StoredTensor]:
+        return stored_tensors(folder, tied=self._shape.tie_embeddings)
+
+    def _create(self, whole: Path, partial: Path) -> dict[str, "_FileLayout"]:
         if whole.exists() and any(whole.iterdir()) and not any(whole.glob("*.safetensors")):
             raise RunError(
                 f"{whole} holds something other than a model; name another folder to export to"
             )
         tensors = self._tensors(shards_of(self._model))
-        files = files_of(self._source, tensors) if self._source is not None else {}
+        own = TORCH_DTYPE_MAP.get(self._shape.dtype, torch.float32)
+        dtypes = dict.fromkeys(tensors, own)
+        files = {name: tensor.file for name, tensor in self._stored.items()}
+        for name in tensors.keys() & files.keys():
+            dtypes[name] = _DTYPES.get(self._stored[name].dtype, own)
         if not files.keys() >= tensors.keys():
-            files = _split(tensors, dtype)
+            files = _split(tensors, own)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        layouts = _lay_out(tensors, files, dtype)
+        layouts = _lay_out(tensors, files, dtypes)
         for file, layout in layouts.items():
             with (partial / file).open("wb") as out:
                 out.write(layout.header)
                 out.truncate(layout.size)
         return layouts
 
-    def _write(
-        self, folder: Path, shards: Shards, layouts: dict[str, "_FileLayout"], dtype: torch.dtype
-    ) -> int:
+    def _write(self, folder: Path, shards: Shards, layouts: dict[str, "_FileLayout"]) -> int:
         """Write the first replicas among this rank's shards; return their number of bytes."""
         weights = named_weights(self._model)
         first = {name: shard for name, shard in shards.items() if _is_first_replica(weights[name])}
@@ -147,8 +165,9 @@ class HuggingFaceFolders:
             with (folder / file).open("r+b") as out:
                 for piece, part in pieces:
                     # A copy: memory that numpy shares can no longer be offloaded.
+                    start, dtype = layouts[file].places[piece.tensor]
                     values = part.to("cpu", dtype, copy=True).contiguous()
-                    _write_piece(out, piece, layouts[file].starts[piece.tensor], values)
+                    _write_piece(out, piece, start, values)
                     written += values.nbytes
                 sync_file(out)
         return written
@@ -180,37 +199,41 @@ class _FileLayout(NamedTuple):
     """Layout of a safetensors file: the header, preceded by its length, then the tensors."""
 
     header: bytes
-    starts: dict[str, int]
-    """First byte of each tensor in the file."""
+    places: dict[str, tuple[int, torch.dtype]]
+    """First byte of each tensor in the file, and its dtype."""
     size: int
 
 
-def _lay_out(tensors: Shapes, files: dict[str, str], dtype: torch.dtype) -> dict[str, _FileLayout]:
+def _lay_out(
+    tensors: Shapes, files: dict[str, str], dtypes: dict[str, torch.dtype]
+) -> dict[str, _FileLayout]:
     """Return {file: layout} of ``tensors``; ``files`` is {tensor: file}."""
     contents: dict[str, Shapes] = {}
     for name, shape in tensors.items():
         contents.setdefault(files[name], {})[name] = shape
-    return {file: _file_layout(shapes, dtype) for file, shapes in contents.items()}
+    return {file: _file_layout(shapes, dtypes) for file, shapes in contents.items()}
 
 
-def _file_layout(tensors: Shapes, dtype: torch.dtype) -> _FileLayout:
+def _file_layout(tensors: Shapes, dtypes: dict[str, torch.dtype]) -> _FileLayout:
+    names = {dtype: name for name, dtype in _DTYPES.items()}
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     starts = {}
     end = 0
-    for name, shape in tensors.items():
+    # wide dtypes first, so that each tensor is aligned
+    for name, shape in sorted(tensors.items(), key=lambda item: -dtypes[item[0]].itemsize):
         starts[name] = end
-        end += math.prod(shape) * dtype.itemsize
+        end += math.prod(shape) * dtypes[name].itemsize
         span = [starts[name], end]
-        entries[name] = {"dtype": _DTYPES[dtype], "shape": [*shape], "data_offsets": span}
+        entries[name] = {"dtype": names[dtypes[name]], "shape": [*shape], "data_offsets": span}
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)  # so that tensors are aligned
     header = len(text).to_bytes(8, "little") + text
-    starts = {name: len(header) + start for name, start in starts.items()}
-    return _FileLayout(header, starts, len(header) + end)
+    places = {name: (len(header) + start, dtypes[name]) for name, start in starts.items()}
+    return _FileLayout(header, places, len(header) + end)
 
 
 def _files(layouts: dict[str, _FileLayout]) -> dict[str, str]:
-    return {tensor: file for file, layout in layouts.items() for tensor in layout.starts}
+    return {tensor: file for file, layout in layouts.items() for tensor in layout.places}
 
 
 def _split(tensors: Shapes, dtype: torch.dtype) -> dict[str, str]:

@@ -13,8 +13,10 @@ from tests.training.model_folders import (
     Folder,
     both_forms,
     cast,
+    change_a_row_of_the_head,
     index_one_shard,
     lose_shard,
+    rename,
     repeat_tensor,
     shards,
     store_head_of_tied,
@@ -41,7 +43,9 @@ HUB = OLD_ROPE | {
 }
 BIASES = {f"model__layers__{n}__self_attn__q_proj__bias": torch.ones(128) for n in (0, 1)}
 EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
 UP = "model.layers.0.mlp.up_proj.weight"
+MATRICES = [f"model.layers.{n}.mlp.{name}_proj.weight" for n in (0, 1) for name in ("up", "down")]
 ABSURD = {"num_hidden_layers": 1000, "num_local_experts": 65_000, "layer_types": GONE}
 TIED = {"tie_word_embeddings": True}
 OLD_LENGTH = {"original_max_position_embeddings": 64}
@@ -108,6 +112,20 @@ EQUAL: dict[str, Folder] = {
     "float64 in the file": Folder(damage=cast(torch.float64)),
     "several files": shards(),
     "one file and an index": Folder(damage=index_one_shard),
+    "swish": Folder(config={"hidden_act": "swish"}),
+    "other names of layer types": Folder(config={"layer_types": ["attention"] * 2}),
+    "names without model.": Folder(
+        damage=rename(lambda name: name.removeprefix("model.")),
+        config={"architectures": ["Qwen3Model"]},
+    ),
+    "names with model. twice": Folder(damage=rename("model.{}".format)),
+    "tied, its head alone stored": Folder(
+        TIED, damage=rename(lambda name: HEAD if name == EMBEDDING else name)
+    ),
+    "float32 norms beside bfloat16 matrices": Folder(
+        damage=cast(torch.bfloat16, *MATRICES), config={"dtype": "bfloat16"}
+    ),
+    "float32 in the file of a bfloat16 model": Folder(config={"dtype": "bfloat16"}),
     "experts": Folder(experts=True),
     "experts, as the Hub has them": Folder(
         experts=True,
@@ -173,6 +191,8 @@ FAMILIES: dict[str, Folder] = {
     "llama, biases": Folder({"attention_bias": True, "mlp_bias": True}, family="llama"),
     "llama, tied, biases of attention": Folder(TIED | {"attention_bias": True}, family="llama"),
     "llama, wide heads": Folder({"head_dim": 64}, family="llama"),
+    "llama, a window that it ignores": Folder(family="llama", config={"sliding_window": 8}),
+    "llama, no dropout": Folder(family="llama", config={"attention_dropout": None}),
     "llama, one key head": Folder({"num_key_value_heads": 1}, family="llama"),
     "llama, bfloat16": Folder(family="llama", dtype="bfloat16"),
     "llama, several files": replace(shards(), family="llama"),
@@ -196,6 +216,16 @@ FAMILIES: dict[str, Folder] = {
     "mistral, heads that do not divide the width": Folder(
         {"sliding_window": None, "num_attention_heads": 6, "head_dim": 32}, family="mistral"
     ),
+    "mistral, layers with and without windows": Folder(
+        {"sliding_window": 8}, family="mistral", config={"layer_types": [FULL, NEAR]}
+    ),
+    "mistral, no types of layers": Folder(
+        {"sliding_window": 8}, family="mistral", config={"layer_types": None}
+    ),
+    "ministral": Folder({"sliding_window": 8, "layer_types": [NEAR, FULL]}, family="ministral"),
+    "ministral, as the Hub has it": Folder(
+        {"sliding_window": 8}, family="ministral", config=OLD_ROPE
+    ),
     "mistral, yarn": scaled("mistral", rope_type="yarn", factor=8.0, mscale=1.0, **OLD_LENGTH),
     "qwen3, yarn": scaled("qwen3", rope_type="yarn", factor=4.0, **OLD_LENGTH),
     "qwen3, yarn, an attention factor": scaled(
@@ -213,6 +243,9 @@ FAMILIES: dict[str, Folder] = {
     "qwen3, biases": Folder({"attention_bias": True}),
     "qwen3, another epsilon": Folder({"rms_norm_eps": 1e-2}),
     "qwen3, a window as long as a sequence": Folder(WINDOW),
+    "qwen3, yarn, nulls and zeros": Folder(
+        config=OLD_ROPE | {"rope_scaling": YARN | {"truncate": None, "beta_fast": 0, "mscale": 0}}
+    ),
     "experts, yarn": replace(scaled("", rope_type="yarn", factor=4.0, **OLD_LENGTH), experts=True),
     "experts, biases": Folder({"attention_bias": True}, experts=True),
     "smollm3": Folder(DEEP, family="smollm3"),
@@ -228,6 +261,9 @@ FAMILIES: dict[str, Folder] = {
     "qwen2, windows from a layer on": Folder(SHORT, family="qwen2", config={"layer_types": GONE}),
     "qwen3, windows": Folder(SHORT | {"layer_types": [NEAR, FULL]}),
     "experts, windows": Folder(SHORT, experts=True),
+    "experts, windows, types of layers that it ignores": Folder(
+        SHORT, experts=True, config={"layer_types": [FULL] * 2}
+    ),
     "smollm3, windows": Folder(
         DEEP | SHORT | {"no_rope_layer_interval": 2}, family="smollm3", config={"layer_types": GONE}
     ),
@@ -326,7 +362,6 @@ REFUSED: dict[str, tuple[Folder, str]] = {
         for family, key, value in (
             ("llama", "mlp_bias", "yes"),
             ("llama", "layer_types", ["sliding_attention"] * 2),
-            ("llama", "sliding_window", 16),
             ("llama", "quantization_config", {"quant_method": "gptq"}),
             ("llama", "hidden_act", "gelu"),
             ("llama", "num_key_value_heads", 3),
@@ -386,6 +421,26 @@ REFUSED: dict[str, tuple[Folder, str]] = {
     "a tied model with a head of its own": (
         Folder(TIED, damage=lambda folder: store_head_of_tied(folder, 1.5)),
         "lm_head.weight differs from model.embed_tokens.weight, .* tie_word_embeddings",
+    ),
+    "a tied model with a head that differs in a row": (
+        Folder(TIED, damage=change_a_row_of_the_head),
+        "lm_head.weight differs from model.embed_tokens.weight, .* tie_word_embeddings",
+    ),
+    "a head for the embedding of an untied model": (
+        Folder(damage=tensors(model__embed_tokens__weight=None)),
+        "lacks model.embed_tokens.weight",
+    ),
+    "two names of a tensor": (
+        Folder(damage=tensors(norm__weight=torch.ones(64))),
+        "model.norm.weight is in both",
+    ),
+    "an unknown type like llama": (
+        Folder(family="llama", config={"model_type": "lama"}),
+        "model_type .* is 'lama'; .*model.family .*docs/your-model.md; its options fit 'llama'",
+    ),
+    "an unknown type like a model with experts": (
+        Folder(experts=True, config={"model_type": "qwen9"}),
+        "model_type .* is 'qwen9'; .* its options fit 'qwen3_moe'",
     ),
     "no head": (Folder(damage=tensors(lm_head__weight=None)), "lacks lm_head.weight"),
     "fewer layers in the file": (

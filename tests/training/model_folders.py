@@ -212,6 +212,27 @@ def store_head_of_tied(folder: Path, scale: float = 1.0) -> None:
     )
 
 
+def rename(change: Callable[[str], str]) -> Callable[[Path], None]:
+    """Store the tensors under other names."""
+
+    def renames(folder: Path) -> None:
+        stored = load_file(folder / ONE_FILE)
+        save_file(
+            {change(name): tensor for name, tensor in stored.items()},
+            folder / ONE_FILE,
+            {"format": "pt"},
+        )
+
+    return renames
+
+
+def change_a_row_of_the_head(folder: Path) -> None:
+    """Store the head of a tied model with one row that differs from the embedding."""
+    head = load_file(folder / ONE_FILE)["model.embed_tokens.weight"].clone()
+    head[33] += 1.0
+    edit_tensors(folder, lm_head__weight=head)
+
+
 def both_forms(folder: Path) -> None:
     """Put a single file of other weights beside the shards."""
     save_file({"model.norm.weight": torch.ones(64)}, folder / ONE_FILE, {"format": "pt"})

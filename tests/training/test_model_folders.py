@@ -10,15 +10,16 @@ from transformers import AutoConfig
 
 from configs.quickstart import quickstart
 from rl.config import RLConfig, RoleConfig
-from rl.errors import ConfigError
+from rl.errors import ConfigError, RunError
 from rl.model.shape import ModelConfig, hf_config, shape_of
 from rl.validation import validate
-from tests.training.model_cases import EQUAL, REFUSED
+from tests.training.model_cases import EQUAL, HEAD, REFUSED, UP
 from tests.training.model_folders import (
     Folder,
     edit_config,
     open_folder,
     same_tensors,
+    tensors,
     transformers_logits,
     truncate,
 )
@@ -53,12 +54,20 @@ DISTINCT = {
     "smollm3, a list of layers",
     "mistral, windows",
     "gpt_oss, as the Hub has it",
+    "swish",
+    "names without model.",
+    "tied, its head alone stored",
+    "float32 norms beside bfloat16 matrices",
+    "float32 in the file of a bfloat16 model",
+    "llama, a window that it ignores",
+    "mistral, layers with and without windows",
 }
 """Folders of which each is read in another way. Others are for the long tests."""
 
 SPLIT = {"no head_dim", "several files"}
 """Folders whose q, k and v are not fused."""
-REWRITTEN = {"tied, its head stored", "float64 in the file"}
+REWRITTEN = {"tied, its head stored", "float64 in the file", "tied, its head alone stored"}
+REWRITTEN |= {"names without model.", "names with model. twice"}
 """Folders whose tensors an export changes."""
 
 
@@ -98,11 +107,16 @@ def test_the_written_config_is_the_one_that_transformers_reads(tmp_path, name):
     shape = shape_of(ModelConfig(hf_path=str(folder)))
     ours = type(theirs)(**hf_config(shape))
     wanted, written = (each.to_dict() for each in (theirs, ours))
+    wanted["hidden_act"] = wanted["hidden_act"].replace("swish", "silu")
+    wanted["attention_dropout"] = wanted["attention_dropout"] or 0.0
     rope = wanted["rope_parameters"]
     rope.pop("type", None)
     length = "original_max_position_embeddings"
     if shape.rope_scaling:
         rope |= {length: wanted[length]} if length in wanted else {}
+        for name in ("beta_fast", "mscale"):
+            if rope.get(name) == 0:  # as if it were missing
+                del rope[name]
     else:
         wanted["rope_parameters"] = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
     differ = {key for key in type(theirs)().to_dict() if wanted.get(key) != written.get(key)}
@@ -114,6 +128,28 @@ def test_a_folder_of_another_model_or_a_damaged_one_is_refused(tmp_path, name):
     folder, message = REFUSED[name]
     with pytest.raises(ConfigError, match=f"^model.hf_path: .*{message}"):
         validate(config_of(folder.write(tmp_path / "in")))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers_are_refused(tmp_path, value):
+    folder = Folder(damage=tensors(**{UP: torch.full((48, 64), value)})).write(tmp_path / "in")
+    with pytest.raises(RunError, match=f"model.safetensors: {UP} holds NaN or infinity"):
+        open_folder(folder, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("tie", "stored"), [(None, HEAD), (None, None)], ids=["its head", "no head"]
+)
+def test_a_model_with_tie_word_embeddings_of_null_has_a_head_of_its_own(tmp_path, tie, stored):
+    """As in transformers before it refused null."""
+    damage = tensors() if stored else tensors(lm_head__weight=None)
+    folder = Folder(config={"tie_word_embeddings": tie}, damage=damage).write(tmp_path / "in")
+    if stored:
+        validate(config_of(folder))
+        assert not shape_of(ModelConfig(hf_path=str(folder))).tie_embeddings
+    else:
+        with pytest.raises(ConfigError, match="lacks lm_head.weight"):
+            validate(config_of(folder))
 
 
 @pytest.fixture

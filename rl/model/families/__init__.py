@@ -3,13 +3,18 @@
 Only this package knows a family by name. Everything else reads the ModelShape.
 """
 
+from contextlib import suppress
+from copy import copy
+from dataclasses import fields
 from importlib import import_module
 
-from rl.errors import require
+from rl.errors import ConfigError, require
 from rl.model.families.family import Family
+from rl.model.hugging_face_config import HuggingFaceConfig
 
-BUILT_IN = ("gpt_oss", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "smollm3")
+BUILT_IN = ("gpt_oss", "llama", "ministral", "mistral", "qwen2", "qwen3", "qwen3_moe", "smollm3")
 """Model types of the families in this package, which are also the names of their modules."""
+PAGE = "'A family of your own' in docs/your-model.md"
 
 
 def family_named(name: str, *, field: str = "model.family") -> Family:
@@ -26,3 +31,41 @@ def family_named(name: str, *, field: str = "model.family") -> Family:
     problem = f"{name!r} has no FAMILY"
     require(isinstance(family, Family), problem, field=field, fix=f"name {rule}")
     return family  # type: ignore[return-value]
+
+
+def family_of_folder(config: HuggingFaceConfig, own: str | None) -> str:
+    """Return the name of the family that reads ``config``: ``own``, a module, or one of BUILT_IN.
+
+    Raises ConfigError, naming the family that is closest, if Tiller has no such family.
+    """
+    given = config.get("model_type")
+    if own is not None:
+        wanted = family_named(own).model_type
+        allowed = f"model.family is {own!r}, which reads {wanted!r}"
+        config.require(given == wanted, "model_type", given, allowed)
+        return own
+    if given == "mistral" and "layer_types" in config:  # transformers reads it as a Ministral
+        return "ministral"
+    if given not in BUILT_IN:
+        near = closest(config)
+        fits = f"; its options fit {near!r}, which may be the model_type to set" if near else ""
+        allowed = (
+            f"Tiller trains {' or '.join(map(repr, BUILT_IN))}, and with model.family a module of "
+            f"your own: {PAGE}{fits}"
+        )
+        config.require(False, "model_type", given, allowed)
+    return given  # type: ignore[return-value]
+
+
+def closest(config: HuggingFaceConfig) -> str | None:
+    """Return the family that computes all options of ``config`` and has most of its keys."""
+    shared = dict[str, float]()
+    for name in BUILT_IN:
+        family = family_named(name)
+        with suppress(ConfigError):
+            tried = copy(config)
+            tried["architectures"] = None
+            family.read(tried, 1)
+            keys = {each.name for each in fields(tried.defaults)}
+            shared[name] = len(keys & config.keys()) / len(keys)
+    return max(shared, key=shared.__getitem__, default=None)

@@ -30,7 +30,10 @@ output head."""
 
 DTYPES = ("float32", "bfloat16", "float16")
 
-ALLOWED: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu",), "attention_dropout": (0.0, 0)}
+ALLOWED: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", "swish"),
+    "attention_dropout": (0.0, 0, None),
+}
 ALLOWED_IF_PRESENT: dict[str, tuple[Any, ...]] = {
     "auto_map": (None,),
     "compression_config": (None,),
@@ -59,6 +62,9 @@ class Family:
 
     prefix: str
     """First part of the names of transformers' classes, such as "Llama" of LlamaForCausalLM."""
+
+    other_names: tuple[str, ...] = ()
+    """Other names of the language model in ``architectures``."""
 
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Fields of ModelShape that differ from its defaults, unless a key sets them."""
@@ -113,9 +119,11 @@ class Family:
         """
         config.config_class = f"{self.prefix}Config"
         config.setdefault("head_dim", self.head_dim)
-        if not self.has_windows:
-            config.setdefault("sliding_window", None)
-        classes: tuple[Any, ...] = ([self.policy_class], [self.reward_class], [], None)
+        is_set = config.get("sliding_window") is not None
+        if not self.has_windows and not (is_set and hasattr(config.defaults, "sliding_window")):
+            config["sliding_window"] = None
+        names = (self.policy_class, self.reward_class, f"{self.prefix}Model", *self.other_names)
+        classes: tuple[Any, ...] = (*([each] for each in names), [], None)
         config.one_of("architectures", classes, config.get("architectures"))
         for key, values in ALLOWED_IF_PRESENT.items():
             config.one_of(key, values, config.get(key))
@@ -128,14 +136,14 @@ class Family:
         length = min(max_seq_len, config.size("max_position_embeddings"))
         fields["max_seq_len"] = length
         window = config.window(switched="use_sliding_window" in self.allowed)
-        allowed = f"{self.policy_class} has no windows; remove the key"
+        allowed = f"the family {self.model_type!r} has no windows; set has_windows"
         config.require(window is None or self.has_windows, "sliding_window", window, allowed)
         fields["norm_eps"] = config.number("rms_norm_eps")
-        fields["tie_embeddings"] = config.one_of("tie_word_embeddings", (True, False))
+        fields["tie_embeddings"] = bool(config.one_of("tie_word_embeddings", (True, False, None)))
         fields["rope_theta"], fields["rope_scaling"] = config.rope()
         dtypes = (config.get(key) for key in ("dtype", "torch_dtype"))
-        given = next((each for each in dtypes if each is not None), DTYPES[0])
-        fields["dtype"] = config.one_of("dtype", DTYPES, given)
+        given = str(next((each for each in dtypes if each is not None), DTYPES[0]))
+        fields["dtype"] = config.one_of("dtype", DTYPES, given.removeprefix("torch."))
         if window is not None and window < length and (layers := config.windowed_layers()):
             fields |= {"window": window, "layers_with_window": layers}
         return fields

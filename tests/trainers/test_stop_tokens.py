@@ -82,6 +82,20 @@ def test_an_export_of_a_base_model_stops_at_what_was_trained(
     assert {*read_stop_token_ids(tokenizer)} == {*wanted}
 
 
+@pytest.mark.parametrize("generation", [None, {}, {"eos_token_id": TEXT}])
+def test_stop_tokens_of_config_json_count_unless_generation_config_names_some(
+    base_model, tmp_path, generation
+):
+    folder = shutil.copytree(base_model, tmp_path / "model")
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": [1, END]}))
+    (folder / "generation_config.json").unlink()
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert {*read_stop_token_ids(tokenizer)} == ({TEXT} if generation else {TEXT, 1, END})
+
+
 def test_an_export_of_a_chat_model_keeps_its_files(trainer_of, chat_model, tmp_path):
     trainer = trainer_of("sft_jsonl", SFTTrainer, chat_model, CHATS)
     export = shutil.copytree(chat_model, tmp_path / "export")

@@ -17,6 +17,7 @@ EXIT_AGAIN = 75
 EXIT_INTERRUPTED = 130
 CLEAN_UP_S = 5
 LONGEST_REPR = 200
+CONTROLS = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), *range(127, 160))}
 
 at_end: list[Callable[[], None]] = []
 """Clean-ups that ``end_program`` calls, for resources that would outlive the process. Their errors
@@ -59,7 +60,7 @@ class ConfigError(ValueError):
         self.allowed = allowed
         self.fix = fix
         place = "" if self.fault.startswith(field) else f"{field}: "
-        super().__init__("; ".join(filter(None, [place + self.fault, self.remedy])))
+        super().__init__(printable("; ".join(filter(None, [place + self.fault, self.remedy]))))
 
     @property
     def fault(self) -> str:
@@ -122,7 +123,7 @@ def shown(value: object) -> str:
     except Exception:
         kind = type(value).__name__
         return f"{'an' if kind[0] in 'aeiouAEIOU' else 'a'} {kind} that cannot be shown"
-    return _printable(text if len(text) <= LONGEST_REPR else f"{text[:LONGEST_REPR]}…")
+    return printable(text if len(text) <= LONGEST_REPR else f"{text[:LONGEST_REPR]}…")
 
 
 def name_of(function: Any) -> str:
@@ -136,17 +137,19 @@ def name_of(function: Any) -> str:
 
 def said_by(error: BaseException) -> str:
     """Return type and text of an exception, even if its ``str()`` raises."""
-    return _printable("".join(traceback.format_exception_only(error)).strip())
+    return printable("".join(traceback.format_exception_only(error)).strip())
 
 
 def trace_of(error: BaseException) -> str:
     """Return the traceback of an exception of the user's code."""
-    return _printable("".join(traceback.format_exception(error)).rstrip())
+    return printable("".join(traceback.format_exception(error)).rstrip())
 
 
-def _printable(text: str) -> str:
-    # A lone surrogate cannot be written to a file or terminal.
-    return text.encode(errors="backslashreplace").decode()
+def printable(text: object) -> str:
+    """Return a text of users for terminals and files, without what a terminal would obey or refuse:
+    control characters except for line breaks and tabs, and halves of surrogate pairs, are escaped.
+    """
+    return str(text).translate(CONTROLS).encode(errors="backslashreplace").decode()
 
 
 class RunError(RuntimeError):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from rl.cli.help import quick_help, run_parser, take_name
 from rl.cli.program import as_program
-from rl.errors import ConfigError, end_program, require
+from rl.errors import ConfigError, end_program, printable, require
 
 if TYPE_CHECKING:
     from rl.cli.saved_run import SavedRun
@@ -102,7 +102,7 @@ def main(arguments: list[str]) -> None:
     if own.json:
         print(json.dumps(finite(row)))
     else:
-        print(summary_text(row))
+        print(printable(summary_text(row)))
 
 
 def _take_folder(rest: list[str]) -> Path | None:

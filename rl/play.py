@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from rl.cli.help import CONFIGS, quick_help
 from rl.cli.program import as_program
-from rl.errors import end_program, require
+from rl.errors import end_program, printable, require
 
 if TYPE_CHECKING:
     from rl.config import RunConfig
@@ -128,7 +128,7 @@ async def play(task: "EnvironmentTask", prompt_id: int, answer: Policy) -> "Epis
     end = turn.end
     print(f"\n{end.stop_reason}: reward {end.reward:g}, {'' if end.correct else 'not '}correct")
     for name, value in end.metrics.items():
-        print(f"{name:>18}  {value}")
+        print(printable(f"{name:>18}  {value}"))
     return end
 
 

@@ -19,6 +19,7 @@ from rl.errors import (
     ConfigError,
     RunError,
     end_program,
+    printable,
     trace_of,
 )
 from rl.host.process import COLLECT_AT, steady
@@ -115,7 +116,7 @@ def reader_of_a_run(
 
 
 def _report(error: str, code: int) -> int:
-    print(f"error: {error}", file=sys.stderr)
+    print(f"error: {printable(error)}", file=sys.stderr)
     return code
 
 

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from rl.cli.help import CONFIGS, asks_for_help, quick_help
 from rl.cli.program import as_program
 from rl.doctor.findings import Finding
-from rl.errors import EXIT_CONFIG, counted, end_program
+from rl.errors import EXIT_CONFIG, counted, end_program, printable
 
 PROGRAM = "python -m rl.doctor"
 USAGE = f"""\
@@ -63,7 +63,7 @@ def _report(found: list[Finding], findings: Iterator[Finding]) -> None:
     """Print findings as they are made, and add them to ``found``. Omits repetitions."""
     for finding in findings:
         if finding.what not in [each.what for each in found]:
-            print(finding, flush=True)
+            print(printable(finding), flush=True)
             found += [finding] if finding.severity != "note" else []
 
 

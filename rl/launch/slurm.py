@@ -5,7 +5,7 @@ import sys
 import time
 from pathlib import Path
 
-from rl.errors import RunError
+from rl.errors import RunError, printable
 from rl.launch.freeze import NODE, Launch, run_command
 
 BODY = Path(__file__).with_name("job.sh")
@@ -95,7 +95,7 @@ def follow(launch: Launch, job: str) -> int:
         for log in sorted((launch.folder / "logs").glob(f"{job}.*/run.log")):
             with log.open() as file:
                 file.seek(shown.get(log, 0))
-                print(file.read(), end="", flush=True)
+                print(printable(file.read()), end="", flush=True)
                 shown[log] = file.tell()
     return 0 if (launch.files / f"{job}.finished").exists() else 1
 

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from rl.errors import printable
+
 Event = dict[str, Any]
 """``time`` in Unix seconds, ``kind``, and the fields of the kind."""
 
@@ -65,13 +67,13 @@ class Events:
 def print_warnings(event: Event) -> None:
     """Print the text of an event that is a warning."""
     if event["kind"] in WARNINGS:
-        print(event["text"], flush=True)
+        print(printable(event["text"]), flush=True)
 
 
 def print_notes(event: Event) -> None:
     """Print the text of an event that is a note."""
     if event["kind"] == "note":
-        print(event["text"], flush=True)
+        print(printable(event["text"]), flush=True)
 
 
 def finite(value: Any) -> Any:

@@ -12,7 +12,15 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any, Self
 
-from rl.errors import EXIT_INTERRUPTED, ConfigError, FolderInUse, at_end, end_program, require
+from rl.errors import (
+    EXIT_INTERRUPTED,
+    ConfigError,
+    FolderInUse,
+    at_end,
+    end_program,
+    printable,
+    require,
+)
 from rl.host.disk import failing_loudly
 
 RENEW_S = 5.0
@@ -128,7 +136,7 @@ class FolderOwner:
                 if not announced:
                     announced = True
                     message = f"{self.folder} belongs to {_name(owner)}; waiting for its end"
-                    print(message, flush=True)
+                    print(printable(message), flush=True)
             time.sleep(POLL_S)
 
     def _create(self) -> int | None:

@@ -17,7 +17,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from rl.errors import at_end
+from rl.errors import at_end, printable
 from rl.observe.events import WARNINGS, Event
 from rl.observe.spans import STAGES
 
@@ -92,7 +92,7 @@ class Progress:
 
     def stage(self, text: str) -> None:
         """Show the current stage outside the steps, e.g. ``"starting trainer on 4 ranks…"``."""
-        self._stage = text
+        self._stage = printable(text)
         if self._is_live:
             self._live.refresh()
         self._print(text, when=not self._is_live)
@@ -124,7 +124,7 @@ class Progress:
     def error(self, text: str) -> None:
         """Print to standard error, also if quiet."""
         self._live.stop()
-        print(text, file=sys.stderr)
+        print(printable(text), file=sys.stderr)
         self._write(text)
 
     def update(self, metrics: dict[str, float]) -> None:
@@ -146,12 +146,12 @@ class Progress:
     def _print(self, text: str, *, style: str = "", when: bool = True) -> None:
         self._write(text)
         if when and not self._quiet:
-            self.console.print(Text(text, style=style), soft_wrap=True)
+            self.console.print(Text(printable(text), style=style), soft_wrap=True)
 
     def _write(self, text: str) -> None:
         if self._log is not None:
             with contextlib.suppress(OSError), self._log.open("a", encoding="utf-8") as log:
-                log.write(f"{time.strftime('%F %T')}  {text}\n")
+                log.write(f"{time.strftime('%F %T')}  {printable(text)}\n")
 
     def _show_cursor(self) -> None:
         os.write(self.console.file.fileno(), b"\x1b[?25h")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rl.cli.program import as_program, reader_of_a_run
-from rl.errors import ConfigError, Interrupted, counted, end_program, nearest, require
+from rl.errors import ConfigError, Interrupted, counted, end_program, nearest, printable, require
 
 if TYPE_CHECKING:
     from rl.config import RLConfig, RunConfig
@@ -224,7 +224,7 @@ def _fail_again(own: Namespace, config: "RunConfig", *, is_same: bool) -> int:
         steps = counted(len(replay.recorded), "step")
         print(f"replaying {steps} of {own.run} from {replay.begins}, then step {replay.last + 1}")
         found = _take_again(replay, failure, is_same=is_same)
-    print(found.report)
+    print(printable(found.report))
     if own.json:
         print(json.dumps({"run": str(own.run), **found.to_dict()}))
     return 1 if found.error else 0

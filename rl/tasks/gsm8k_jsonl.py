@@ -10,6 +10,7 @@ from typing import ClassVar
 from rl.data.jsonl import Row
 from rl.dialects.answers import without_thoughts
 from rl.environments.task import Score
+from rl.errors import printable
 from rl.tasks.algebra import is_same_expression
 from rl.tasks.chat import ChatJsonl, Problem
 from rl.types import Completion, Prompt
@@ -80,7 +81,7 @@ class Gsm8kJsonl(ChatJsonl):
             yield Problem(number=row.line, question=question, answer=answer)
         if wrong:
             more = f" and {len(wrong) - MOST_NAMED} more" if len(wrong) > MOST_NAMED else ""
-            named = f"{', '.join(wrong[:MOST_NAMED])}{more}"
+            named = printable(f"{', '.join(wrong[:MOST_NAMED])}{more}")
             logger.warning(
                 "%s: a solution does not have the row's answer, so that it scores 0: %s",
                 *(f"task.path: {self.source}", named),

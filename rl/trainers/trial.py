@@ -20,7 +20,7 @@ from rl.data.jsonl import showing_progress, tell_progress
 from rl.data.sources import is_quiet
 from rl.environments.protocol import EnvironmentTask
 from rl.environments.task import Task
-from rl.errors import ConfigError, GroupLost, RunError, require, shown
+from rl.errors import ConfigError, GroupLost, RunError, printable, require, shown
 from rl.host.threads import in_thread
 from rl.rollout.episodes import played
 from rl.rollout.prompts import training_prompt
@@ -178,7 +178,7 @@ def reading(*, quiet: bool) -> Iterator[None]:
         nonlocal newest
         if time.monotonic() - newest >= LINE_EVERY_S:
             newest = time.monotonic()
-            console.print(text, soft_wrap=True)
+            console.print(printable(text), soft_wrap=True)
 
     with showing_progress(show):
         yield

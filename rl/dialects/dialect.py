@@ -20,7 +20,6 @@ Tokens = Sequence[int]
 ROLES = ("system", "user", "assistant", "tool")
 UNREAD = {
     "function_call": "write 'tool_calls'",
-    "reasoning": "write 'reasoning_content'",
     "thinking": "write 'reasoning_content'",
 }
 """Keys of messages that other formats have and no dialect here reads, with what to do instead."""
@@ -144,7 +143,8 @@ class Dialect(Protocol):
 
 
 def checked_messages(messages: Messages) -> list[dict[str, Any]]:
-    """Return the messages with only the keys that dialects read.
+    """Return the messages with only the keys that dialects read. ``reasoning`` is read as
+    ``reasoning_content``, and arguments of a call that are None or empty as no arguments.
 
     Each has ``role`` and ``content`` (text), an assistant's also ``reasoning_content`` (text or
     None) and ``tool_calls`` (a list of ``{"function": {"name": …, "arguments": …}}``). Raises
@@ -263,6 +263,8 @@ def _checked(where: str, message: Any) -> dict[str, Any]:
     result: dict[str, Any] = {"role": role}
     calls = _calls(where, message)
     thinking = message.get("reasoning_content")
+    if thinking is None:
+        thinking = message.get("reasoning")
     if role == "assistant":
         result |= {"reasoning_content": thinking, "tool_calls": calls}
     elif calls or thinking is not None:
@@ -297,6 +299,8 @@ def _call(where: str, call: Any) -> dict[str, Any]:
             f'{where} is {shown(call)}; write {{"function": {{"name": …, "arguments": …}}}}'
         )
     arguments = function.get("arguments")
+    if arguments in (None, ""):  # as some clients write a call without arguments
+        arguments = {}
     parsed = arguments
     if isinstance(arguments, str):
         try:

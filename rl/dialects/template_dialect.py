@@ -247,6 +247,11 @@ class TemplateDialect(dialect.Dialect):
             text = self._answer(template.said("assistant", "", tool_calls=[given]), True)
         except ConversationError as error:
             return f"tools cannot be used: {error}"
+        if "look_up" not in text:
+            return (
+                "tools cannot be used: this chat template writes no tool calls; use a model whose "
+                "template writes them, such as Qwen3, Qwen2.5, Llama 3.1 or Mistral"
+            )
         words = self._control.split(text)[1:-2:2]
         begin, end, *_ = [*(words or ["<|python_tag|>"]), "", ""]
         markup = self._markup._replace(

@@ -213,7 +213,7 @@ def _call_key(call: Any) -> Any:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         return call
-    arguments = function.get("arguments")
+    arguments = function.get("arguments") or {}  # "" and None are the same call
     if isinstance(arguments, str):
         with suppress(ValueError, RecursionError):
             arguments = json.loads(arguments)

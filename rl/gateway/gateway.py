@@ -46,6 +46,9 @@ Choose = Callable[[Completion], Choice]
 """Notes a sampled answer and returns it as the client gets it."""
 Work = list[tuple[Ask, Choose]]
 
+ID_OF = {ChatRequest: "chatcmpl", CompletionRequest: "cmpl"}
+"""Begin of the ids of answers by the kind of the request, as OpenAI's API has it."""
+
 REMEMBERED = 8
 """Number of latest requests of a session whose answers are kept."""
 
@@ -211,7 +214,7 @@ class Gateway:
     def generate(self, name: str, body: bytes, *, is_retry: bool = False) -> Reply:
         """Answer ``/inference/v1/generate``. Raises ApiError."""
         request = read(GenerateRequest, body)
-        params = request.sampling_params
+        params = request.sampling_params or SamplingParams()
         name = name or str((params.extra_args or {}).get("session", ""))
         session = self._session(name)
         form = self._form(request, params.logprobs is not None)
@@ -276,12 +279,12 @@ class Gateway:
         asked = isinstance(request, Asked)
         options = request.stream_options if isinstance(request, Asked) else None
         return Form(
-            name=f"{'cmpl' if asked else 'gen'}-{next(self._names)}",
+            name=f"{ID_OF.get(type(request), 'gen')}-{next(self._names)}",
             model=request.model or self.model or "policy",
             dialect=self._dialect,
             logprobs=logprobs,
             token_ids=asked and bool(getattr(request, "return_token_ids", False)),
-            usage=options is not None and options.include_usage,
+            usage=options is not None and bool(options.include_usage),
         )
 
     def _completed(
@@ -341,7 +344,9 @@ class Gateway:
             stop=request.stops,
             prompt_logprobs=echoed,
         )
-        seed = secrets.randbits(62) if request.seed is None else request.seed
+        seed = request.seed
+        if seed is None or seed == -1:
+            seed = secrets.randbits(62)
         return [
             (Ask(session=session.name, tokens=tokens, sampling=sampling, seed=each % 2**63), choose)
             for each in range(seed, seed + (request.n or 1))

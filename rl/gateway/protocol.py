@@ -86,7 +86,8 @@ class Sampled(Strict):
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=-1)
     min_p: float | None = Field(default=None, ge=0, le=1)
-    seed: int | None = Field(default=None, ge=0, lt=2**63)
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    """None and -1 draw a seed."""
     stop_token_ids: list[int] | None = None
     """Tokens that end a completion; None and an empty list mean those of the dialect."""
     stop: str | list[str] | None = None
@@ -102,7 +103,7 @@ class Sampled(Strict):
 class StreamOptions(Strict):
     """Options of a streamed answer."""
 
-    include_usage: bool = False
+    include_usage: bool | None = None
 
 
 class Asked(Sampled):
@@ -158,14 +159,29 @@ class ChatRequest(Asked):
             raise ApiError(400, message, code="invalid_value", param="top_logprobs")
         return self.top_logprobs or 0
 
+    @property
+    def tool_names(self) -> list[str]:
+        """Names of the tools. Raises ApiError if a tool is no function with a name."""
+        names = []
+        for index, tool in enumerate(self.tools or []):
+            function = tool.get("function")
+            name = function.get("name") if isinstance(function, dict) else None
+            if tool.get("type", "function") != "function" or not isinstance(name, str):
+                param = f"tools.{index}"
+                form = '{"type": "function", "function": {"name": …}}'
+                message = f"{param} is {shown(tool)}; only functions are tools: write {form}"
+                raise ApiError(400, message, code="invalid_value", param=param)
+            names.append(name)
+        return names
+
     def forced_tool(self) -> tuple[str | None] | None:
         """Return the name of the tool that an answer has to call, None in it for any of them; None
         if it need not call any. Raises ApiError if there is no such tool.
         """
         choice = self.tool_choice
+        given = self.tool_names
         if choice in (None, "auto", "none"):
             return None
-        given = [str((tool.get("function") or {}).get("name")) for tool in self.tools or []]
         name = choice.function.name if isinstance(choice, ToolChoice) else None
         if given and (name is None or name in given):
             return (name,)
@@ -179,7 +195,7 @@ class CompletionRequest(Asked):
     prompt: str | list[str] | list[int] | list[list[int]]
     logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     """Number of most likely tokens to return at each token, beside the sampled one."""
-    echo: bool = False
+    echo: bool | None = None
     """Whether the text, and with ``logprobs`` the log-probs, begin with those of the prompt."""
 
     def prompts(self) -> list[str | list[int]]:
@@ -210,7 +226,7 @@ class GenerateRequest(Strict):
     model: str | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
-    sampling_params: SamplingParams = Field(default_factory=SamplingParams)
+    sampling_params: SamplingParams | None = None
     stream: Literal[False] | None = None
 
 

@@ -103,7 +103,8 @@ def _try_episodes(task: EnvironmentTask, prompts: list[Prompt], max_tokens: int)
         reasons.append(f"{lost}\nthis was an episode with the answer {shown(text)}")
         if not lost.reason:  # its thread goes on
             break
-    raise ConfigError(f"task: {reasons[0]}; correct the environment, or start what it needs")
+    advice = "correct the environment or the model's template, or start what it needs"
+    raise ConfigError(f"task: {reasons[0]}; {advice}")
 
 
 def _play(task: EnvironmentTask, prompt: Prompt, answer: Completion) -> None:

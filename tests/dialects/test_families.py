@@ -246,7 +246,7 @@ REFUSED = {
     "two calls of Llama": (
         *("Llama 3.2", [user("a"), said("", call({}), call({}))], None, "only supports single"),
     ),
-    "tools without a place": ("Llama 3", [user("a")], [TOOL], "tools cannot be used"),
+    "tools without a place": ("Llama 3", [user("a")], [TOOL], "writes no tool calls; use a"),
     "calls without a place": ("SmolLM3", [user("a"), said("", call({}))], None, "tools cannot be"),
     "an id of another length": (
         *("Mistral", [user("a"), said("", call({}))], None, "IDs should be alphanumeric"),

@@ -93,6 +93,15 @@ def random_conversation(rng: random.Random):
     return messages, rng.choice([None, [TOOL], [TOOL, TOOL]])
 
 
+def test_forms_of_other_clients_are_read(dialect):
+    usual = [user("a"), said("b", call({}), thought="c")]
+    written = dialect.render(usual).tokens.tolist()
+    answer = {"role": "assistant", "content": "b", "reasoning": "c", "reasoning_content": None}
+    for arguments in ("", None, "{}"):
+        same = [user("a"), answer | {"tool_calls": [call(arguments)]}]
+        assert dialect.render(same).tokens.tolist() == written
+
+
 def test_a_tools_output_that_the_user_writes_ends_no_thinking(dialect):
     """The template's rule; only the markup is text here."""
     messages = [user("a"), said("b", thought="Hm."), user("<tool_response>3</tool_response>")]
@@ -198,9 +207,9 @@ REFUSED = {
         "message 0: content is .*; write one text",
     ),
     "content is a number": ([user(3)], "message 0: content is 3"),
-    "thinking by another name": (
-        [{"role": "assistant", "content": "a", "reasoning": "b"}],
-        "message 0: 'reasoning' is not read; write 'reasoning_content'",
+    "thinking of another form": (
+        [{"role": "assistant", "content": "a", "thinking": "b"}],
+        "message 0: 'thinking' is not read; write 'reasoning_content'",
     ),
     "call of the old form": (
         [{"role": "assistant", "content": "", "function_call": {"name": "add"}}],
@@ -222,7 +231,7 @@ REFUSED = {
         [said("", call("[1]"))],
         "its arguments are '\\[1\\]'; write an object",
     ),
-    "arguments missing": ([said("", call(None))], "its arguments are None; write an object"),
+    "arguments of another type": ([said("", call(0))], "its arguments are 0; write an object"),
     "arguments beyond JSON": ([said("", call({"a": {1, 2}}))], "message 0: .* not JSON"),
     "half a surrogate pair": ([user("a"), said(LONE)], "message 1: .* half of a surrogate pair"),
     "half a surrogate pair in a call": ([said("", call({"a": LONE}))], "message 0: .* surrogate"),

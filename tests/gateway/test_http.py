@@ -75,6 +75,7 @@ def sampled(**params):
     return {"token_ids": [1], "sampling_params": params}
 
 
+TOOLS = ("invalid_value", "tools.0 is ")
 TOP = ("invalid_value", "top_logprobs is ")
 CASES = [
     ("/v1/chat/completions", b"{", 400, "invalid_json", "not JSON"),
@@ -99,6 +100,8 @@ CASES = [
     ("/v1/chat/completions", CHAT | {"wat": 1}, 400, "unsupported_parameter", "wat"),
     ("/v1/chat/completions", CHAT | {"tool_choice": "required"}, 400, "invalid_value", "'auto'"),
     ("/v1/chat/completions", CHAT | {"tool_choice": OTHER}, 400, "invalid_value", "name one"),
+    ("/v1/chat/completions", CHAT | {"tools": [{"type": "web_search"}]}, 400, *TOOLS),
+    ("/v1/chat/completions", CHAT | {"tools": [{"type": "function"}]}, 400, *TOOLS),
     ("/v1/chat/completions", CHAT | {"model": "gpt"}, 404, "model_not_found", "'gpt'"),
     ("/sessions/none/v1/chat/completions", CHAT, 404, "session_not_found", "'none'"),
     ("/v1/nothing", CHAT, 404, "unknown_url", "/v1/nothing"),
@@ -125,6 +128,24 @@ def test_requests_that_cannot_be_served_get_typed_errors():
             wrong.append((path, str(body)[:100], found, error))
     assert wrong == []
     assert policy.turns == []
+
+
+def test_forms_that_clients_send_are_read():
+    """Null for a default, -1 and other negative seeds, and calls without arguments."""
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": ""}}
+    told = {"role": "assistant", "content": None, "reasoning": "Hm.", "tool_calls": [call]}
+    history = [*MESSAGES, told, {"role": "tool", "tool_call_id": "c", "content": "3"}]
+    usage = {"stream_options": {"include_usage": None}}
+    requests = {
+        ("/v1/completions", "cmpl-"): {"prompt": "a", "echo": None, "seed": -1},
+        ("/v1/chat/completions", "chatcmpl-"): CHAT | usage | {"seed": -(2**63)},
+        ("/v1/chat/completions", "chatcmpl-", "history"): CHAT | {"messages": history},
+        (GENERATE, "gen-"): {"token_ids": [1], "sampling_params": None},
+    }
+    answers = post([(path, body) for (path, *_), body in requests.items()])
+    for (_, begin, *_), (status, answer) in zip(requests, answers, strict=True):
+        assert status == 200, answer
+        assert answer.get("id", answer.get("request_id")).startswith(begin)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import hashlib
 import inspect
 import re
 import secrets
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -161,16 +162,21 @@ class _Handlers:
         id = f"sess-{hashlib.blake2b(key.encode(), digest_size=10).hexdigest()}"
         if id not in self._facts["session"]:
             self._store.put("session", id, {**facts, "finished": None})
+            self._server.seen[id] = time.monotonic()
         return id
 
     def session_heartbeat(self, request: Request, *, session_id: Text) -> Any:
-        if self._store.get("session", session_id)["finished"]:
+        fact = self._store.get("session", session_id)
+        self._server.seen[session_id] = time.monotonic()
+        if fact["finished"]:
             raise BadRequest(410, "the session has finished")
         return {"type": "session_heartbeat"}
 
     def finish(self, request: Request, session: str, *, reason: Metadata) -> None:
         fact = self._store.get("session", session)
-        self._store.put("session", session, fact | {"finished": fact["finished"] or reason})
+        reason = fact["finished"] or reason or {"type": "unknown"}
+        self._store.put("session", session, fact | {"finished": reason})
+        self._server.finish(session)
 
     def sessions(self, request: Request) -> Any:
         return {"sessions": page(request, [*self._facts["session"]])[0]}

@@ -5,7 +5,9 @@ checkpoints.
 import re
 import secrets
 import time
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from starlette.requests import Request
 from starlette.responses import FileResponse
@@ -19,7 +21,7 @@ from rl.tinker.store import Fact
 PAGE = 1000
 """Maximum number of rows of an answer."""
 URL_S = 3600
-"""Time for which an answer says that its URLs are valid."""
+"""Time for which the URLs of an answer are valid."""
 CHECKPOINT = "training_runs/{run}/checkpoints/{kind}/{name}"
 LISTED = [
     ("GET", "training_runs", "training_runs"),
@@ -95,21 +97,27 @@ class Catalog:
         self._change(place, expires=until(ttl_seconds))
 
     def external_weights_urls(self, request: Request, **place: str) -> Any:
+        expires = time.time() + URL_S
+        self._change(place, links_expire=expires)
         fact = self._checkpoints.find(self._path(**place))
-        folder = self._checkpoints.at(fact["folder"])
-        files = [each.relative_to(folder) for each in folder.rglob("*") if each.is_file()]
         base = f"{request.base_url}api/v1/files/{fact['key']}"
-        urls = {str(file): f"{base}/{file}" for file in files}
-        return {"urls": urls, "expires": when(time.time() + URL_S)}
+        urls = {file: f"{base}/{quote(file)}" for file in self._files(fact)}
+        return {"urls": urls, "expires": when(expires)}
+
+    def _files(self, fact: Fact) -> dict[str, Path]:
+        folder = self._checkpoints.at(fact["folder"])
+        found = (each for each in folder.rglob("*") if each.is_file())
+        return {str(each.relative_to(folder)): each for each in found}
 
     def file(self, request: Request, key: str, file: str) -> Any:
-        for fact in self._store.facts["checkpoint"].values():
-            folder = self._checkpoints.at(fact["folder"]).resolve()
-            path = (folder / file).resolve()
-            is_inside = path.is_relative_to(folder)
-            if secrets.compare_digest(fact["key"], key) and is_inside and path.is_file():
-                return FileResponse(path)
-        raise BadRequest(404, "there is no such file")
+        now = time.time()
+        for path, fact in self._store.facts["checkpoint"].items():
+            is_key = secrets.compare_digest(fact["key"].encode(), key.encode())
+            if is_key and fact.get("links_expire", 0.0) > now:
+                found = self._files(self._checkpoints.find(path))
+                if file in found:
+                    return FileResponse(found[file])
+        raise BadRequest(404, "there is no such file, or its URL has expired")
 
 
 def adapter_facts(fact: Fact) -> dict[str, Any]:

@@ -85,6 +85,23 @@ class Models:
             self._models[id] = Model(id)
         return self.accept(id, 0, verb, body)
 
+    def drop(self, id: str) -> None:
+        """Forget a model, unless its adapter is on the trainer or requests wait."""
+        if id not in self._here and not self._models[id].waiting:
+            del self._models[id]
+            fact = self._store.drop("model", id)
+            self._store.forget(id)
+            for name in ("state", "live"):
+                self._checkpoints.release(fact[name])
+
+    def drop_live(self, session: str) -> None:
+        """Delete the weights that samplers of a session's models shared."""
+        for model in self._models.values():
+            fact = self._verbs.fact(model)
+            if fact["session"] == session and fact["live"]:
+                self._verbs.set(model, live="")
+                self._checkpoints.release(fact["live"])
+
     def accept(self, id: str, seq: int, verb: str, body: bytes) -> dict[str, Any]:
         """Return the promise of request ``seq`` of a model.
 

@@ -6,7 +6,7 @@ import itertools
 import math
 import secrets
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -44,8 +44,13 @@ ROWS = 64
 """Number of finished samples that a client is told of at once, for it fetches them at once."""
 UNUSED_S = 24 * 3600.0
 """Time without a sample after which a sampler is forgotten."""
+MAX_UNNAMED = 32
+"""Number of samplers of a model with weights of their own that have no name; those that were used
+least recently are forgotten."""
 AGAIN_S = 1.0
 """Time before a sample whose process was lost is sampled again."""
+Rows = dict[int, tuple[int, dict[str, Any]]]
+"""Finished samples by number: place in the order of all, and what the client is told."""
 LOST = Answer(b"", "lost")
 """Answer of a sample that a killed process had promised. Its client asks again."""
 
@@ -69,7 +74,7 @@ class Samplers:
         self._session = parts.session
         self._store = parts.store
         self._futures = parts.futures
-        self._ready = defaultdict[tuple[str, int], deque[tuple[int, dict[str, Any]]]](deque)
+        self._ready = defaultdict[str, dict[int, Rows]](dict)  # by sampler and client
         self._cursors = itertools.count(time.time_ns() // 1000)  # later processes have larger ones
         self._used: dict[str, float] = {}
         self._changed = Signal()
@@ -84,8 +89,12 @@ class Samplers:
 
     def fact(self, name: str) -> Fact:
         """Return the facts about a sampler. Raises BadRequest if it is unknown."""
+        fact = self._store.get("sampler", name)
+        is_new = name not in self._used
         self._used[name] = time.monotonic()
-        return self._store.get("sampler", name)
+        if is_new:
+            self._bound()
+        return fact
 
     def create(self, name: str, base_model: str, model_path: str | None) -> None:
         """Add a sampler of a checkpoint, or without one of the base model. A second call does
@@ -108,13 +117,30 @@ class Samplers:
         return count
 
     def expire(self) -> None:
-        """Forget the samplers that were not used for long."""
+        """Forget the samplers that were not used for long, or that are too many."""
+        self._bound()
         now = time.monotonic()
         for name in [*self._store.facts["sampler"]]:
             if self._used.setdefault(name, now) + UNUSED_S < now:
-                self._parts.checkpoints.release(self._store.drop("sampler", name)["folder"])
-                self._store.forget(name)
-                del self._used[name]
+                self.drop(name)
+
+    def _bound(self) -> None:
+        """Forget the samplers of each model beyond MAX_UNNAMED."""
+        unnamed = defaultdict[str, list[str]](list)
+        for name, fact in self._store.facts["sampler"].items():
+            if fact["folder"] and not fact["model_path"]:
+                unnamed[fact["run"]].append(name)
+        for names in unnamed.values():
+            names.sort(key=lambda name: self._used.get(name, math.inf))
+            for name in names[:-MAX_UNNAMED]:
+                self.drop(name)
+
+    def drop(self, name: str) -> None:
+        """Forget a sampler and its samples, and its weights unless they have a name."""
+        self._parts.checkpoints.release(self._store.drop("sampler", name)["folder"])
+        self._store.forget(name)
+        self._used.pop(name, None)
+        self._ready.pop(name, None)
 
     # Samples.
 
@@ -140,6 +166,7 @@ class Samplers:
         """Note that a client has a sample, or knows that it is lost."""
         if name in self._store.facts["sampler"]:
             self._store.forget(name, seq)
+            self._ready[name].get(seq // CLONE, {}).pop(seq, None)
 
     async def ready_after(
         self, name: str, client: int, *, cursor: int, seconds: float
@@ -149,13 +176,13 @@ class Samplers:
         Waits up to ``seconds`` for one. Forgets the order of those before.
         """
         self.fact(name)
-        ready = self._ready[name, client]
-        while ready and ready[0][0] <= cursor:
-            ready.popleft()
+        ready = self._ready[name].setdefault(client, {})
+        for seq in [*itertools.takewhile(lambda seq: ready[seq][0] <= cursor, ready)]:
+            del ready[seq]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._changed.until(lambda: ready)
-        rows = [*itertools.islice(ready, ROWS)]
+        rows = [*itertools.islice(ready.values(), ROWS)]
         return [row for _, row in rows], rows[-1][0] if rows else cursor
 
     async def _work(self, future: Future, fact: Fact, body: bytes) -> None:
@@ -179,7 +206,9 @@ class Samplers:
         if answer.media == MEDIA_TYPE:
             size = len(answer.content)
             row |= {"state": "finished", "response_payload_uncompressed_size": size}
-        self._ready[name, int(seq) // CLONE].append((next(self._cursors), row))
+        if name in self._store.facts["sampler"]:
+            ready = self._ready[name].setdefault(int(seq) // CLONE, {})
+            ready[int(seq)] = (next(self._cursors), row)
         self._changed.notify()
 
     async def _sample(

@@ -1,6 +1,8 @@
 """A server's parts, and its life: the session runs, and what was lost starts again."""
 
 import asyncio
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from rl.session.concurrency import background
 from rl.session.session import Session
 from rl.tinker.models import Models
 from rl.tinker.parts import Parts
-from rl.tinker.samplers import Samplers
+from rl.tinker.samplers import UNUSED_S, Samplers
 
 EXPIRE_S = 60.0
 """Time between deletions of what has expired."""
@@ -36,6 +38,16 @@ class Server:
         self.parts = Parts(config, session, folder, events, **options)
         self.models = Models(self.parts)
         self.samplers = Samplers(self.parts)
+        self.parts.store.make_room = self.make_room
+        self.seen: dict[str, float] = {}
+        """Monotonic time of the latest sign of life of each session."""
+        self._began = time.monotonic()
+        self._drops: dict[str, Callable[[str], object]] = {
+            "session": self._drop_session,
+            "model": self.models.drop,
+            "sampler": self.samplers.drop,
+            "loss": self._drop_loss,
+        }
 
     async def run(self) -> None:
         """Run the session until the task is cancelled. Raises the failure that no start mends."""
@@ -61,6 +73,40 @@ class Server:
                 await self.models.run()
             finally:
                 self.samplers.running.clear()
+
+    def finish(self, session: str) -> None:
+        """Forget what only clients of a session use, which has finished: samplers with weights that
+        have no name, and losses.
+        """
+        for kind in ("sampler", "loss"):
+            for id in [*self.parts.store.facts[kind]]:
+                if id.startswith(f"{session}:"):
+                    self._drops[kind](id)
+        self.models.drop_live(session)
+
+    def make_room(self, kind: str) -> None:
+        """Forget a tenth of the facts of a kind whose sessions have finished, or gave no sign of
+        life for UNUSED_S seconds: the oldest. Models with checkpoints stay.
+        """
+        facts = self.parts.store.facts
+        named = {fact["model"] for fact in facts["checkpoint"].values()}
+        idle = time.monotonic() - UNUSED_S
+        over = []
+        for id in facts[kind] if kind in self._drops else ():
+            session = id.partition(":")[0]
+            has_ended = facts["session"].get(session, {"finished": True})["finished"]
+            if id not in named and (has_ended or self.seen.get(session, self._began) < idle):
+                over.append(id)
+        for id in over[: len(over) // 10 + 1]:
+            self._drops[kind](id)
+
+    def _drop_session(self, id: str) -> None:
+        self.parts.store.drop("session", id)
+        self.seen.pop(id, None)
+
+    def _drop_loss(self, id: str) -> None:
+        self.parts.store.drop("loss", id)
+        self.parts.store.forget(id)
 
     async def _expire(self) -> None:
         while True:

@@ -83,6 +83,8 @@ class Store:
         self._changed = Signal()
         self._writing: asyncio.Task[None] | None = None
         self._thread = ThreadPoolExecutor(1, "store")
+        self.make_room: Callable[[str], object] = str
+        """Function that drops facts of a kind which are not in use, if there are too many."""
         self.facts: dict[str, dict[str, Fact]] = {kind: {} for kind in KINDS}
         try:
             self._database = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
@@ -96,7 +98,7 @@ class Store:
     def get(self, kind: str, name: str) -> Fact:
         """Return a fact. Raises BadRequest if it is unknown."""
         if name not in self.facts[kind]:
-            raise BadRequest(404, f"there is no {kind} {name!r}")
+            raise BadRequest(404, f"there is no {kind} {name!r}, or it was forgotten")
         return self.facts[kind][name]
 
     # Changes.
@@ -104,7 +106,10 @@ class Store:
     def put(self, kind: str, name: str, fact: Fact) -> None:
         """Set a fact, which is JSON. Raises BadRequest if there are too many."""
         if name not in self.facts[kind] and len(self.facts[kind]) >= MAX_FACTS:
-            raise BadRequest(429, f"the server has {MAX_FACTS} facts of kind {kind}, the maximum")
+            self.make_room(kind)
+            if len(self.facts[kind]) >= MAX_FACTS:
+                text = f"the server has {MAX_FACTS:,} facts of kind {kind} in use, the maximum"
+                raise BadRequest(429, text)
         try:
             name.encode()
             text = json.dumps(fact, allow_nan=False)

@@ -627,8 +627,8 @@ BREAKS = (
     ),
     Break(
         "rl/tinker/samplers.py",
-        "while ready and ready[0][0] <= cursor:",
-        "while ready and ready[0][0] < cursor:",
+        "lambda seq: ready[seq][0] <= cursor",
+        "lambda seq: ready[seq][0] < cursor",
         "tinker/test_app.py",
     ),
     Break(

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import hmac
+import os
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -118,7 +119,8 @@ def admit(request: Request, key: str | None, what: str) -> None:
     if key is not None:
         headers = request.headers
         given = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode(), key.encode()):
+        # the bytes that were sent, and those of the environment
+        if not hmac.compare_digest(given.encode("latin-1"), os.fsencode(key)):
             raise ApiError(401, "the API key is wrong", code="invalid_api_key")
     elif not is_loopback(request.url.hostname or ""):  # a web page that a browser shows
         message = f"this server is {what} of this machine alone"

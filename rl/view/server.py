@@ -3,7 +3,10 @@
 import hashlib
 import hmac
 import json
+import os
+import re
 from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
@@ -66,7 +69,10 @@ def answer(runs: Sequence[Run], name: str, query: dict[str, str]) -> dict[str, A
     run = runs[number]
 
     def given(field: str, default: int = 0) -> int:
-        return int(query.get(field, default))
+        number = int(query.get(field, default))
+        if abs(number) >= 2**53:
+            raise ValueError(f"{field} is too large")
+        return number
 
     answers: dict[str, Callable[[], dict[str, Any]]] = {
         "state": run.state,
@@ -108,11 +114,13 @@ def make_app(runs: Sequence[Run], key: str | None = None) -> Starlette:
         return _json(content)
 
     async def profile(request: Request) -> Response:
-        given = request.path_params
-        found = [run.profile(given["step"]) / given["file"] for run in runs[given["run"] :][:1]]
-        if not found or not found[0].is_file():
-            raise HTTPException(404)
-        return FileResponse(found[0], headers={"content-encoding": "identity"})
+        run, step, file = request.path_params.values()
+        if re.fullmatch("[0-9]{1,9}/[0-9]{1,15}", f"{run}/{step}"):
+            folders = [each.profile(int(step)) for each in runs[int(run) :][:1]]
+            for path in chain.from_iterable(folder.glob("*") for folder in folders):
+                if path.name == file and path.is_file():
+                    return FileResponse(path, headers={"content-encoding": "identity"})
+        raise HTTPException(404)
 
     async def enter(request: Request) -> Response:
         body = b""
@@ -132,7 +140,7 @@ def make_app(runs: Sequence[Run], key: str | None = None) -> Starlette:
     return Starlette(
         routes=[
             Route("/api/{name}", data),
-            Route("/profiles/{run:int}/{step:int}/{file}", profile),
+            Route("/profiles/{run}/{step}/{file}", profile),
             Route("/key", enter, methods=["POST"]),
             Mount("/", StaticFiles(directory=PAGE, html=True)),
         ],
@@ -166,7 +174,8 @@ def _refusal(request: Request, key: str | None) -> Response | None:
         if is_loopback(request.url.hostname or ""):
             return None
         return PlainTextResponse("this server answers to its own machine alone\n", 403)
-    given = request.headers.get("authorization", "").removeprefix("Bearer ")
+    header = request.headers.get("authorization", "").removeprefix("Bearer ")
+    given = header.encode("latin-1").decode(errors="replace")  # the bytes that were sent
     cookie = request.cookies.get(COOKIE, "")
     if _is_equal(given, key) or _is_equal(cookie, _cookie_of(key)):
         return None
@@ -185,8 +194,8 @@ def _login(message: str) -> Response:
 
 def _cookie_of(key: str) -> str:
     """Return the value of the cookie of clients that gave ``key``; ASCII, unlike some keys."""
-    return hashlib.sha256(key.encode()).hexdigest()
+    return hashlib.sha256(os.fsencode(key)).hexdigest()
 
 
 def _is_equal(given: str, key: str) -> bool:
-    return hmac.compare_digest(given.encode(), key.encode())
+    return hmac.compare_digest(given.encode(), os.fsencode(key))

@@ -218,3 +218,11 @@ def test_no_path_query_or_header_makes_the_server_fail(tmp_path_factory):
                     assert answer.status_code < 500, (verb, url, given, answer.text)
 
     run()
+
+
+@awaited
+async def test_a_key_is_compared_in_its_bytes(tmp_path):
+    async with Running(tmp_path, key="schlüssel") as running:
+        for given, status in (("schlüssel".encode(), 200), (b"schl\xfcssel", 401)):
+            answer = await running.http.get("/api/v1/sessions", headers={b"x-api-key": given})
+            assert answer.status_code == status

@@ -139,6 +139,29 @@ def test_lone_surrogates_and_control_characters_are_sent(tmp_path):
     assert json.loads(text)["failure"]["error"] == "\ud800 \x00 </script>"
 
 
+LONG = ["9" * 20, "9" * 300, "9" * 5000, "-1", "x", "%C3%A9", "%00"]
+
+
+@pytest.mark.parametrize("number", LONG, ids=lambda each: each[:9])
+def test_a_number_that_no_step_has_is_refused(runs, number):
+    client = TestClient(make_app(runs), base_url=BASE, raise_server_exceptions=False)
+    paths = [f"/profiles/{number}/1/x", f"/profiles/0/{number}/x", f"/profiles/0/1/{number}"]
+    paths += [f"/api/table?step={number}", f"/api/state?run={number}", f"/{number}"]
+    paths += [f"/api/rollout?step=1&index={number}", f"/api/timeline?step=1&count={number}"]
+    for path in paths:
+        assert client.get(path).status_code in (200, 400, 404), path
+
+
+@pytest.mark.parametrize("key", ["schlüssel", "\udcff"])
+def test_any_key_is_accepted_in_its_bytes(runs, key):
+    client = TestClient(make_app(runs, key), base_url="http://far", raise_server_exceptions=False)
+    for given, status in ((os.fsencode(key), 200), (b"\xe9", 401)):
+        sent = {b"authorization": b"Bearer " + given}
+        found = client.get("/api/runs", headers=sent).status_code
+        assert found == status or key == "\udcff"
+        assert found < 500
+
+
 def exported(runs, folder) -> tuple[str, dict]:
     """Return the page that is written of ``runs``, and its data."""
     export(runs, folder / "run.html")

@@ -4,36 +4,17 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from rl.config.run import RunConfig
-from rl.data.sources import SourceConfig
+from rl.data.sources import HeldOutConfig
 from rl.types.rules import COSMETIC, NUMERICS, SHARE, at_least
 
 
 @dataclass(kw_only=True)  # without slots, which only one base of a class may have
-class DatasetConfig(SourceConfig):
+class DatasetConfig(HeldOutConfig):
     """Examples to train on, and validation examples."""
-
-    held_out_path: str = ""
-    """Validation examples, in a form that ``path`` may have. Empty: ``held_out_split`` or
-    ``held_out_fraction`` of ``path``."""
-
-    held_out_split: str = ""
-    """Split of ``held_out_path``, or of ``path``, with the validation examples."""
 
     held_out_fraction: Annotated[float, SHARE] = 0.05
     """Share of the examples of ``path`` that are held out for validation, chosen by a hash of their
-    tokens, so equal examples are held out together. 0 for no validation."""
-
-    def held_out(self) -> SourceConfig | None:
-        """Return the source of the validation examples; None if they are a share of ``path``."""
-        if not (self.held_out_path or self.held_out_split):
-            return None
-        is_same = self.held_out_path in ("", self.path)
-        return SourceConfig(
-            path=self.held_out_path or self.path,
-            dataset_config=self.dataset_config if is_same else "",
-            split=self.held_out_split,
-            revision=self.revision if is_same else "",
-        )
+    prompts, so that examples of one prompt are held out together. 0 for no validation."""
 
 
 @dataclass(kw_only=True, slots=True)

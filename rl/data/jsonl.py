@@ -1,6 +1,8 @@
 """Rows of files, of datasets and of lists, with errors that name the row."""
 
+import gzip
 import json
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -13,7 +15,13 @@ from rl.dialects.plain_text import is_unicode
 from rl.errors import ConfigError, require, shown
 
 BOM = b"\xef\xbb\xbf"
-OTHER_BOMS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
+GZIP = b"\x1f\x8b"
+OTHER_BEGINS = {
+    **dict.fromkeys((b"\xff\xfe", b"\xfe\xff"), "UTF-16"),
+    **{b"(\xb5": "compressed by zstd", b"BZ": "compressed by bzip2", b"PK": "a zip archive"},
+    **{b"\xfd7": "compressed by xz", b"PA": "Parquet"},
+}
+"""Forms of files by their first two bytes."""
 EVERY = 10_000  # rows between two lines of progress
 
 _listener: ContextVar[Callable[[str], None] | None] = ContextVar("listener", default=None)
@@ -116,13 +124,14 @@ def read_rows(source: Source, *, field: str = "data.path", form: str = "{…}") 
 def _of_file(path: str, field: str) -> Iterator[Found]:
     source = f"{field}: {path}"
     try:
-        with open(path, "rb") as lines:
+        with open(path, "rb") as file:
+            lines: Any = gzip.open(file) if file.peek(2)[:2] == GZIP else file  # noqa: SIM115
             for number, raw in enumerate(lines, start=1):
                 if number % EVERY == 0:
                     tell_progress(f"read {number:,} lines of {path}")
                 where = f"{source} line {number}"
-                if number == 1 and raw[:2] in OTHER_BOMS:
-                    problem = f"{where}: not JSON: the file is {OTHER_BOMS[raw[:2]]}"
+                if number == 1 and raw[:2] in OTHER_BEGINS:
+                    problem = f"{where}: not JSON: the file is {OTHER_BEGINS[raw[:2]]}"
                     raise ConfigError(problem, field=field, fix="save it as UTF-8")
                 if number == 1:
                     raw = raw.removeprefix(BOM)
@@ -133,8 +142,9 @@ def _of_file(path: str, field: str) -> Iterator[Found]:
                     yield where, number, _parsed(where, raw, field)
     except FileNotFoundError:
         raise ConfigError(f"there is no file {path!r}", field=field) from None
-    except OSError as error:  # no permission, a broken disk
-        raise ConfigError(f"{path!r} cannot be read: {error.strerror}", field=field) from None
+    except (OSError, EOFError, zlib.error) as error:  # no permission, a broken disk or archive
+        problem = f"{path!r} cannot be read: {getattr(error, 'strerror', None) or error}"
+        raise ConfigError(problem, field=field) from None
 
 
 def _of_table(table: Table, field: str) -> Iterator[Found]:

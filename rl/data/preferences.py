@@ -68,9 +68,9 @@ def read_preferences(
     begins, and their ``prompt``, of the same kind. Without ``prompt``, both are whole conversations
     and their common first messages are the prompt; they may be texts of turns that begin with
     ``Human:`` and ``Assistant:``, each after an empty line. ``tools`` may be given with messages. A
-    row is dropped if one of its answers is too long. An answer ends with the last token that the
-    assistant writes, at which a reward model scores it as it scores rollouts. ``margin`` is a
-    number.
+    row is dropped if one of its answers is too long, or if a cut makes both equal. An answer ends
+    with the last token that the assistant writes, at which a reward model scores it as it scores
+    rollouts. ``margin`` is a number.
 
     ``section`` is the name of ``config`` in errors. Raises ConfigError that names the first row
     that cannot be used, or if none is left.
@@ -82,7 +82,7 @@ def read_preferences(
         masked = [_up_to_its_end(row, each) for each in _both(row, encoder)]
         prompt = _common_prompt(row, *masked)
         chosen, rejected = (encoder.example(row, each) for each in masked)
-        if chosen is None or rejected is None:
+        if chosen is None or rejected is None or np.array_equal(chosen.tokens, rejected.tokens):
             yield None
         else:
             margin = _margin(row)

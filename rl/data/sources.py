@@ -5,12 +5,13 @@ import re
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from rl.errors import ConfigError, require
+from rl.model.hub import refuse_pointer
 
 TABLES = {".parquet": "parquet", ".arrow": "arrow"}
 """Builders of ``datasets`` by the suffix of the file that each of them reads."""
@@ -49,6 +50,30 @@ class SourceConfig:
     ``config.json``, and reads it again if it is resumed."""
 
 
+@dataclass(kw_only=True)
+class HeldOutConfig(SourceConfig):
+    """Rows to train on, and rows for evaluation of another source."""
+
+    held_out_path: str = ""
+    """Rows for evaluation, in a form that ``path`` may have. Empty: ``held_out_split`` or
+    ``held_out_fraction`` of ``path``."""
+
+    held_out_split: str = ""
+    """Split of ``held_out_path``, or of ``path``, with the rows for evaluation."""
+
+    def held_out(self) -> SourceConfig | None:
+        """Return the source of the rows for evaluation; None if they are a share of ``path``."""
+        if not (self.held_out_path or self.held_out_split):
+            return None
+        is_same = self.held_out_path in ("", self.path)
+        return SourceConfig(
+            path=self.held_out_path or self.path,
+            dataset_config=self.dataset_config if is_same else "",
+            split=self.held_out_split,
+            revision=self.revision if is_same else "",
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Table:
     """Rows that are open."""
@@ -70,7 +95,13 @@ def open_source(source: Any, field: str = "data.path") -> Table | str:
         source = SourceConfig(path=str(source))
     if not isinstance(source, SourceConfig):
         return source if isinstance(source, Table) else Table(source)
-    path = source.path
+    path = os.path.expanduser(source.path)
+    source = replace(source, path=path)
+    if os.path.isfile(path):
+        refuse_pointer(path, field)
+    elif any(each in path for each in "*?[") and not os.path.exists(path):
+        fix = "name one file, or a folder whose files are all read"
+        raise ConfigError(f"{path!r} is a pattern, which is not expanded", field=field, fix=fix)
     split_field = f"{field.removesuffix('path')}split"
     is_table = Path(path).suffix in TABLES and os.path.isfile(path)
     is_saved = os.path.isdir(path) and not SAVED.isdisjoint(os.listdir(path))

@@ -4,7 +4,7 @@ import asyncio
 import json
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
@@ -14,7 +14,7 @@ import zmq.asyncio
 
 from rl.data.jsonl import read_rows
 from rl.data.order import choose_held_out, epoch_index, text_hash
-from rl.data.sources import SourceConfig, open_source
+from rl.data.sources import HeldOutConfig, SourceConfig, open_source
 from rl.data.stored import kept, parted
 from rl.environments.agent import AgentTask, Api
 from rl.environments.protocol import Reply
@@ -42,7 +42,7 @@ class VerifiersTask(AgentTask):
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(AgentTask.Config, SourceConfig):
+    class Config(AgentTask.Config, HeldOutConfig):
         address: str = "tcp://127.0.0.1:5000"
         """Address of the EnvServer, as ZeroMQ writes it."""
 
@@ -66,12 +66,18 @@ class VerifiersTask(AgentTask):
         self._env_server: _EnvServer | None = None
         if only_scores:
             return
-        table = open_source(config, "task.path")
-        read = read_rows(table, field="task.path", form='{"prompt": …, …}')
-        rows = kept(((_text_of(row.value), json.dumps(row.value)) for row in read), table)
+        rows = self._read(config, "task.path")
+        if other := config.held_out():
+            self._train, self._held_out = rows, self._read(other, "task.held_out_path")
+            return
         hashes = [text_hash(text) for text, _ in rows]
         held_out = choose_held_out(hashes, config.held_out_fraction, "task.path", config.path)
         self._train, self._held_out = parted(rows, held_out)
+
+    def _read(self, source: SourceConfig, field: str) -> Sequence[tuple[str, str]]:
+        table = open_source(source, field)
+        read = read_rows(table, field=field, form='{"prompt": …, …}')
+        return kept(((_text_of(row.value), json.dumps(row.value)) for row in read), table)
 
     def prompt(self, prompt_id: int) -> Prompt:
         text, data = self._train[epoch_index(self.seed, prompt_id, len(self._train))]

@@ -4,6 +4,7 @@ Endpoint, cache, token and offline mode are those of its environment variables.
 """
 
 import io
+import os
 import re
 import shutil
 import socket
@@ -21,6 +22,8 @@ DESCRIPTIONS = ("*.json", "*.jinja", "*.txt", "*.model")
 """Files of a model's folder beside its weights: config, tokenizer, templates, index."""
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+POINTER = b"version https://git-lfs"
+"""Begin of a file of Git LFS that stands for another."""
 TELL_S = 5.0
 
 
@@ -96,6 +99,8 @@ def locate(model: Any, section: str) -> None:
     ``model`` is the ModelConfig in ``section``. A folder stays as it is. Raises ConfigError.
     """
     path = model.hf_path
+    if path is not None and path.startswith("~"):
+        path = model.hf_path = os.path.expanduser(path)
     if path is None or not is_name(path):
         rule = f"None, unless {section}.hf_path is a name on the Hub"
         holds = model.revision is None or isinstance(path, Snapshot)
@@ -120,6 +125,14 @@ def is_name(path: str) -> bool:
     file or folder.
     """
     return re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", path) is not None and not Path(path).exists()
+
+
+def refuse_pointer(path: str | Path, field: str) -> None:
+    """Raise ConfigError, naming ``field``, if a file is one of Git LFS that stands for another."""
+    problem = f"{str(path)!r} is a pointer of Git LFS, without the content of the file"
+    fix = "run there: git lfs install; git lfs pull"
+    with suppress(OSError), open(path, "rb") as file:  # its reader says why it cannot be read
+        require(file.read(len(POINTER)) != POINTER, problem, field=field, fix=fix)
 
 
 def read_index(path: Path) -> dict[str, str]:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from rl.errors import require
 from rl.model.families import BUILT_IN, Family, family_named, family_of_folder
-from rl.model.hub import Snapshot
+from rl.model.hub import Snapshot, refuse_pointer
 from rl.model.hugging_face_config import HuggingFaceConfig
 from rl.types.rules import PERFORMANCE, NeedsCuda, above, at_least
 
@@ -170,6 +170,8 @@ def shape_of(config: ModelConfig, *, field: str = "model.hf_path") -> ModelShape
     fix = "save the model with safe_serialization=True"
     has_weights = isinstance(config.hf_path, Snapshot) or any(folder.glob("*.safetensors"))
     require(has_weights, f"{name} has no *.safetensors", field=field, fix=fix)
+    for file in (*folder.glob("*.json"), *folder.glob("*.safetensors")):
+        refuse_pointer(file, field)
     described = HuggingFaceConfig(field, folder)
     own = config.family if config.family not in BUILT_IN else None
     name = family_of_folder(described, own)

@@ -1,27 +1,31 @@
 """Tasks of questions that are asked through the chat template of a model."""
 
+import logging
 from abc import abstractmethod
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from rl.data.jsonl import Row, read_rows, tell_progress
 from rl.data.order import choose_held_out, epoch_index, text_hash
-from rl.data.sources import SourceConfig, Table, open_source
+from rl.data.sources import HeldOutConfig, Table, open_source
 from rl.data.stored import kept, parted
 from rl.dialects.dialect import ConversationError
 from rl.dialects.template import stop_tokens, template_text
 from rl.environments.task import Task
-from rl.errors import ConfigError
+from rl.errors import ConfigError, printable
 from rl.model.shape import ModelConfig
 from rl.model.tokenizer import load_tokenizer, require_chat_template, write_stop_tokens
 from rl.types import Prompt
 from rl.types.rules import SHARE
 
 CHUNK = 2000  # prompts between two reports of progress
+MOST_NAMED = 10
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +76,7 @@ class ChatTask(Task):
         block."""
 
     config: Config
-    field: ClassVar[str]
+    field: str
     """Field of the config that names the questions, such as ``"path"``."""
 
     unit: str
@@ -80,6 +84,9 @@ class ChatTask(Task):
 
     table: Table | str = ""
     """Table that the questions come from, or path of their file; empty for other sources."""
+
+    held_out_table: Table | str | None = None
+    """Table of the questions for evaluation; None if they are a share of the others."""
 
     def __init__(self, config: Config, *, seed: int, model: ModelConfig, only_scores: bool = False):
         folder = model.hf_path
@@ -95,9 +102,22 @@ class ChatTask(Task):
             return
         hashes = list[bytes]()
         questions = kept(self._make_questions(problems, hashes), self.table)
+        if self.held_out_table is not None:
+            self.field, self.table = "held_out_path", self.held_out_table
+            self.source = config.held_out_path or self.source  # type: ignore[attr-defined]
+            others = kept(self._make_questions(self.read_problems(), []), self.table)
+            self.train, self.held_out = questions, others
+            return
         named = f"task.{self.field}"
         held_out = choose_held_out(hashes, config.held_out_fraction, named, self.source)
         self.train, self.held_out = parted(questions, held_out)
+
+    def warn(self, what: str, rows: list[str]) -> None:
+        """Log a warning that says ``what`` and names the first of ``rows``, if there are any."""
+        if rows:
+            more = f" and {len(rows) - MOST_NAMED} more" if len(rows) > MOST_NAMED else ""
+            named = printable(f"{'; '.join(rows[:MOST_NAMED])}{more}")
+            logger.warning("task.%s: %s: %s: %s", self.field, self.source, what, named)
 
     @abstractmethod
     def read_problems(self) -> Iterable[Problem]:
@@ -162,23 +182,25 @@ class ChatJsonl(ChatTask):
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(ChatTask.Config, SourceConfig):
+    class Config(ChatTask.Config, HeldOutConfig):
         columns: dict[str, str] = field(default_factory=dict)
         """Names of columns by the fields that they hold, such as ``question`` from ``query``.
         Other fields have columns of their own names."""
 
     config: Config
-    field: ClassVar[str] = "path"
+    field = "path"
 
     def __init__(self, config: Config, *, only_scores: bool = False, **options: Any):
         if not only_scores:
             self.table = open_source(config, "task.path")
+            if other := config.held_out():
+                self.held_out_table = open_source(other, "task.held_out_path")
         super().__init__(config, only_scores=only_scores, **options)
 
     def rows(self, form: str) -> Iterator[Row]:
         """Yield the rows, with the columns of the config under the names of their fields. ``form``
         is an example of a row, for errors.
         """
-        for row in read_rows(self.table, field="task.path", form=form):
+        for row in read_rows(self.table, field=f"task.{self.field}", form=form):
             self.unit = row.unit
             yield row.renamed(self.config.columns)

@@ -1,6 +1,5 @@
 """Task of word problems with short answers, in the form of GSM8K, MATH or DAPO-Math."""
 
-import logging
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -10,7 +9,6 @@ from typing import ClassVar
 from rl.data.jsonl import Row
 from rl.dialects.answers import without_thoughts
 from rl.environments.task import Score
-from rl.errors import printable
 from rl.tasks.algebra import is_same_expression
 from rl.tasks.chat import ChatJsonl, Problem
 from rl.types import Completion, Prompt
@@ -33,9 +31,6 @@ DECIMALS = 6
 """Decimals of a number that count, as for math-verify."""
 MOST_COMPARED = 5000
 """Number of a file's solutions that algebra compares with their answers."""
-MOST_NAMED = 10
-
-logger = logging.getLogger(__name__)
 
 
 class Gsm8kJsonl(ChatJsonl):
@@ -79,13 +74,7 @@ class Gsm8kJsonl(ChatJsonl):
                 if given is None or not same_value(given, answer):
                     wrong.append(f"{row.unit} {row.line} ({given} instead of {answer})")
             yield Problem(number=row.line, question=question, answer=answer)
-        if wrong:
-            more = f" and {len(wrong) - MOST_NAMED} more" if len(wrong) > MOST_NAMED else ""
-            named = printable(f"{', '.join(wrong[:MOST_NAMED])}{more}")
-            logger.warning(
-                "%s: a solution does not have the row's answer, so that it scores 0: %s",
-                *(f"task.path: {self.source}", named),
-            )
+        self.warn("a solution does not have the row's answer, so that it scores 0", wrong)
 
     def score(self, prompt: Prompt, text: str, completion: Completion) -> Score:
         """Return the score. Metric ``answered``: the text has an answer; ``format``: the answer is

@@ -7,6 +7,7 @@ from statistics import fmean
 from typing import Any, ClassVar
 
 from rl.data.jsonl import Row
+from rl.dialects.answers import without_thoughts
 from rl.environments.task import Score
 from rl.errors import nearest, require, shown
 from rl.metrics import Entry, Value
@@ -21,7 +22,7 @@ class IFEval(ChatJsonl):
     """Task of rows ``{"prompt": …, "instruction_id_list": [id, …], "kwargs": [options, …]}``.
 
     The reward is the share of a prompt's instructions that the answer follows. A completion is
-    correct if it follows all of them. What is thought before ``</think>`` is no part of the answer.
+    correct if it follows all of them. Thoughts are no part of the answer.
 
     Tokenizer and chat template are those of ``model.hf_path``.
     """
@@ -45,8 +46,8 @@ class IFEval(ChatJsonl):
         the answer may follow, see :func:`rl.tasks.instructions.loosened`.
         """
         instructions = json.loads(prompt.answer)
-        answer = text.rpartition("</think>")[2]
-        strict = [follows(answer, *each) for each in instructions]
+        answer = without_thoughts(text, prompt)
+        strict = [bool(answer) and follows(answer, *each) for each in instructions]
         loose = [any(follows(part, *each) for part in loosened(answer)) for each in instructions]
         count = len(instructions)
         metrics: dict[str, Entry] = {

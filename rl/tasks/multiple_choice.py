@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rl.data.jsonl import Row
+from rl.dialects.answers import without_thoughts
 from rl.environments.task import Score
 from rl.errors import shown
 from rl.tasks.chat import ChatJsonl, Problem
@@ -14,11 +15,15 @@ from rl.types import Completion, Prompt
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 FORM = '{"question": …, "choices": [text, …], "answer": 0}'
+OPEN = r"(?:[\s*_`\"'$(\[{]|\\\(|\\(?:boxed|(?:text|math)\w*)\s*\{)*"
+"""Markup before a letter."""
+NO_CHOICE = r"['’]\w|[ \t]+(?!(?:is|because|since)\b)[a-z]"  # "I believe", "A dog"
+OTHERS = r"[\s,]*(?:,|\b(?:or|and)\b|\\text\{\W*(?:or|and))\W*[A-Z]\b"
+LETTER = rf"{OPEN}([A-Z])(?=[`*_\"')\]}}.,:;$\s\\]|$)(?!(?<=[AI])(?:{NO_CHOICE})|{OTHERS})"
 MARKED = re.compile(
-    r"\b(?i:answer)[*_\s]*:[\s*_$(\[]*(?:\\(?:boxed|text|textbf)\{)*\(?([A-Z])(?![A-Za-z0-9])"
-    r"|\\boxed\{(?:\\text\{)?\(?([A-Z])\)?\}"
+    rf"\b(?i:answer)[*_\s]*(?:\b(?i:is)\b[*_\s]*:|:){LETTER}|\\(?:boxed|fbox)\s*\{{{LETTER}"
 )
-ALONE = re.compile(r"\(?([A-Z])[).]?")
+ALONE = re.compile(rf"{LETTER}[`*_\"')\]}}.$\s\\]*")
 
 
 class MultipleChoice(ChatJsonl):
@@ -51,7 +56,7 @@ class MultipleChoice(ChatJsonl):
 
     def score(self, prompt: Prompt, text: str, completion: Completion) -> Score:
         """Return the score. Metric ``answered``: the text has an answer."""
-        answer = chosen_letter(text)
+        answer = chosen_letter(without_thoughts(text, prompt))
         correct = answer == prompt.answer
         metrics = {"answered": float(answer is not None)}
         return Score(reward=float(correct), correct=correct, metrics=metrics)

@@ -8,11 +8,16 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import dedent
 from typing import Annotated, Any, ClassVar
 
-from rl.data.jsonl import Row
+from markdown_it import MarkdownIt
+
+from rl.data.jsonl import Row, tell_progress
+from rl.dialects.answers import without_thoughts
 from rl.environments.task import Score
 from rl.errors import shown
 from rl.sandbox.sandbox import Sandbox, open_sandbox
@@ -22,7 +27,12 @@ from rl.types import Completion, Prompt
 from rl.types.rules import above, at_least
 
 PROGRAMS = Path(__file__).parent / "puzzles"
-BLOCK = re.compile(r"^```(?:python|py)?[ \t]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
+FENCES = MarkdownIt("zero").enable(["fence", "list", "blockquote"])
+TAG = re.compile(r"\W*(?:(?:python|py)[\d.]*\W*)?(?:\s|$)", re.IGNORECASE)
+SOLUTIONS = ("canonical_solution", "code", "solution")
+"""Columns with the own solution of a row."""
+MOST_TRIED = 1000
+"""Number of own solutions of a file whose tests run."""
 FORM = '{"instruction": …, "tests": ["assert …", …]}'
 OWN_NAMES = {*dir(builtins), "__name__", "__builtins__"}
 
@@ -35,7 +45,10 @@ class PythonPuzzles(ChatJsonl):
     ``test_list``) are read too. A solution follows the begin of the program.
 
     The reward is the share of the tests that the last block of Python code of the completion
-    passes. Tokenizer and chat template are those of ``model.hf_path``.
+    passes. Rows whose own solution (``canonical_solution``, ``code`` or ``solution``) does not pass
+    their tests are named in a warning, with the reason.
+
+    Tokenizer and chat template are those of ``model.hf_path``.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -66,9 +79,21 @@ class PythonPuzzles(ChatJsonl):
         super().__init__(config, **options)
 
     def read_problems(self) -> Iterator[Problem]:
-        for row in self.rows(FORM):
-            question, *answer = read_puzzle(row)
-            yield Problem(number=row.line, question=question, answer=json.dumps(answer))
+        tried = dict[str, Future[tuple[list[bool], str]]]()
+        with ThreadPoolExecutor(os.cpu_count()) as threads:
+            for row in self.rows(FORM):
+                question, *answer = read_puzzle(row)
+                found = next(filter(None, map(row.value.get, SOLUTIONS)), None)
+                if isinstance(found, str) and len(tried) < MOST_TRIED:
+                    code = last_block(found) or found
+                    tried[f"{row.unit} {row.line}"] = threads.submit(self._run, code, answer)
+                yield Problem(number=row.line, question=question, answer=json.dumps(answer))
+            failed = list[str]()
+            for place, (where, work) in enumerate(tried.items()):
+                tell_progress(f"ran {place} of {len(tried)} solutions of {self.source}")
+                verdicts, reason = work.result()
+                failed += [] if all(verdicts) else [f"{where}: {reason}"]
+        self.warn(f"of {len(tried)} solutions some do not pass the tests of their own rows", failed)
 
     def score(self, prompt: Prompt, text: str, completion: Completion) -> Score:
         """Return the score. Metric ``answered``: the text has a block of code; ``passed``: share of
@@ -76,36 +101,59 @@ class PythonPuzzles(ChatJsonl):
 
         Raises SandboxError if the sandbox fails, which drops the group.
         """
-        code = last_block(text)
+        code = last_block(without_thoughts(text, prompt))
         tests = json.loads(prompt.answer)
-        begin = tests.pop(0) if isinstance(tests[0], str) else ""
-        passed = 0
-        if code is not None:
-            limits = Limits(
-                wall_s=self.config.seconds,
-                cpu_s=max(1, round(self.config.seconds)),
-                memory_mib=self.config.memory_mib,
-            )
-            passed = sum(run_tests(self.sandbox, begin + code, tests, limits))
-        share = passed / len(tests)
-        correct = passed == len(tests)
+        passed = sum(self._run(code, tests)[0]) if code is not None else 0
+        count = sum(isinstance(test, list) for test in tests)
+        share = passed / count
+        correct = passed == count
         return Score(
             reward=float(correct) if self.config.all_or_nothing else share,
             correct=correct,
             metrics={"answered": float(code is not None), "passed": share},
         )
 
+    def _run(self, code: str, tests: list[Any]) -> tuple[list[bool], str]:
+        """Return what :func:`run_tests` does for the tests of a row, after the begin of the
+        solution if the row gives one.
+        """
+        limits = Limits(
+            wall_s=self.config.seconds,
+            cpu_s=max(1, round(self.config.seconds)),
+            memory_mib=self.config.memory_mib,
+        )
+        begin = tests[0] if isinstance(tests[0], str) else ""
+        return run_tests(self.sandbox, begin + code, tests[bool(begin) :], limits)
+
 
 def last_block(text: str) -> str | None:
-    """Return the last fenced block of Python code; None without one."""
-    found = BLOCK.findall(text)
-    return found[-1] if found else None
+    """Return the last block of Python code: the last fenced block that is tagged as Python, or else
+    the last one without a tag that defines something, or else the last one without a tag; None
+    without any. A block without an end does not count.
+    """
+    untagged = list[str]()
+    for block in reversed(FENCES.parse(f"{text}\n")):
+        lines = block.content.count("\n") + 2
+        if block.type != "fence" or not block.map or block.map[1] - block.map[0] != lines:
+            continue
+        if (tag := TAG.match(block.info)) and tag[0].strip():
+            return block.content
+        untagged += [block.content] if tag else []
+    return next(filter(defines, untagged), next(iter(untagged), None))
+
+
+def defines(code: str) -> bool:
+    """Whether ``code`` is Python that does more than name values, as printed output may do."""
+    try:
+        return any(not isinstance(node, ast.Expr) for node in ast.parse(dedent(code)).body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
 
 
 def run_tests(
     sandbox: Sandbox, code: str, tests: Sequence[tuple[list[str], str]], limits: Limits
-) -> list[bool]:
-    """Return for each test whether ``code`` passes it.
+) -> tuple[list[bool], str]:
+    """Return for each test whether ``code`` passes it, and why the first that failed did.
 
     Code and tests run in two sandboxes, so that the code sees no test and no expected value, and
     what it returns reaches the tests as data. The tests are one after another; if one does not
@@ -139,9 +187,10 @@ def run_tests(
             for end in ends:
                 os.close(end)
         solver.ready()
-        judge.wait(beside=[solver])
+        said = judge.wait(beside=[solver]).stderr.partition("\n")[0]
         verdicts = os.pread(report, len(tests), 0)
-    return [verdicts[at : at + 1] == b"1" for at in range(len(tests))]
+    reason = said if len(verdicts) == len(tests) else f"no end within {limits.wall_s:g} s"
+    return [verdicts[at : at + 1] == b"1" for at in range(len(tests))], reason
 
 
 def read_puzzle(row: Row) -> list[Any]:

@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Annotated, Any, ClassVar
 
 from rl.data.jsonl import tell_progress
+from rl.dialects.answers import without_thoughts
 from rl.environments.task import Score
 from rl.errors import ConfigError, nearest, require, shown
 from rl.tasks.chat import ChatTask, Problem
@@ -60,7 +61,7 @@ class ReasoningGym(ChatTask):
         """Text that follows each question in the user's message."""
 
     config: Config
-    field: ClassVar[str] = "dataset"
+    field = "dataset"
     unit = "item"
     can_only_score: ClassVar[bool] = True
 
@@ -86,7 +87,7 @@ class ReasoningGym(ChatTask):
         """Return the score. Metric ``answered``: the text has an answer; ``scorer_failed``: the
         scorer raised.
         """
-        answers = ANSWER.findall(text)
+        answers = ANSWER.findall(without_thoughts(text, prompt))
         reward = 0.0
         failed = False
         if answers:

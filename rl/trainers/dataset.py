@@ -48,9 +48,13 @@ class DatasetTrainer(Trainer[Config], Generic[Config, Item]):
     def read(self, source: Source, dialect: Dialect) -> Examples[Item]:
         """Return the examples of ``source``, in order."""
 
-    @abstractmethod
     def key(self, item: Item) -> bytes:
-        """Return bytes that are the same for equal examples."""
+        """Return bytes that are the same for examples of one prompt: the tokens before the first
+        one to train, or all tokens of a plain text.
+        """
+        example = item.examples[0]
+        begin = int(example.trained.argmax())
+        return example.tokens[: begin if begin > 1 else None].tobytes()
 
     def configure_dataloaders(self) -> None:
         data: DatasetConfig = self.arguments.task  # type: ignore[attr-defined]

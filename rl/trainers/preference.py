@@ -61,7 +61,7 @@ class PreferenceTrainer(DatasetTrainer[PreferenceConfig, Preference]):
 
     def key(self, item: Preference) -> bytes:
         if isinstance(item, Labelled):
-            return item.example.tokens.tobytes()
+            return super().key(item)
         return item.chosen.tokens[: item.prompt_tokens].tobytes()
 
     def configure_functions(self) -> None:

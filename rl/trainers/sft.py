@@ -31,9 +31,6 @@ class SFTTrainer(DatasetTrainer[SFTConfig, Example]):
     def read(self, source: Source, dialect: Dialect) -> Examples[Example]:
         return read_conversations(source, dialect, self.arguments.task, section="task")
 
-    def key(self, item: Example) -> bytes:
-        return item.tokens.tobytes()
-
     def configure_dataloaders(self) -> None:
         super().configure_dataloaders()
         self.sampling = self.arguments.sampling_run()

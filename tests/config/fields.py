@@ -251,8 +251,8 @@ trainers/test_sft.py
   test_epochs_set_the_number_of_steps_and_each_has_each_example_once:
     DatasetRunConfig examples_per_step epochs
   test_a_run_learns_and_its_validation_loss_is_that_of_transformers: DatasetRunConfig validate_every
-  test_a_file_of_its_own_holds_the_validation_examples: DatasetConfig held_out_path held_out_split
-  test_equal_examples_are_held_out_together: DatasetConfig held_out_fraction
+  test_a_file_of_its_own_holds_the_validation_examples: HeldOutConfig held_out_path held_out_split
+  test_examples_of_one_prompt_are_held_out_together: DatasetConfig held_out_fraction
 trainers/test_validation_at_start.py
   test_the_initial_weights_are_validated_once_although_the_run_is_left_and_fails:
     DatasetRunConfig validate_at_start

@@ -1,7 +1,9 @@
 """Rows of files, datasets and lists; what cannot be read is named by file, line and fix."""
 
 import codecs
+import gzip
 import json
+from pathlib import Path
 
 import pytest
 from datasets import Dataset, DatasetDict
@@ -34,6 +36,12 @@ BROKEN = {
     "two objects in a line": ([b"{} {}\n"], "line 1: not JSON: Extra data"),
     "latin-1": (['{"a": "é"}\n'.encode("latin-1")], "line 1: not JSON: .*save the file as UTF-8"),
     "UTF-16": ([json.dumps(ROW).encode("utf-16")], "line 1: not JSON: the file is UTF-16; save it"),
+    "zstd": ([b"(\xb5/\xfd\n"], "line 1: not JSON: the file is compressed by zstd; save it"),
+    "torn gzip": ([gzip.compress(b"{}\n" * 99)[:-20]], "cannot be read: "),
+    "Git LFS": (
+        [b"version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n"],
+        "is a pointer of Git LFS, without the content of the file; run there: git lfs install",
+    ),
     "mark within": ([ROW, codecs.BOM_UTF8 + b"{}\n"], "line 2: not JSON: Unexpected UTF-8 BOM"),
     "deep": ([b"[" * 100_000], "data.jsonl: not JSON: maximum recursion depth"),
     "array": ([b'[{"a": 1}, 5]'], r"data.jsonl row 1: not a JSON object: 5; write \{…\}"),
@@ -52,13 +60,27 @@ def test_lines_that_cannot_be_read_are_named(write, name):
     path = write(*rows)
     with pytest.raises(ConfigError, match=message) as error:
         values(path, field="task.path")
-    assert str(error.value).startswith(f"task.path: {path}")
+    assert str(error.value).startswith(("task.path: " + str(path), f"task.path: '{path}'"))
+
+
+def test_a_compressed_file_is_read_and_a_tilde_expanded(write, tmp_path, monkeypatch):
+    path = write(gzip.compress(b'{"a": 1}\n{"a": 2}\n'))
+    assert values(path) == [{"a": 1}, {"a": 2}]
+    monkeypatch.setenv("HOME", str(Path(path).parent))
+    assert values(f"~/{Path(path).name}") == [{"a": 1}, {"a": 2}]
 
 
 def test_paths_that_cannot_be_read_are_named(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "a.parquet").write_text("version https://git-lfs.github.com/spec/v1\n")
     for path, message in (
+        (tmp_path / "*.jsonl", ".* is a pattern, which is not expanded; name one file, or a fold"),
+        (tmp_path / "a.parquet", ".* is a pointer of Git LFS"),
         ("/nowhere/x", "there is no file '/nowhere/x'"),
-        (tmp_path, ".* cannot be opened: The directory at .* doesn't contain any data files"),
+        (
+            tmp_path / "empty",
+            ".* cannot be opened: The directory at .* doesn't contain any data files",
+        ),
         ("", "not set; name a JSONL file"),
     ):
         with pytest.raises(ConfigError, match=f"data.path: {message}"):

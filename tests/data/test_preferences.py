@@ -92,6 +92,17 @@ def test_a_pair_is_dropped_if_one_of_it_is_too_long(dialect):
         pairs(rows, dialect, max_tokens=20)
 
 
+def test_a_pair_that_a_cut_makes_equal_is_dropped_and_counted(dialect):
+    same = "b " * 50
+    rows = [
+        {"prompt": "a", "chosen": f"{same}good", "rejected": f"{same}bad"},
+        {"prompt": "a", "chosen": "b", "rejected": "c"},
+    ]
+    kept = pairs(rows, dialect, max_tokens=20, truncate="right")
+    assert (len(kept), kept.dropped, kept.truncated) == (1, 1, 0)
+    assert len(pairs(rows, dialect, max_tokens=200)) == 2
+
+
 def both(chosen, rejected, **fields):
     return {"chosen": chosen, "rejected": rejected, **fields}
 

@@ -74,6 +74,9 @@ def test_an_incomplete_folder_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(HF))
     with pytest.raises(ConfigError, match="model.hf_path: '.*' has no \\*.safetensors"):
         shape_of(config)
+    (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(ConfigError, match="'.*safetensors' is a pointer of Git LFS.*git lfs pull"):
+        shape_of(config)
 
 
 DENSE = ModelConfig()

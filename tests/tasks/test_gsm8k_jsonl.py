@@ -81,6 +81,31 @@ def test_a_task_that_holds_out_all_questions_is_for_evaluation_alone(tiny, tmp_p
         task.prompt(0)
 
 
+def test_a_file_of_its_own_holds_the_questions_for_evaluation(tiny, tmp_path):
+    train = write(tmp_path / "train.jsonl", *[problem(number) for number in range(9)])
+    held_out = write(tmp_path / "test.jsonl", problem(70), problem(71))
+    task = build(tiny, path=train, held_out_path=held_out)
+    assert [prompt.answer for prompt in task.eval_prompts(9)] == ["70", "71"]
+    assert {task.prompt(number).answer for number in range(9)} == {*map(str, range(9))}
+    write(tmp_path / "test.jsonl", problem(70), LONG)
+    with pytest.raises(ConfigError, match=f"task.held_out_path: {held_out} line 2: its prompt"):
+        build(tiny, path=train, held_out_path=held_out, max_prompt_tokens=100)
+    for path, message in ((f"{held_out}.no", "there is no file"), (train, "")):
+        with pytest.raises(ConfigError, match=f"task.held_out_(path|split): .*{message}"):
+            build(tiny, path=train, held_out_path=path, held_out_split="" if message else "test")
+
+
+def test_splits_of_one_source_hold_the_questions(tiny, tmp_path, dataset_cache):
+    folder = tmp_path / "set"
+    folder.mkdir()
+    for split, number in (("train", 1), ("test", 2)):
+        rows = [problem(number)] * 2
+        parquet.write_table(pa.Table.from_pylist(rows), folder / f"{split}.parquet")
+    task = build(tiny, path=str(folder), held_out_split="test")
+    assert (task.prompt(0).answer, len(task.train)) == ("1", 2)
+    assert [prompt.answer for prompt in task.eval_prompts(9)] == ["2", "2"]
+
+
 SETS = {
     "GSM8K": ({"question": "q", "answer": "2 * 21\n#### 42"}, "42"),
     "MATH": (
@@ -178,7 +203,7 @@ def test_rows_whose_own_solution_is_wrong_are_named(tiny, tmp_path, caplog):
     build(tiny, path=write(tmp_path / "math.jsonl", *rows))
     (said,) = caplog.messages
     assert said.startswith(f"task.path: {tmp_path}/math.jsonl: a solution does not have")
-    assert said.endswith("line 2 (8 instead of 7), line 4 (None instead of 9)")
+    assert said.endswith("line 2 (8 instead of 7); line 4 (None instead of 9)")
     caplog.clear()
     build(
         tiny,

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -142,6 +143,29 @@ def test_scores_are_those_of_prompts_and_of_instructions(model, tmp_path):
     assert (one.reward, one.correct, one.metrics["loose"]) == (2 / 3, False, 0.0)
     merged = Metrics.merged(Metrics(each.metrics) for each in (both, loose))
     assert {**merged} == {"instructions": 2 / 5, "instructions_loose": 4 / 5, "loose": 0.5}
+
+
+def test_thoughts_are_no_part_of_the_answer(model, tmp_path):
+    first = (
+        "length_constraints:nth_paragraph_first_word",
+        {"num_paragraphs": 2, "nth_paragraph": 1, "first_word": "hello"},
+    )
+    task = build(model, tmp_path / "a.jsonl", row(1, first), row(2, ("punctuation:no_comma", {})))
+    paragraphs, no_comma = task.eval_prompts(2)
+    body = "Hello there.\n\nSecond paragraph."
+    opened = replace(no_comma, text=f"{no_comma.text}<think>\n")
+    silent = Completion.written([])
+
+    def correct(prompt, text):
+        return task.score(prompt, text, silent).correct
+
+    assert correct(paragraphs, body)
+    assert correct(paragraphs, f"<think>\nHm.\n</think>\n\n{body}")
+    assert correct(paragraphs, f"<seed:think>Hm.</seed:think>\n\n{body}")
+    assert correct(opened, "Hm, so</think>Yes.")
+    for cut in ("<think>\nThe user wants none", "<think>a</think><think>b", "<think></think>\n"):
+        assert not correct(no_comma, cut)
+    assert not correct(opened, "The user wants none")
 
 
 @pytest.mark.parametrize(

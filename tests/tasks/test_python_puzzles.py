@@ -20,7 +20,7 @@ ADD = "assert add(1, 2) == 3"
 
 def passed(code, *tests, limits=LIMITS):
     named = [(sorted(free_names(test)), test) for test in tests]
-    return run_tests(open_sandbox(), code, named, limits)
+    return run_tests(open_sandbox(), code, named, limits)[0]
 
 
 def puzzle(number):
@@ -93,6 +93,62 @@ def fail(n):
     assert passed(code, *tests) == [True] * len(tests)
 
 
+OBJECTS = """
+import contextlib
+class V:
+    def __init__(self, x): self.x = x
+    def __add__(self, other): return V(self.x + other.x)
+    def __mul__(self, factor): return V(self.x * factor)
+    __rmul__ = __mul__
+    def __neg__(self): return V(-self.x)
+    def __matmul__(self, other): return self.x * other.x
+    def __eq__(self, other): return isinstance(other, V) and self.x == other.x
+    def __hash__(self): return hash(self.x)
+    def __lt__(self, other): return self.x < other.x
+class W(V): pass
+class Log:
+    def __init__(self): self.log = []
+    def __enter__(self): return self
+    def __exit__(self, kind, value, trace):
+        self.log.append(kind and kind.__name__)
+        return kind is ValueError
+@contextlib.contextmanager
+def five(): yield 5
+class Box:
+    def __init__(self): self.items = {}
+    def __setitem__(self, key, value): self.items[key] = value
+    def __delitem__(self, key): del self.items[key]
+class Single:
+    made = None
+    def __new__(cls):
+        cls.made = cls.made or super().__new__(cls)
+        return cls.made
+def hello(name): print("hello", name)
+"""
+USES = {
+    "operators": "assert V(1) + V(2) == V(3) and V(1) @ V(2) == 2 and -V(1) == V(-1)",
+    "operators with plain data": "v = V(1); v *= 2\nassert v == 2 * V(1) and v != 2",
+    "order and hash": "assert min(V(2), V(1)) == V(1) and len({V(1), V(1)}) == 1",
+    "isinstance": "assert isinstance(W(1), V) and issubclass(W, V) and not isinstance(1, V)",
+    "with": "with Log() as log, five() as x:\n    assert x == 5\nassert log.log == [None]",
+    "with an error": "with Log() as log:\n    raise ValueError\nassert log.log == ['ValueError']",
+    "items": "b = Box(); b[1] = 2; b[2] = 3\ndel b[1]\nassert b.items == {2: 3}",
+    "attributes": "v = V(1); v.x = 9\nassert v.x == 9",
+    "identity": "assert Single() is Single()",
+    "printed output": (
+        "import contextlib, io\nwith contextlib.redirect_stdout(io.StringIO()) as out:\n"
+        "    hello(3)\nassert out.getvalue() == 'hello 3\\n'"
+    ),
+}
+
+
+def test_objects_of_a_solution_can_be_used_as_in_one_process():
+    def check(name):
+        assert passed(OBJECTS, USES[name]) == [True]
+
+    check_rows(USES, check)
+
+
 FORGERIES = {
     "exits": "import sys; sys.exit(0)",
     "exits when called": "import sys\ndef add(a, b): sys.exit(0)",
@@ -102,6 +158,16 @@ FORGERIES = {
         "class All:\n  def __eq__(self, other): return True\n"
         "  def __hash__(self): return 3\n  def __bool__(self): return True\n"
         "def add(a, b): return All()"
+    ),
+    "is near to everything": (
+        "class All:\n  def __sub__(self, other): return 0\n  __rsub__ = __sub__\n"
+        "  def __abs__(self): return 0\n  def __lt__(self, other): return True\n"
+        "  __le__ = __ge__ = __gt__ = __lt__\n"
+        "def add(a, b): return All()"
+    ),
+    "stays itself until it is 0": (
+        "class All:\n  def __sub__(self, other): return self\n  __rsub__ = __sub__\n"
+        "  def __abs__(self): return 0\ndef add(a, b): return All()"
     ),
     "is an equal number": (
         "class All(int):\n  def __eq__(self, other): return True\n  __hash__ = int.__hash__\n"
@@ -158,6 +224,8 @@ CHECKS = [
     "assert all(map(lambda n: add(n, n) == 2 * n, [1, 2]))",
     "assert sorted([add(1, 2)]) == [3]",
     "for n in range(3):\n    assert add(n, 5) == n + 5",
+    "assert abs(add(1, 2) - 3) < 1e-6 and abs(3 - add(1, 2)) < 1e-6",
+    "assert 3 <= add(1, 2) <= 3",
     "assert isinstance(add(1, 2), int) and not add(1, 2) != 3",
 ]
 
@@ -189,11 +257,63 @@ def add(a, b):
     assert passed(code, ADD) == [False]
 
 
-def test_last_block_counts():
-    text = "First:\n```python\na = 1\n```\nor\n```\nb = 2\n```\nend ```python\nc = 3\n"
-    assert last_block(text) == "b = 2\n"
-    assert last_block("```python\nnever closed") is None
-    assert last_block("x = 1") is None
+CODE = "def add(a, b): return a + b\n"
+BLOCKS = {
+    "the last": f"```python\na = 1\n```\nor\n```python\n{CODE}```\nend",
+    "json before": f"```json\n{{}}\n```\nThen:\n```python\n{CODE}```",
+    "bash before": f"```bash\npip install x\n```\nThen:\n```\n{CODE}```",
+    "Python": f"```Python\n{CODE}```",
+    "python3": f"```python3\n{CODE}```",
+    "PY": f"```PY\n{CODE}```",
+    "with a title": f'```python title="a.py"\n{CODE}```',
+    "in braces": f"```{{python}}\n{CODE}```",
+    "tildes": f"~~~python\n{CODE}~~~",
+    "four backticks": f"````python\n{CODE}````",
+    "CRLF": f"So:\r\n```python\r\n{CODE.strip()}\r\n```\r\n",
+    "in a list": f"1. So:\n\n   ```python\n   {CODE}   ```\n2. Done.",
+    "in a quote": f"> ```python\n> {CODE}> ```\n",
+    "after a tag": f"<answer>\n```python\n{CODE}```\n</answer>",
+    "output after": f"```\n{CODE}```\nOutput:\n```\n3\n```",
+    "tagged output after": f"```\n{CODE}```\n```output\n3\n```\n```text\nx\n```",
+    "output after Python": f"```python\n{CODE}```\n```\n3\n```",
+    "a fence within": f"````python\n{CODE}````\n```json\n1\n```",
+}
+NO_BLOCKS = (
+    *("x = 1", "```python\nnever closed", "", "```json\n1\n```", "end ```python\nc = 3\n"),
+    f"1. a\n   ```python\n   {CODE}\nb",
+)
+
+
+def test_the_last_block_of_python_counts():
+    def check(name):
+        assert last_block(BLOCKS[name]) == CODE
+
+    check_rows(BLOCKS, check)
+    assert last_block("```\n    return 1\n```\n```\n1\n```") == "    return 1\n"
+    assert [last_block(text) for text in NO_BLOCKS] == [None] * len(NO_BLOCKS)
+
+
+def test_rows_whose_own_solution_does_not_pass_are_named_with_the_reason(tiny, tmp_path, caplog):
+    derives = "class Z(plus_2):\n    pass\nassert Z()"
+    rows = [
+        puzzle(2) | {"code": "def plus_2(n): return n + 1"},
+        puzzle(1) | {"code": "def plus_1(n): return n + 1"},
+        {"instruction": "Say.", "tests": [derives], "solution": "class plus_2: pass"},
+    ]
+    rows.append(puzzle(3) | {"solution": "```python\ndef plus_3(n):\n  while 1: pass\n```"})
+    build(tiny, tmp_path, *rows, seconds=4.0)
+    (said,) = caplog.messages
+    assert "of 4 solutions some do not pass" in said and "own rows: line 1: Assertion" in said
+    assert "line 3: TypeError: a test cannot derive a class from a class of the solution" in said
+    assert said.endswith("line 4: no end within 4 s")
+
+
+def test_code_in_thoughts_is_no_answer(tiny, tmp_path):
+    task = build(tiny, tmp_path)
+    prompt = task.prompt(0)
+    thought = "<think>\n```python\nx = 1\n```\n"
+    assert score(task, prompt, thought).metrics["answered"] == 0.0
+    assert score(task, prompt, f"{thought}</think>\nNone.").metrics["answered"] == 0.0
 
 
 def test_score_is_the_share_of_tests_that_pass(tiny, tmp_path):

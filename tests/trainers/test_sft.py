@@ -193,12 +193,24 @@ def test_a_dataset_is_rows_and_the_summary_counts_what_was_cut_or_left_out(confi
         assert (trainer.dropped, trainer.truncated) == counts  # those of training
 
 
-def test_equal_examples_are_held_out_together(config):
-    trainer = SFTTrainer(config, [*chat_rows(30), *chat_rows(30)])
+def test_examples_of_one_prompt_are_held_out_together(config):
+    rows = [*chat_rows(30), *chat_rows(30)]
+    for row in rows[30:]:
+        row["messages"][1] = {"role": "assistant", "content": "another answer"}
+    trainer = SFTTrainer(config, rows)
     examples = [*trainer.dataset_train, *trainer.dataset_eval]
     split = split_examples(examples, 0.3, trainer.key)
-    train, held_out = ({each.tokens.tobytes() for each in side} for side in split)
+    prompts = ({each.tokens[: each.trained.argmax()].tobytes() for each in side} for side in split)
+    train, held_out = prompts
     assert train and held_out and not train & held_out
+
+
+def test_texts_without_a_prompt_are_held_out_one_by_one(config):
+    config.task.loss_on = "all"
+    trainer = SFTTrainer(config, [{"text": f"text {number}"} for number in range(30)])
+    examples = [*trainer.dataset_train, *trainer.dataset_eval]
+    assert len({*map(trainer.key, examples)}) == 30
+    assert all(split_examples(examples, 0.3, trainer.key))
 
 
 def test_a_file_of_its_own_holds_the_validation_examples(config, tmp_path, dataset_cache):

@@ -6,17 +6,23 @@ runs here: its values arrive as plain data or as a :class:`Remote`.
 """
 
 import builtins
+import functools
 import json
 import os
 import sys
 
-from plain import Lines, decode, encode
+from plain import BINARY, COMPARED, OPERATORS, Lines, decode, encode
 
 lines: Lines
 
 
 class Remote:
-    """Object in the solution's process. It is equal to itself only, whatever its ``__eq__``."""
+    """Object in the solution's process.
+
+    Its operators decide nothing about plain data, so that no solution returns what is equal to
+    everything: of operands that are not both in the solution's process, the result must be an
+    object of the solution's too.
+    """
 
     __slots__ = ("_number",)
 
@@ -26,8 +32,26 @@ class Remote:
     def __getattr__(self, name):
         return ask("get", self._number, name)
 
+    def __setattr__(self, name, value):
+        ask("set", self._number, name, value)
+
     def __call__(self, *arguments, **options):
         return ask("call", self._number, arguments, options)
+
+    def __instancecheck__(self, value):
+        return isinstance(value, Remote) and ask("isinstance", self._number, value)
+
+    def __subclasscheck__(self, value):
+        return isinstance(value, Remote) and ask("issubclass", self._number, value)
+
+    def __mro_entries__(self, bases):
+        raise TypeError("a test cannot derive a class from a class of the solution")
+
+    def __exit__(self, kind, value, trace):
+        return ask("exit", self._number, *([] if kind is None else [kind.__name__, str(value)]))
+
+
+remote = functools.cache(Remote)  # one object is one object
 
 
 def forward(name):
@@ -37,16 +61,40 @@ def forward(name):
     return operation
 
 
-for each in ("bool", "len", "iter", "next", "getitem", "contains", "str", "repr"):
+def forward_operator(name):
+    def operation(self, *others):
+        if name in COMPARED and not isinstance(others[0], Remote):
+            return NotImplemented
+        result = ask(name, self._number, *others)
+        if name in COMPARED or isinstance(result, Remote):
+            return result
+        if all(isinstance(other, Remote) for other in others) and others:
+            return result
+        return NotImplemented if others else unusable(name)
+
+    return operation
+
+
+def unusable(name):
+    raise TypeError(f"{name} of an object of the solution is no object of the solution")
+
+
+for each in ("bool", "len", "iter", "next", "getitem", "setitem", "delitem", "contains"):
     setattr(Remote, f"__{each}__", forward(each))
+for each in ("str", "repr", "hash", "reversed", "format", "dir", "enter"):
+    setattr(Remote, f"__{each}__", forward(each))
+for each in (*OPERATORS, *(f"r{name}" for name in BINARY)):
+    setattr(Remote, f"__{each.rstrip('_')}__", forward_operator(each))
 
 
 def ask(operation, target, *arguments):
     """Return the result of an operation in the solution's process, or raise its exception."""
     lines.write(lines.encode([operation, target, encode(list(arguments), number_of)]))
-    kind, content = lines.receive()
+    kind, content, printed = lines.receive()
+    if sys.stdout is not sys.__stdout__:  # the test looks at what is printed
+        print(printed, end="")
     if kind == "value":
-        return decode(content, Remote)
+        return decode(content, remote)
     name, text = content
     raise exception(name, text, ends=operation == "next")
 

@@ -9,6 +9,13 @@ import os
 
 MOST_BYTES = 1 << 20  # of one line
 SCALARS: tuple = (bool, int, float, str)
+BINARY = (
+    *("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow"),
+    *("lshift", "rshift", "and_", "or_", "xor"),
+)
+COMPARED = ("eq", "ne", "lt", "le", "gt", "ge")
+OPERATORS = (*BINARY, *COMPARED, "neg", "pos", "abs", "invert")
+"""Operators of the module ``operator`` that objects of a solution may have."""
 MANY: dict = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 
 

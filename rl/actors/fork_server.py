@@ -105,7 +105,7 @@ def start(*, preload: bool = True) -> None:
     owner = os.getpid()
     server = os.fork()
     if server == 0:
-        _end_with(owner)
+        end_with(owner)
         _rename("fork-server")
         exec(LEAVE_TERMINAL)
         for number in LEAVING:
@@ -177,7 +177,7 @@ def _fork(
                 os.close(key.fd)
         events.close()
         client.close()
-        _end_with(server)
+        end_with(server)
         _become(outputs, *json.loads(request))
     descriptor = os.pidfd_open(pid)
 
@@ -205,7 +205,7 @@ def _preload() -> None:
         import_module(module)
 
 
-def _end_with(parent: int) -> None:
+def end_with(parent: int) -> None:
     """Make the kernel end this process with its parent. Signals of the terminal do not reach it."""
     os.setpgid(0, 0)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -2,13 +2,13 @@
 
     message = parse_forward_backward(read_body(body, encoding, limit))  # raises BadRequest
     work = prepare(message, limits, graphs)  # raises UserError
-    answer = await work.run(forward, forward_backward)  # raises UserError
+    answer = await work.run(forward, forward_backward, differentiate)  # raises UserError
 
-``forward`` and ``forward_backward`` are those of a session, bound to the adapter of the model. All
-that a client's data can make fail comes before the call of ``forward_backward``.
+``forward`` and ``forward_backward`` are those of a session, bound to the adapter of the model;
+``differentiate`` is that of :class:`rl.tinker.custom_losses.CustomLosses`. All that a client's data
+can make fail comes before the call of ``forward_backward``.
 """
 
-import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from rl.algorithms.tokens import Tokens
+from rl.tinker.custom_losses import Datums, Derivatives
 from rl.tinker.errors import require
 from rl.tinker.graph import Graph
 from rl.tinker.losses import CLIP, FORMULAS, SAMPLED, STAND_IN, SUM, TinkerLoss
@@ -64,11 +65,13 @@ class ForwardBackward:
         self,
         forward: Callable[[Batch], Awaitable[Values]],
         forward_backward: Callable[[Batch, Any], Awaitable[tuple[Values, Numbers]]],
+        differentiate: Callable[[Graph, Datums], Awaitable[Derivatives]],
     ) -> bytes:
         """Return the answer, a message ForwardBackwardOutput."""
         if isinstance(self.loss, Graph):
             outputs = await forward(self.batch)
-            weights, metrics = await asyncio.to_thread(self._differentiate, self.loss, outputs)
+            datums = [*zip(self._logprobs(outputs), self.inputs, strict=True)]
+            weights, metrics = await differentiate(self.loss, datums)
             if not self.forward_only:
                 linear = replace(self.batch, columns={"weights": _column(weights, 0.0)})
                 outputs, _ = await forward_backward(linear, CROSS_ENTROPY)
@@ -91,23 +94,6 @@ class ForwardBackward:
         values = {**self.batch.columns, "logprobs": outputs["logprobs"], "sequence": owner}
         costs, _ = loss.build()(Tokens({name: each[counted] for name, each in values.items()}))
         return float(costs.sum(dtype=torch.float64))
-
-    def _differentiate(self, graph: Graph, outputs: Values) -> tuple[list[np.ndarray], Numbers]:
-        """Return minus the derivative of the loss by each log-prob, and metrics."""
-        weights = []
-        metrics = {"loss:sum": 0.0}
-        pairs = zip(self.inputs, self._logprobs(outputs), strict=True)
-        for number, (inputs, logprobs) in enumerate(pairs):
-            leaf = torch.tensor(logprobs, requires_grad=True)
-            loss, own = graph(leaf, {name: torch.tensor(each) for name, each in inputs.items()})
-            (gradient,) = torch.autograd.grad(loss, leaf)
-            finite = bool(loss.isfinite() and gradient.isfinite().all())
-            require(finite, f"datum {number}: the loss or its gradient is not finite")
-            weights.append(-gradient.numpy())
-            for name, value in {**own, "loss:sum": loss.item()}.items():
-                share = value / len(self.inputs) if name.endswith(":mean") else value
-                metrics[name] = metrics.get(name, 0.0) + share
-        return weights, metrics
 
 
 def prepare(message: Any, limits: Limits, graphs: Mapping[str, Graph]) -> ForwardBackward:

@@ -1,7 +1,7 @@
 """Custom losses: a traced graph of operations as data, checked and evaluated node by node.
 
-A graph is evaluated in the process of the server, on the log-probs of a forward pass, not on the
-ranks of the trainer: there, an operation that fails on one rank leaves the others in a collective.
+A graph is evaluated in a process of its own, on the log-probs of a forward pass, not on the ranks
+of the trainer: there, an operation that fails on one rank leaves the others in a collective.
 """
 
 import itertools

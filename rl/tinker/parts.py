@@ -8,6 +8,7 @@ from rl.model.shape import shape_of
 from rl.observe.events import Events
 from rl.session.session import Session
 from rl.tinker.checkpoints import Checkpoints
+from rl.tinker.custom_losses import CustomLosses
 from rl.tinker.forward_backward import Limits
 from rl.tinker.futures import Futures
 from rl.tinker.samples import Samples
@@ -42,6 +43,7 @@ class Parts:
         )
         self.store = Store(folder / "server.db", events.warn)
         self.futures = Futures()
+        self.custom_losses = CustomLosses()
         self.checkpoints = Checkpoints(self.store, folder / "weights", events.warn)
         self.folder = folder / "models"
         """Folder of the metrics and samples of models."""

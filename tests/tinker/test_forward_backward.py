@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rl.tinker.custom_losses import CustomLosses
 from rl.tinker.errors import BadRequest, UserError
 from rl.tinker.forward_backward import Limits, batch_of, prepare, target_logprobs
 from rl.tinker.graph import Graph
@@ -37,7 +38,11 @@ def run(engine, message, **graphs: Graph):
         return engine.forward_backward(batch, loss.build())
 
     work = prepare(message, LIMITS, graphs)
-    return answer_of(asyncio.run(work.run(forward, forward_backward)))
+    losses = CustomLosses()
+    try:
+        return answer_of(asyncio.run(work.run(forward, forward_backward, losses.differentiate)))
+    finally:
+        losses.stop()
 
 
 def data_of(name: str, lengths=(5, 1, 14, 8), seed: int = 0, width: int = 0):

@@ -1,0 +1,95 @@
+"""A custom loss has limits, and ends no process but its own."""
+
+import asyncio
+import functools
+
+import numpy as np
+import pytest
+import torch
+
+from rl.tinker import custom_losses
+from rl.tinker.custom_losses import CustomLosses, differentiate
+from rl.tinker.errors import UserError
+from rl.tinker.graph import Graph
+from tests.tinker.bodies import answer_of
+from tests.tinker.clients import Running, awaited, shortened
+from tests.tinker.graphs import encoded
+
+SMALLEST = np.array([-(2**63), 5])
+HARMFUL = {
+    "floordiv": lambda lp, x, w: lp.sum() + (x // w).sum(),
+    "mod": lambda lp, x, w: lp.sum() + (x % w).sum(),
+    "trunc": lambda lp, x, w: lp.sum() + torch.div(x, w, rounding_mode="trunc").sum(),
+    "floor": lambda lp, x, w: lp.sum() + torch.div(x, w, rounding_mode="floor").sum(),
+}
+
+
+def plain(logprobs):
+    return (logprobs.exp() * logprobs).sum(), {"custom/mean:mean": logprobs.mean()}
+
+
+def graph_of(call, *ranks) -> Graph:
+    return Graph.of(**encoded(call, *ranks))
+
+
+@pytest.fixture
+def losses():
+    found = CustomLosses()
+    yield found
+    found.stop()
+
+
+@pytest.mark.parametrize("name", HARMFUL)
+@awaited
+async def test_an_operation_that_ends_its_process_is_an_error_of_the_client(losses, name):
+    def loss(logprobs, x, w):
+        return HARMFUL[name](logprobs, x, w), {}
+
+    inputs = {"x": SMALLEST, "w": np.array([-1, -1])}
+    with pytest.raises(UserError, match="the loss ended its process"):
+        await losses.differentiate(graph_of(loss), [(np.zeros(2, np.float32), inputs)])
+    datums = [(np.linspace(-3, 0, 7, dtype=np.float32), {})] * 3
+    found, metrics = await losses.differentiate(graph_of(plain), datums)
+    wanted, own = differentiate(graph_of(plain), datums)
+    assert [each.tobytes() for each in found] == [each.tobytes() for each in wanted]
+    assert metrics == own
+
+
+@awaited
+async def test_a_loss_without_an_end_and_one_without_memory_are_ended(losses):
+    def long(logprobs):
+        found = logprobs
+        for _ in range(400):
+            found = found.cumsum(0)
+        return found.sum(), {}
+
+    def large(logprobs):
+        wide = (logprobs[:, None] * logprobs).double()
+        return sum([wide.exp() for _ in range(9)]).sum(), {}
+
+    short = [(np.zeros(3, np.float32), {})]
+    await losses.differentiate(graph_of(plain), short)
+    with shortened(custom_losses, LIMIT_S=0.2):
+        with pytest.raises(UserError, match="took more than 0.2 s"):
+            await losses.differentiate(graph_of(long), [(np.zeros(10**5, np.float32), {})] * 99)
+    losses.stop()
+    with shortened(custom_losses, MEMORY=2**28), pytest.raises(UserError, match="allocate"):
+        await losses.differentiate(graph_of(large), [(np.zeros(2500, np.float32), {})])
+    assert await losses.differentiate(graph_of(plain), short)
+
+
+@awaited
+async def test_a_server_goes_on_after_a_loss_that_ended_its_process(tmp_path):
+    def loss(logprobs):
+        least = torch.full_like(logprobs, -(2**63), dtype=torch.int64)
+        return logprobs.sum() + (least // torch.full_like(least, -1)).sum(), {}
+
+    async with Running(tmp_path) as running:
+        client = await running.train()
+        body = {"session_id": client.session, "custom_loss_seq_id": 1, **encoded(loss)}
+        made = await running.result(await running.ask("create_custom_loss", body))
+        backward = functools.partial(client.backward, loss="custom", loss_id=made["loss_id"])
+        found = await client.done(await backward(1, 2))
+        assert found["category"] == "user" and "ended its process" in found["error"]
+        assert answer_of(await client.done(await client.backward(1, 2)))[1]
+    assert not running.server.parts.custom_losses._process.is_alive()

@@ -55,8 +55,11 @@ class ServeConfig(RunConfig):
 
     def session(self) -> SessionConfig:
         """Return the models and processes that the server starts."""
+        session = RunConfig.session(self)
+        assert session.trainer is not None, "a server trains"
         return replace(
-            RunConfig.session(self),
+            session,
+            trainer=replace(session.trainer, max_skipped_steps=2**31),  # the server counts them
             generator=self.generator,
             weights=self.weights,
             colocate=self.colocate,

@@ -198,21 +198,17 @@ class _Endpoints:
         self._gateway.require_model(request.path_params["model"])
         return JSONResponse(self._model())
 
-    async def answer(self, endpoint: Callable[..., Reply], request: Request) -> Response:
+    async def answer(self, endpoint: Callable[..., Awaitable[Reply]], request: Request) -> Response:
         """Return the answer of ``endpoint`` to a request for samples."""
         body = await read_body(request, self._gateway.limits.body_bytes)
         is_retry = request.headers.get(RETRY, "0") != "0"
-        reply = endpoint(request.path_params.get("session", ""), body, is_retry=is_retry)
+        reply = await endpoint(request.path_params.get("session", ""), body, is_retry=is_retry)
         if reply.events is not None:
             return StreamingResponse(self._events(reply), media_type="text/event-stream")
         if not reply.is_kept:
-            gone = asyncio.ensure_future(_gone(request))
-            either: list[asyncio.Future[Any]] = [reply.choices, gone]
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            gone.cancel()
-            if not reply.choices.done():
-                reply.choices.cancel()
-        return JSONResponse(reply.whole(await self._choices(reply)))
+            await finish_or_cancel(reply.choices, request)
+        choices = await self._choices(reply)
+        return await asyncio.to_thread(lambda: JSONResponse(reply.whole(choices)))
 
     async def _choices(self, reply: Reply) -> list[Choice]:
         """Wait for the choices. Raises ApiError."""
@@ -253,10 +249,20 @@ async def _health(request: Request) -> Response:
     return JSONResponse({"status": "ok"})
 
 
-async def _gone(request: Request) -> None:
-    """Return when the client, which has sent its whole request, has gone."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+async def finish_or_cancel(work: asyncio.Future[Any], request: Request) -> None:
+    """Wait for ``work``. Cancel it if the client, which has sent its whole request, goes."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    other = asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait([work, other], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        other.cancel()
+        if not work.done():
+            work.cancel()
 
 
 def _records_of(sequence: Tokens) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import hashlib
 import inspect
 import re
 import secrets
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -15,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from rl.errors import RunError
-from rl.gateway.http import admit, read_body
+from rl.gateway.http import admit, finish_or_cancel, read_body
 from rl.gateway.protocol import ApiError
 from rl.tinker.catalog import LISTED, Catalog, adapter_facts, page
 from rl.tinker.checkpoints import until
@@ -104,7 +103,11 @@ def _endpoint(
                 given = read(handler, request.state.body, whole=handler.__name__ != "_in_order")
             answer = handler(request, **request.path_params, **given)
             if inspect.isawaitable(answer):
-                answer = await answer
+                work = asyncio.ensure_future(answer)
+                await finish_or_cancel(work, request)
+                if not work.done():  # the client has gone
+                    return Response(status_code=499)
+                answer = work.result()
             await server.parts.store.flush()
         except UserError as error:
             raise ApiError(400, str(error), code="invalid_value") from None
@@ -162,20 +165,20 @@ class _Handlers:
         id = f"sess-{hashlib.blake2b(key.encode(), digest_size=10).hexdigest()}"
         if id not in self._facts["session"]:
             self._store.put("session", id, {**facts, "finished": None})
-            self._server.seen[id] = time.monotonic()
+            self._server.samplers.hear(id)
         return id
 
     def session_heartbeat(self, request: Request, *, session_id: Text) -> Any:
-        fact = self._store.get("session", session_id)
-        self._server.seen[session_id] = time.monotonic()
-        if fact["finished"]:
+        if self._store.get("session", session_id)["finished"]:
             raise BadRequest(410, "the session has finished")
+        self._server.samplers.hear(session_id)
         return {"type": "session_heartbeat"}
 
     def finish(self, request: Request, session: str, *, reason: Metadata) -> None:
         fact = self._store.get("session", session)
         reason = fact["finished"] or reason or {"type": "unknown"}
         self._store.put("session", session, fact | {"finished": reason})
+        self._server.samplers.give_up(session)
         self._server.finish(session)
 
     def sessions(self, request: Request) -> Any:
@@ -252,6 +255,7 @@ class _Handlers:
         verb = "forward" if head.forward_only else "forward_backward"
         if head.seq_id < 1:
             raise UserError("seq_id must be at least 1")
+        body = head.SerializeToString(deterministic=True)  # a repeated one is compared with it
         return self._server.models.accept(head.model_id, head.seq_id, verb, body)
 
     def create_custom_loss(
@@ -265,6 +269,7 @@ class _Handlers:
     ) -> Any:
         self._store.get("session", session_id)
         id = f"{session_id}:loss:{custom_loss_seq_id}"
+        self._futures.require_same(f"{id}:0", request.state.body)
         fact: Fact = {"graph": graph, "inputs": [each.model_dump() for each in inputs]}
         answer = Answer.of(loss_id=id, type="create_custom_loss")
         try:
@@ -290,7 +295,7 @@ class _Handlers:
         owner, _, number = request_id.rpartition(":")
         seq = int(number) if re.fullmatch(r"\d{1,16}", number) else -1
         if future := self._futures.get(request_id):
-            with contextlib.suppress(TimeoutError):
+            with contextlib.suppress(TimeoutError), self._server.samplers.listener(owner):
                 async with asyncio.timeout(LONG_POLL_S):
                     await future.known.wait()
             if future.answer is None:

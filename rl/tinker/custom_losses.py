@@ -47,7 +47,7 @@ class CustomLosses:
         if self._process is None or not self._process.is_alive():
             self._connection, theirs = self._spawn.Pipe()
             self._process = self._spawn.Process(
-                target=_serve, args=(theirs, os.getpid()), name="custom-losses", daemon=True
+                target=_serve, args=(theirs, os.getpid(), MEMORY), name="custom-losses", daemon=True
             )
             self._process.start()
             theirs.close()
@@ -82,13 +82,13 @@ class CustomLosses:
         return found
 
 
-def _serve(connection: Connection, owner: int) -> None:
+def _serve(connection: Connection, owner: int, memory: int) -> None:
     """Answer the losses of process ``owner`` until the connection or that process ends."""
     end_with(owner)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     rows = Path("/proc/self/status").read_text().splitlines()
     (used,) = (int(row.split()[1]) << 10 for row in rows if row.startswith("VmData:"))
-    resource.setrlimit(resource.RLIMIT_DATA, (used + MEMORY,) * 2)
+    resource.setrlimit(resource.RLIMIT_DATA, (used + memory,) * 2)
     connection.send("ready")
     while True:
         try:

@@ -1,13 +1,17 @@
 """Promises of results, and results that clients have not fetched yet."""
 
 import asyncio
+import hashlib
 from dataclasses import dataclass, field
 from typing import Any
 
+from rl.tinker.errors import BadRequest
 from rl.tinker.store import Answer
 
 MAX_BYTES = 2**29
 """Size of the results that are kept in memory."""
+MAX_DIGESTS = 2**18
+"""Number of latest requests that a request with the same id is compared with."""
 OVERHEAD = 1000
 """Size of a result beside its content."""
 
@@ -34,6 +38,7 @@ class Futures:
 
     def __init__(self) -> None:
         self._all: dict[str, Future] = {}
+        self._digests: dict[str, bytes] = {}
         self._done: dict[str, int] = {}  # sizes
         self._bytes = 0
 
@@ -45,6 +50,15 @@ class Futures:
     def get(self, id: str) -> Future | None:
         """Return a future; None if it is unknown, or was forgotten."""
         return self._all.get(id)
+
+    def require_same(self, id: str, content: bytes) -> None:
+        """Raise BadRequest if the request ``id`` has come with other content."""
+        digest = hashlib.blake2b(content, digest_size=16).digest()
+        if self._digests.setdefault(id, digest) != digest:
+            problem = f"request {id} has come before with other content"
+            raise BadRequest(400, f"{problem}; another client uses the same ids and numbers")
+        while len(self._digests) > MAX_DIGESTS:
+            del self._digests[next(iter(self._digests))]
 
     def open(self, id: str, **more: Any) -> Future:
         """Return a new future. ``more`` are other fields of its promise."""

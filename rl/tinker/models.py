@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import math
+import re
 import time
 from contextlib import suppress
 from typing import Any
@@ -17,6 +19,10 @@ from rl.tinker.verbs import Model, Verbs, adapter_of
 
 GAP_S = 330.0
 """Time that a request waits for those before it: longer than the SDK tries to send one."""
+ALIVE_GAP_S = 90.0
+"""Time that a request waits for those before it while other requests of its session come."""
+HEARD_S = 20.0
+"""Time since the latest request of a session whose client is there."""
 WINDOW = 4096
 """Number of requests of a model that may wait."""
 WAITING_BYTES = 2**30
@@ -42,7 +48,8 @@ class Models:
 
     - Requests of a model run by their numbers, whatever the order in which they come. One that has
       come before gets the same future, and runs once.
-    - A request that does not come within GAP_S seconds after a later one is given up.
+    - A request that does not come within GAP_S seconds after a later one is given up, or within
+      ALIVE_GAP_S seconds if other requests of its session come.
     - Models take turns on the trainer. A turn ends with an optimizer step.
     - The store has the newest state of a model, and the requests that changed it since. If the
       server or the trainer is lost, these run again on that state; their answers stay. A request
@@ -110,6 +117,8 @@ class Models:
         self._store.get("model", id)
         model = self._models[id]
         model.used = time.time()
+        own = re.sub(rb'"sampling_session_seq_id": *\d+', b"", body)  # a retry has another one
+        self._parts.futures.require_same(f"{id}:{seq}", verb.encode() + own)
         if seq < model.next_seq:
             return {"request_id": f"{id}:{seq}", "model_id": id}
         if seq in model.waiting:
@@ -127,14 +136,19 @@ class Models:
         model.waiting[request.seq] = request, future
         self._bytes += len(request.body)
         if not model.is_ready:
-            asyncio.get_running_loop().call_later(GAP_S, self._give_up, model, request.seq)
+            later = asyncio.get_running_loop().call_later
+            for seconds in (ALIVE_GAP_S, GAP_S):
+                later(seconds, self._give_up, model, request.seq, seconds)
         self._changed.notify()
         return future
 
-    def _give_up(self, model: Model, seq: int) -> None:
-        """Give up the requests before ``seq`` if the next one has not come."""
+    def _give_up(self, model: Model, seq: int, seconds: float) -> None:
+        """Give up the requests before ``seq`` if the next one has not come within ``seconds``."""
+        heard = self._parts.heard.get(model.id.partition(":")[0], -math.inf)
+        if seconds < GAP_S and heard + HEARD_S < time.monotonic():  # the client may come back
+            return
         while seq in model.waiting and not model.is_ready:
-            text = f"request {model.next_seq} did not come within {GAP_S:g} s after a later one"
+            text = f"request {model.next_seq} did not come within {seconds:g} s after a later one"
             self._store.accept(model.id, Accepted(model.next_seq, "gap"))
             self._store.answer(model.id, model.next_seq, Answer.failure(text, "user"))
             model.next_seq += 1
@@ -235,6 +249,7 @@ class Models:
         fact = self._verbs.fact(model)
         model.changed = fact["state_seq"]
         model.steps = 0
+        model.skipped = 0
         try:
             if fact["state"]:
                 await self._session.create_adapter(model.id, adapter_of(fact["lora"]))

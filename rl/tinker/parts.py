@@ -35,6 +35,8 @@ class Parts:
         self.events = events
         self.stop_token_ids = stop_token_ids
         self.state_every = config.state_every
+        self.max_skipped = config.trainer.max_skipped_steps
+        self.has_tokenizer = config.model.hf_path is not None
         self.longest = session.config.longest_sequence
         self.limits = Limits(
             vocab_size=shape_of(config.model).vocab_size,
@@ -45,6 +47,8 @@ class Parts:
         self.futures = Futures()
         self.custom_losses = CustomLosses()
         self.checkpoints = Checkpoints(self.store, folder / "weights", events.warn)
+        self.heard: dict[str, float] = {}
+        """Monotonic time of the latest sign of life of each session."""
         self.folder = folder / "models"
         """Folder of the metrics and samples of models."""
         self.samples = Samples(self.folder, decode)

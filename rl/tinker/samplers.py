@@ -6,7 +6,8 @@ import itertools
 import math
 import secrets
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -51,8 +52,14 @@ AGAIN_S = 1.0
 """Time before a sample whose process was lost is sampled again."""
 Rows = dict[int, tuple[int, dict[str, Any]]]
 """Finished samples by number: place in the order of all, and what the client is told."""
+BEAT_S = 5.0
+"""Time between looks for clients that have gone."""
+SILENT = 4
+"""Number of such looks without a request of a session after which its clients have gone. The SDK
+sends a heartbeat every 10 s.
+"""
 LOST = Answer(b"", "lost")
-"""Answer of a sample that a killed process had promised. Its client asks again."""
+"""Answer of a sample that was given up. Its client, if it is there, asks again."""
 
 
 def sample_head(*, sampling_session_id: Text, seq_id: Number, num_samples: Samples = 1) -> None:
@@ -77,6 +84,9 @@ class Samplers:
         self._ready = defaultdict[str, dict[int, Rows]](dict)  # by sampler and client
         self._cursors = itertools.count(time.time_ns() // 1000)  # later processes have larger ones
         self._used: dict[str, float] = {}
+        self._working = defaultdict[str, set[Future]](set)  # samples without an answer, by session
+        self._silence = Counter[str]()
+        self._listeners = Counter[str]()
         self._changed = Signal()
 
     async def load(self) -> None:
@@ -90,6 +100,7 @@ class Samplers:
     def fact(self, name: str) -> Fact:
         """Return the facts about a sampler. Raises BadRequest if it is unknown."""
         fact = self._store.get("sampler", name)
+        self.hear(name)
         is_new = name not in self._used
         self._used[name] = time.monotonic()
         if is_new:
@@ -152,6 +163,7 @@ class Samplers:
         name, seq, count = read(sample_head, body, whole=False).values()
         fact = self.fact(name)
         id = f"{name}:{seq}"
+        self._futures.require_same(id, body)
         if known := self._futures.get(id):
             return known.promise
         if self._futures.pending >= MAX_WAITING:
@@ -160,7 +172,44 @@ class Samplers:
         future = self._futures.open(id, sample_sequence_ids=ids)
         self._store.accept(name, Accepted(seq, "sample"))
         future.task = asyncio.create_task(self._work(future, fact, body))
+        self._working[_session_of(name)].add(future)
         return future.promise
+
+    # Clients that have gone.
+
+    def hear(self, id: str) -> None:
+        """Note that a client is there; ``id`` is that of a session or of a part of it."""
+        self._silence.pop(_session_of(id), None)
+        self._parts.heard[_session_of(id)] = time.monotonic()
+
+    @contextlib.contextmanager
+    def listener(self, id: str) -> Iterator[None]:
+        """Note that a client is there while it waits for a result."""
+        session = _session_of(id)
+        self._listeners[session] += 1
+        try:
+            yield
+        finally:
+            self._listeners[session] -= 1
+            self._listeners += Counter()  # without zeros
+            self.hear(id)
+
+    def give_up(self, id: str) -> None:
+        """Give up the samples of a session, or one sample. Their answers are lost."""
+        for future in [*self._working.get(_session_of(id), ())]:
+            task = future.task
+            if task is not None and id in (_session_of(id), future.promise["request_id"]):
+                future.task = None
+                task.cancel()
+
+    async def watch(self) -> None:
+        """Give up the samples of sessions from which no request comes."""
+        while True:
+            await asyncio.sleep(BEAT_S)
+            for session in [*self._working]:
+                self._silence[session] += not self._listeners[session]
+                if self._silence[session] >= SILENT:
+                    self.give_up(session)
 
     def fetched(self, name: str, seq: int) -> None:
         """Note that a client has a sample, or knows that it is lost."""
@@ -179,7 +228,7 @@ class Samplers:
         ready = self._ready[name].setdefault(client, {})
         for seq in [*itertools.takewhile(lambda seq: ready[seq][0] <= cursor, ready)]:
             del ready[seq]
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(TimeoutError), self.listener(name):
             async with asyncio.timeout(seconds):
                 await self._changed.until(lambda: ready)
         rows = [*itertools.islice(ready.values(), ROWS)]
@@ -188,14 +237,22 @@ class Samplers:
     async def _work(self, future: Future, fact: Fact, body: bytes) -> None:
         try:
             ids = future.promise["sample_sequence_ids"]
-            content = await self._sample(ids, fact, **read(self._sample, body))
+            content = await self._sample(
+                ids, fact, **await asyncio.to_thread(read, self._sample, body)
+            )
             answer = Answer(content, MEDIA_TYPE)
         except (UserError, ConfigError) as error:
             answer = Answer.failure(str(error), "user")
         except asyncio.CancelledError:
-            answer = Answer.failure("the sample was cancelled", "user")
+            is_lost = future.task is None
+            answer = LOST if is_lost else Answer.failure("the sample was cancelled", "user")
         except Exception as error:  # the server goes on
             answer = Answer.failure(said_by(error), "server")
+        session = _session_of(future.promise["request_id"])
+        self._working[session].discard(future)
+        if not self._working[session]:
+            del self._working[session]
+            self.hear(session)
         self._settle(future, answer)
 
     def _settle(self, future: Future, answer: Answer) -> None:
@@ -267,6 +324,10 @@ class Samplers:
         if 0 < given.temperature < MIN_TEMPERATURE:
             raise UserError(f"temperature must be 0 or at least {MIN_TEMPERATURE}")
         stops = [given.stop] if isinstance(given.stop, str) else given.stop
+        if "" in (stops or ()):
+            raise UserError("stop has an empty text; leave it out")
+        if not self._parts.has_tokenizer and any(isinstance(each, str) for each in stops or ()):
+            raise UserError("stop has a text, and this server has no tokenizer; give token ids")
         tokens = self._parts.stop_token_ids if stops is None else ()
         return Sampling(
             max_tokens=min(given.max_tokens or longest, longest - len(prompt)),
@@ -288,6 +349,8 @@ class Samplers:
         while True:
             await self.running.wait()
             weights = self._weights(fact)
+            if isinstance(weights, Path) and not weights.exists():
+                raise UserError("the weights of the sampler were deleted; create another sampler")
             try:
                 return await self._session.sample(requests, weights=weights)
             except RankLost:  # the session starts it again
@@ -313,3 +376,8 @@ class Samplers:
         outputs = await self._session.forward(batch, weights=weights)
         (found,) = target_logprobs(outputs, [wanted])
         return tensor_like(message, found)
+
+
+def _session_of(id: str) -> str:
+    """Return the session of a sampler or of a request."""
+    return id.partition(":")[0]

@@ -39,8 +39,6 @@ class Server:
         self.models = Models(self.parts)
         self.samplers = Samplers(self.parts)
         self.parts.store.make_room = self.make_room
-        self.seen: dict[str, float] = {}
-        """Monotonic time of the latest sign of life of each session."""
         self._began = time.monotonic()
         self._drops: dict[str, Callable[[str], object]] = {
             "session": self._drop_session,
@@ -53,7 +51,7 @@ class Server:
         """Run the session until the task is cancelled. Raises the failure that no start mends."""
         await self.models.load()
         await self.samplers.load()
-        async with background(self._expire()):
+        async with background(self._expire()), background(self.samplers.watch()):
             while True:
                 try:
                     await self._attempt()
@@ -95,14 +93,14 @@ class Server:
         for id in facts[kind] if kind in self._drops else ():
             session = id.partition(":")[0]
             has_ended = facts["session"].get(session, {"finished": True})["finished"]
-            if id not in named and (has_ended or self.seen.get(session, self._began) < idle):
+            if id not in named and (has_ended or self.parts.heard.get(session, self._began) < idle):
                 over.append(id)
         for id in over[: len(over) // 10 + 1]:
             self._drops[kind](id)
 
     def _drop_session(self, id: str) -> None:
         self.parts.store.drop("session", id)
-        self.seen.pop(id, None)
+        self.parts.heard.pop(id, None)
 
     def _drop_loss(self, id: str) -> None:
         self.parts.store.drop("loss", id)

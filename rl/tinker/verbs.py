@@ -42,6 +42,8 @@ class Model:
     """Number of the last request that changed weights or moments."""
     steps: int = 0
     """Number of optimizer steps since the newest state."""
+    skipped: int = 0
+    """Number of skipped steps since the last one that was taken."""
     used: float = field(default_factory=time.time)
     failed: str = ""
     """Why this process does not have the model; the next one tries again."""
@@ -125,7 +127,8 @@ class Verbs:
         work = await asyncio.to_thread(prepare, message, self._parts.limits, graphs)
         forward = partial(self._session.forward, adapter=model.id)
         backward = partial(self._session.forward_backward, adapter=model.id)
-        return Answer(await work.run(forward, backward), MEDIA_TYPE)
+        content = await work.run(forward, backward, self._parts.custom_losses.differentiate)
+        return Answer(content, MEDIA_TYPE)
 
     forward = forward_backward
 
@@ -150,6 +153,15 @@ class Verbs:
         model.changed = request.seq
         model.steps += 1
         metrics = {name: each for name, each in finite(dict(found)).items() if each is not None}
+        is_skipped = "trainer/grad_norm" not in metrics
+        model.skipped = model.skipped + 1 if is_skipped else 0
+        if model.skipped > self._parts.max_skipped:
+            await self.write_state(model)  # a request that failed is not run again
+            raise UserError(
+                f"{model.skipped} steps in a row were skipped because the gradient was not finite; "
+                "lower the learning rate or load an earlier state"
+            )
+        metrics["trainer/skipped_in_a_row"] = float(model.skipped)
         return Answer.of(metrics=metrics, type="optim_step")
 
     async def _save(

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import shutil
 
 import numpy as np
 import pytest
@@ -110,6 +111,9 @@ WRONG_SAMPLES = {
     "prompt_alt_tokens_k": {"prompt_alt_tokens_k": 2},
     "must have 4 rows": {"target_prompt_logprobs": {"data": [1], "dtype": "int64"}},
     "novelty is not supported": {"novelty": 1},
+    "no tokenizer; give token ids": {"sampling_params": PARAMS | {"stop": "a"}},
+    "stop has an empty text": {"sampling_params": PARAMS | {"stop": [""]}},
+    "stop has an empty text; leave": {"sampling_params": PARAMS | {"stop": ""}},
 }
 
 
@@ -489,6 +493,17 @@ async def test_no_body_makes_the_server_fail(tmp_path, count=2000):
         assert not running._work.done()
         other = await running.train(1)
         assert "metrics" in await other.done(await other.step())
+
+
+@awaited
+async def test_a_sampler_whose_weights_were_deleted_says_so(tmp_path):
+    async with Running(tmp_path) as running:
+        client = await running.train()
+        path = (await client.done(await client.call("save_weights", path="a")))["path"]
+        sampler = await sampler_of(running, client.session, model_path=path)
+        shutil.rmtree(running.server.samplers._weights(running.server.samplers.fact(sampler)))
+        found = await sample(running, sampler)
+        assert found["category"] == "user" and "were deleted" in found["error"], found
 
 
 @awaited

@@ -62,6 +62,69 @@ async def test_a_request_that_never_comes_is_given_up_and_said(tmp_path):
 
 
 @awaited
+async def test_a_client_that_is_there_waits_less_for_a_request_that_never_comes(tmp_path):
+    with shortened(models, ALIVE_GAP_S=0.05):
+        async with Running(tmp_path) as running:
+            client = await running.train()
+            promise = await client.step(seq=2)
+            await running.ask("session_heartbeat", {"session_id": client.session})
+            assert "metrics" in await client.done(promise)
+            await running.kill()
+        async with Running(tmp_path, running.session) as running:
+            client.running = running
+            await client.step(seq=4)
+            await asyncio.sleep(0.1)
+            await client.step(seq=3)
+            assert "metrics" in await client.done({"request_id": f"{client.id}:3"})
+
+
+@awaited
+async def test_two_clients_with_the_same_numbers_get_an_error_and_a_retry_its_result(tmp_path):
+    async with Running(tmp_path) as running:
+        client = await running.train()
+        kind = {"content-type": "application/x-protobuf"}
+        first, other = client.data(1, 2, seq=1), client.data(3, 4, seq=1)
+        promise = await running.ask("forward_backward", first, **kind)
+        for _ in range(2):  # before and after the answer
+            refused = await running.post("forward_backward", other, **kind)
+            assert refused.status_code == 400 and "another client" in refused.text
+            assert await running.ask("forward_backward", first, **kind)
+            await client.done(promise)
+        step = {"model_id": client.id, "seq_id": 1, "adam_params": {"learning_rate": 1.0}}
+        assert (await running.post("optim_step", step)).status_code == 400
+        creation = client.creation | {"base_model": "tiny", "lora_config": {"rank": 2}}
+        assert (await running.post("create_model", creation)).status_code == 400
+        for number in (5, 6):  # the SDK counts samplers anew in a retry
+            await client.call("save_weights_for_sampler", 2, sampling_session_seq_id=number)
+
+
+@awaited
+async def test_a_skipped_step_says_so_and_the_fourth_in_a_row_is_an_error_of_the_client(tmp_path):
+    async with Running(tmp_path / "a") as running:
+        client = await running.train()
+        running.session.overflows = True
+        for count in (1, 2, 3):
+            await client.backward(1, 2)
+            found = await client.done(await client.step())
+            assert found["metrics"] == {"trainer/skipped_in_a_row": count}
+        await client.backward(1, 2)
+        found = await client.done(await client.step())
+        assert found["category"] == "user" and "lower the learning rate" in found["error"]
+        assert "\n" not in found["error"]
+        running.session.overflows = False
+        running.session.kill()  # the gradient of the failed step is not restored
+        await client.done(await client.backward(3, 4))
+        found = await client.done(await client.step())
+        assert found["metrics"]["trainer/skipped_in_a_row"] == 0
+        weights = await client.weights()
+    async with Running(tmp_path / "b") as running:
+        client = await running.train()
+        await client.done(await client.backward(3, 4))
+        await client.done(await client.step())
+        assert await client.weights() == weights
+
+
+@awaited
 async def test_models_take_turns_and_do_not_mix(tmp_path):
     async with Running(tmp_path / "a") as apart:
         expected = []

@@ -56,6 +56,8 @@ class ToySession:
         self._all: dict[str, Adapter] = {}
         self._pause = pause
         self._draw = random.Random(seed)
+        self.overflows = False
+        """Whether gradients are not finite, so that steps are skipped."""
         self._lost = None
 
     async def start(self):
@@ -139,6 +141,9 @@ class ToySession:
     async def optim_step(self, *, adapter, **options):
         await self._work("optim_step", adapter)
         own = self._all[adapter]
+        if self.overflows:
+            own.pending = ""
+            return Metrics({"trainer/grad_norm": float("inf")})
         own.moments = digest(own.moments, own.pending)
         own.weights = digest(own.weights, own.moments, sorted(options.items()))
         own.steps += 1

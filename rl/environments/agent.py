@@ -250,7 +250,7 @@ class AgentEpisode(TokenEnvironment):
         elif room < 1:
             is_context = len(ask.tokens) >= self._task.shape.max_seq_len
             self._limit = "context" if is_context else "length"
-            error = context_exceeded(len(ask.tokens), room + len(ask.tokens))
+            error = context_exceeded(f"{len(ask.tokens)} tokens", room + len(ask.tokens))
         else:
             return False
         self._refusals[str(error)] = self._limit

@@ -139,7 +139,7 @@ class Capture:
     def open_text(self, text: str) -> list[int]:
         """Return the prompt for a completion of ``text``; the control tokens in it count."""
         encode = self._dialect.tokenizer.encode
-        known = max(filter(text.startswith, self._texts), key=len, default=None)
+        known = max(filter(text.startswith, [*self._texts]), key=len, default=None)
         if known is None:
             self.rewritten += bool(self.turns)
             return encode(text)

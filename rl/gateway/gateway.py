@@ -49,6 +49,8 @@ Work = list[tuple[Ask, Choose]]
 ID_OF = {ChatRequest: "chatcmpl", CompletionRequest: "cmpl"}
 """Begin of the ids of answers by the kind of the request, as OpenAI's API has it."""
 
+LARGE = 2**14
+"""Size of the bodies that are encoded in the event loop; larger ones would hold up others."""
 REMEMBERED = 8
 """Number of latest requests of a session whose answers are kept."""
 
@@ -76,6 +78,7 @@ class _Session:
     capture: Capture
     used: float = field(default_factory=lambda: time.monotonic())
     """Time of the latest request."""
+    order: asyncio.Lock = field(default_factory=asyncio.Lock)
     answers: dict[bytes, asyncio.Future[list[Choice]]] = field(default_factory=dict)
     """Latest answers, by the request: a client that repeats one gets the same answer."""
 
@@ -97,7 +100,7 @@ class Gateway:
 
         gateway = Gateway(sample, dialect, sampling=sampling, longest=4096, vocab_size=512)
         gateway.open_session("a")
-        reply = gateway.chat("a", body)
+        reply = await gateway.chat("a", body)
         choices = await reply.choices
         sequences = gateway.capture("a").log.sequences
 
@@ -125,6 +128,7 @@ class Gateway:
         self._dialect = dialect
         self._sampling = replace(sampling, stop_token_ids=dialect.stop_token_ids)
         self._vocab_size = vocab_size
+        self._most_text = longest * max(map(len, dialect.tokenizer.get_vocab()))
         self._enable_thinking = enable_thinking
         self._sessions: dict[str, _Session] = {}
         self._waiting = 0
@@ -164,7 +168,7 @@ class Gateway:
 
     # Endpoints.
 
-    def chat(self, name: str, body: bytes, *, is_retry: bool = False) -> Reply:
+    async def chat(self, name: str, body: bytes, *, is_retry: bool = False) -> Reply:
         """Answer ``/v1/chat/completions``. Raises ApiError."""
         request = read(ChatRequest, body)
         session = self._session(name)
@@ -189,10 +193,10 @@ class Gateway:
             return self._work_of(session, request, opened.tokens, choose, most=most, top=top)
 
         events = form.chat_events if request.stream else None
-        choices = self._answer(session, body, is_retry, prepare)
+        choices = await self._answer(session, body, is_retry, prepare)
         return Reply(choices, form.chat, events, is_kept=bool(name))
 
-    def completions(self, name: str, body: bytes, *, is_retry: bool = False) -> Reply:
+    async def completions(self, name: str, body: bytes, *, is_retry: bool = False) -> Reply:
         """Answer ``/v1/completions``. Raises ApiError."""
         request = read(CompletionRequest, body)
         session = self._session(name)
@@ -208,10 +212,10 @@ class Gateway:
             return work
 
         events = form.completion_events if request.stream else None
-        choices = self._answer(session, body, is_retry, prepare)
+        choices = await self._answer(session, body, is_retry, prepare)
         return Reply(choices, form.completions, events, is_kept=bool(name))
 
-    def generate(self, name: str, body: bytes, *, is_retry: bool = False) -> Reply:
+    async def generate(self, name: str, body: bytes, *, is_retry: bool = False) -> Reply:
         """Answer ``/inference/v1/generate``. Raises ApiError."""
         request = read(GenerateRequest, body)
         params = request.sampling_params or SamplingParams()
@@ -226,7 +230,7 @@ class Gateway:
             _, choose = self._completed(session.capture, tokens, params)
             return self._work_of(session, params, tokens, choose)
 
-        choices = self._answer(session, body, is_retry, prepare)
+        choices = await self._answer(session, body, is_retry, prepare)
         return Reply(choices, form.generated, None, is_kept=bool(name))
 
     # Work.
@@ -258,6 +262,10 @@ class Gateway:
                 self._touched(name)
 
     def _opened(self, capture: Capture, request: ChatRequest) -> Opened:
+        texts = (
+            str(each.get("content")) for each in request.messages if each.get("role") == "user"
+        )
+        self._require_short(sum(map(len, texts)))
         options = request.chat_template_kwargs
         given = options.enable_thinking if options else None
         thinks = self._enable_thinking if given is None else given
@@ -267,6 +275,11 @@ class Gateway:
             return capture.open(request.messages, tools, enable_thinking=thinks, forced=forced)
         except ConversationError as error:
             raise ApiError(400, str(error), code="invalid_value", param="messages") from None
+
+    def _require_short(self, length: int) -> None:
+        """Raise ApiError if no encoding of a text of ``length`` characters is short enough."""
+        if length > self._most_text:
+            raise context_exceeded(f"{length:,} characters", self.longest)
 
     def require_model(self, name: str | None) -> None:
         """Raise ApiError if ``name`` is another model than that of the gateway."""
@@ -291,6 +304,8 @@ class Gateway:
         self, capture: Capture, prompt: str | list[int], request: Sampled
     ) -> tuple[list[int], Choose]:
         """Return the tokens of a prompt, and the function that notes its completion."""
+        if isinstance(prompt, str):
+            self._require_short(len(prompt))
         tokens = capture.open_text(prompt) if isinstance(prompt, str) else prompt
         lead = ""
         if isinstance(request, CompletionRequest) and request.echo:
@@ -323,7 +338,7 @@ class Gateway:
             message = f"the prompt must have tokens, each below {self._vocab_size}"
             raise ApiError(400, message, code="invalid_value", param="prompt")
         if left < 1:
-            raise context_exceeded(len(tokens), self.longest)
+            raise context_exceeded(f"{len(tokens)} tokens", self.longest)
         if session.capture.tokens >= self.limits.session_tokens:
             message = f"the session has {session.capture.tokens} tokens; open another one"
             raise ApiError(429, message, code="session_full")
@@ -352,15 +367,23 @@ class Gateway:
             for each in range(seed, seed + (request.n or 1))
         ]
 
-    def _answer(
+    async def _answer(
         self, session: _Session, body: bytes, is_retry: bool, prepare: Callable[[], Work]
     ) -> asyncio.Future[list[Choice]]:
-        """Return the choices in the making; a repeated request gets those of the first one."""
+        """Return the choices in the making; a repeated request gets those of the first one. The
+        requests of a session are prepared in the order in which they come.
+        """
+        async with session.order:
+            return await self._begun(session, body, is_retry, prepare)
+
+    async def _begun(
+        self, session: _Session, body: bytes, is_retry: bool, prepare: Callable[[], Work]
+    ) -> asyncio.Future[list[Choice]]:
         digest = hashlib.blake2b(body).digest()
         known = session.answers.get(digest) if is_retry else None
         if known is not None and not (known.done() and (known.cancelled() or known.exception())):
             return known
-        work = prepare()
+        work = await asyncio.to_thread(prepare) if len(body) > LARGE else prepare()
         if self._waiting + len(work) > self.limits.waiting:
             message = f"{self._waiting} answers are being sampled; try again later"
             raise ApiError(429, message, code="too_many_requests")

@@ -52,13 +52,13 @@ class ApiError(Exception):
         return {"error": error}
 
 
-def context_exceeded(length: int, most: int) -> ApiError:
-    """Return the error of a prompt of ``length`` tokens without room for an answer, in the words by
-    which client libraries recognise it.
+def context_exceeded(length: str, most: int) -> ApiError:
+    """Return the error of a prompt of ``length``, such as "9 tokens", that leaves no room for an
+    answer, in the words by which client libraries recognise it.
     """
     message = (
         f"This model's maximum context length is {most} tokens. However, your messages resulted in "
-        f"{length} tokens: the prompt is too long, and leaves no room for an answer. Please reduce "
+        f"{length}: the prompt is too long, and leaves no room for an answer. Please reduce "
         "the length of the messages."
     )
     return ApiError(400, message, code="context_length_exceeded", param="messages")

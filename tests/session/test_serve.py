@@ -32,7 +32,8 @@ async def test_a_text_ends_an_answer_without_a_tokenizer_of_the_model(sessions, 
 
     async def answer(**options):
         body = {"model": "policy", "prompt": [1, 2, 3], "seed": 1, **options}
-        (choice,) = await gateway.completions("", json.dumps(body).encode()).choices
+        reply = await gateway.completions("", json.dumps(body).encode())
+        (choice,) = await reply.choices
         return choice
 
     whole = await answer()

@@ -102,7 +102,7 @@ def main(arguments: list[str]) -> None:
         gateway = make_gateway(session, dialect, sampling, model=own.model_name)
         more = [metrics_page(Numbers(own.model_name), lambda: session, key)]
         async with serving(gateway, host=own.host, port=own.port, key=key, more=more) as url:
-            print(f"serving {own.model_name} on {url}/v1", flush=True)
+            print(f"serving {own.model_name} on {api_of(url, dialect)}", flush=True)
             await asyncio.Event().wait()
 
     run_session(session_config, None, serve)
@@ -155,10 +155,8 @@ def _serve_clients(
             more = [metrics_page(numbers, lambda: session, key), *routes_of(server, key)]
             async with serving(gateway, host=host, port=port, key=key, more=more) as url:
                 names = ", ".join(server.names)
-                print(
-                    f"serving {names}: to Tinker's SDK on {url}, to OpenAI's on {url}/v1",
-                    flush=True,
-                )
+                openai = f", to OpenAI's on {api_of(url, dialect)}" if dialect else ""
+                print(f"serving {names}: to Tinker's SDK on {url}{openai}", flush=True)
                 await asyncio.Event().wait()
 
     with owner:
@@ -236,6 +234,14 @@ def make_gateway(
         vocab_size=len(dialect.tokenizer),
         model=model,
     )
+
+
+def api_of(url: str, dialect: "Dialect") -> str:
+    """Return the URL of the API of OpenAI, and what of the API is missing."""
+    from rl.dialects.plain_text import TextDialect
+
+    missing = " (no chats: there is no chat template)" if isinstance(dialect, TextDialect) else ""
+    return f"{url}/v1{missing}"
 
 
 def _fresh(config: "RunConfig") -> "SessionConfig":

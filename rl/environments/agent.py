@@ -14,9 +14,9 @@ from typing import Any, Self
 
 from rl.environments.protocol import EnvironmentTask, Reply, TokenEnvironment, TokenReply
 from rl.errors import RunError, said_by, shown
-from rl.gateway.gateway import Ask, Gateway, Limits
+from rl.gateway.gateway import Ask, Gateway
 from rl.gateway.http import serving
-from rl.gateway.protocol import ApiError, context_exceeded
+from rl.gateway.protocol import ApiError, Limits, context_exceeded
 from rl.host.process import without_proxy
 from rl.host.threads import DaemonThread
 from rl.types import Completion, EpisodeStop, Prompt, Sampling

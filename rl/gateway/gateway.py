@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rl.dialects.dialect import ConversationError, Dialect
+from rl.dialects.dialect import ConversationError, Dialect, joined_text
 from rl.gateway.answers import Choice, Form, until
 from rl.gateway.capture import Capture, Opened, before
 from rl.gateway.protocol import (
@@ -18,6 +18,7 @@ from rl.gateway.protocol import (
     ChatRequest,
     CompletionRequest,
     GenerateRequest,
+    Limits,
     Sampled,
     SamplingParams,
     context_exceeded,
@@ -53,22 +54,6 @@ LARGE = 2**14
 """Size of the bodies that are encoded in the event loop; larger ones would hold up others."""
 REMEMBERED = 8
 """Number of latest requests of a session whose answers are kept."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Bounds of a gateway. A request beyond one gets a typed error."""
-
-    body_bytes: int = 16 * 2**20
-    """Maximum size of the body of a request."""
-    waiting: int = 1024
-    """Maximum number of answers that are sampled or wait for it."""
-    sessions: int = 4096
-    """Maximum number of open sessions."""
-    session_tokens: int = 10**7
-    """Maximum number of tokens of all prompts and answers of a session."""
-    session_s: float = 3600.0
-    """Time without a request after which a session is forgotten, in s."""
 
 
 @dataclass(eq=False)
@@ -262,10 +247,8 @@ class Gateway:
                 self._touched(name)
 
     def _opened(self, capture: Capture, request: ChatRequest) -> Opened:
-        texts = (
-            str(each.get("content")) for each in request.messages if each.get("role") == "user"
-        )
-        self._require_short(sum(map(len, texts)))
+        users = (each for each in request.messages if each.get("role") == "user")
+        self._require_short(*(str(joined_text(each.get("content"))) for each in users))
         options = request.chat_template_kwargs
         given = options.enable_thinking if options else None
         thinks = self._enable_thinking if given is None else given
@@ -276,9 +259,9 @@ class Gateway:
         except ConversationError as error:
             raise ApiError(400, str(error), code="invalid_value", param="messages") from None
 
-    def _require_short(self, length: int) -> None:
-        """Raise ApiError if no encoding of a text of ``length`` characters is short enough."""
-        if length > self._most_text:
+    def _require_short(self, *texts: str) -> None:
+        """Raise ApiError if no encoding of ``texts`` is short enough."""
+        if (length := sum(map(len, texts))) > self._most_text:
             raise context_exceeded(f"{length:,} characters", self.longest)
 
     def require_model(self, name: str | None) -> None:
@@ -305,7 +288,7 @@ class Gateway:
     ) -> tuple[list[int], Choose]:
         """Return the tokens of a prompt, and the function that notes its completion."""
         if isinstance(prompt, str):
-            self._require_short(len(prompt))
+            self._require_short(prompt)
         tokens = capture.open_text(prompt) if isinstance(prompt, str) else prompt
         lead = ""
         if isinstance(request, CompletionRequest) and request.echo:
@@ -370,20 +353,16 @@ class Gateway:
     async def _answer(
         self, session: _Session, body: bytes, is_retry: bool, prepare: Callable[[], Work]
     ) -> asyncio.Future[list[Choice]]:
-        """Return the choices in the making; a repeated request gets those of the first one. The
-        requests of a session are prepared in the order in which they come.
-        """
-        async with session.order:
-            return await self._begun(session, body, is_retry, prepare)
-
-    async def _begun(
-        self, session: _Session, body: bytes, is_retry: bool, prepare: Callable[[], Work]
-    ) -> asyncio.Future[list[Choice]]:
+        """Return the choices in the making; a repeated request gets those of the first one."""
         digest = hashlib.blake2b(body).digest()
-        known = session.answers.get(digest) if is_retry else None
-        if known is not None and not (known.done() and (known.cancelled() or known.exception())):
-            return known
-        work = await asyncio.to_thread(prepare) if len(body) > LARGE else prepare()
+        async with session.order:
+            known = session.answers.get(digest) if is_retry else None
+            if known and not (known.done() and (known.cancelled() or known.exception())):
+                return known
+            work = await asyncio.to_thread(prepare) if len(body) > LARGE else prepare()
+            return self._begin(session, digest, work)
+
+    def _begin(self, session: _Session, digest: bytes, work: Work) -> asyncio.Future[list[Choice]]:
         if self._waiting + len(work) > self.limits.waiting:
             message = f"{self._waiting} answers are being sampled; try again later"
             raise ApiError(429, message, code="too_many_requests")

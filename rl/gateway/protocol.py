@@ -1,5 +1,6 @@
 """Requests of the API, checked, and its errors."""
 
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -32,6 +33,22 @@ NEUTRAL = {
 """Parameters that are not supported, with the values that change nothing."""
 
 Request = TypeVar("Request", bound="Strict")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Bounds of a gateway. A request beyond one gets a typed error."""
+
+    body_bytes: int = 16 * 2**20
+    """Maximum size of the body of a request."""
+    waiting: int = 1024
+    """Maximum number of answers that are sampled or wait for it."""
+    sessions: int = 4096
+    """Maximum number of open sessions."""
+    session_tokens: int = 10**7
+    """Maximum number of tokens of all prompts and answers of a session."""
+    session_s: float = 3600.0
+    """Time without a request after which a session is forgotten, in s."""
 
 
 class ApiError(Exception):

@@ -96,7 +96,7 @@ def _serve(connection: Connection, owner: int, memory: int) -> None:
         except EOFError:
             return
         try:
-            answer = differentiate(*request)
+            answer: Derivatives | UserError = differentiate(*request)
         except UserError as error:
             answer = error
         connection.send(answer)

@@ -11,8 +11,9 @@ import random
 from openai import AsyncOpenAI
 
 from rl.dialects.qwen3 import Qwen3Dialect
-from rl.gateway.gateway import Gateway, Limits
+from rl.gateway.gateway import Gateway
 from rl.gateway.http import serving
+from rl.gateway.protocol import Limits
 from rl.types import Completion, Sampling
 from tests.dialects.adversary import Adversary
 from tests.dialects.conversations import TOOL

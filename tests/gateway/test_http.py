@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import threading
 
 import httpx
 import numpy as np
@@ -363,3 +364,44 @@ async def test_other_machines_need_a_key_and_a_port_that_is_taken_is_refused(hos
         with pytest.raises(ConfigError, match=said):
             async with serving(make_gateway(Policy()), host=host, port=port):
                 pass
+
+
+@awaited
+async def test_a_large_request_holds_up_no_other(monkeypatch):
+    """The text of a request is encoded in a thread, and one that no context has room for is not
+    encoded at all. Requests of a session keep their order.
+    """
+    encoding, may_go = threading.Event(), threading.Event()
+    gateway = make_gateway(Policy(["plain"]))
+    render = gateway._dialect.render
+
+    def slow(messages, *args, **options):
+        if len(messages[0]["content"]) > sessions.LARGE:
+            encoding.set()
+            assert may_go.wait(60)
+        return render(messages, *args, **options)
+
+    monkeypatch.setattr(gateway._dialect, "render", slow)
+    longest = max(map(len, gateway._dialect.tokenizer.get_vocab()))
+    most = longest * LONGEST
+    async with serving(gateway) as url, httpx.AsyncClient(timeout=60) as http:
+        name = gateway.open_session()
+
+        async def ask(length, path=""):
+            body = {"messages": [{"role": "user", "content": "a " * (length // 2)}]}
+            answer = await http.post(f"{url}{path}/v1/chat/completions", json=body)
+            return answer.json()
+
+        own = f"/sessions/{name}"
+        large = asyncio.create_task(ask(sessions.LARGE + 2, own))
+        assert await asyncio.to_thread(encoding.wait, 60)
+        assert (await http.get(f"{url}/health")).status_code == 200
+        assert (await ask(2))["choices"]
+        later = asyncio.create_task(ask(2, own))
+        assert (await ask(most + 2))["error"]["code"] == "context_length_exceeded"
+        prompt = {"prompt": "a" * (most + 1)}
+        refused = await http.post(f"{url}/v1/completions", json=prompt)
+        assert refused.json()["error"]["code"] == "context_length_exceeded"
+        assert not later.done()
+        may_go.set()
+        assert "error" in await large and (await later)["choices"]

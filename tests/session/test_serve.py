@@ -9,12 +9,14 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from rl.dialects.choose import dialect_or_text
+from rl.dialects.qwen3 import Qwen3Dialect
 from rl.gateway.http import serving
 from rl.observe.prometheus import Numbers
-from rl.serve import make_gateway
+from rl.serve import api_of, make_gateway
 from rl.session.metrics_page import metrics_page
 from rl.types import Sampling
 from tests.session.sessions import on_its_loop
+from tests.tiny_tokenizers import qwen3
 
 
 def words():
@@ -22,6 +24,11 @@ def words():
     octal = {f"{number:o}": number for number in range(64)}
     model = Tokenizer(WordLevel(octal, unk_token="0"))
     return PreTrainedTokenizerFast(tokenizer_object=model, eos_token="0")
+
+
+def test_the_start_names_only_what_is_served():
+    assert api_of("http://a", Qwen3Dialect(qwen3())) == "http://a/v1"
+    assert api_of("http://a", dialect_or_text(words())).startswith("http://a/v1 (no chats: ")
 
 
 @on_its_loop

@@ -68,8 +68,7 @@ class PolicyLoss(Configurable):
             loss = loss * tokens["correction"]
         loss = loss - config.entropy_coef * tokens["entropy"]
         if config.kl_coef:
-            reference = tokens["reference_logprobs"]
-            penalty = kl(tokens["logprobs"], reference, config.kl_estimator)
+            penalty = kl(tokens["logprobs"], tokens["reference_logprobs"], config.kl_estimator)
             loss = loss + config.kl_coef * penalty
         return loss, {**self._metrics(tokens), **metrics}
 

@@ -136,7 +136,12 @@ def score_batch(batch: Batch, loss: SequenceLoss) -> Batch:
     For log-probs, raises RunError if a sequence has no trained token.
     """
     if loss.head == "values":
-        return _with_ends(batch)
+        ends = batch.lengths.cumsum(0) + torch.arange(len(batch))
+        tokens = batch.tokens.new_zeros(len(batch.tokens) + len(batch))
+        is_end = torch.zeros(len(tokens), dtype=torch.bool)
+        is_end[ends] = True
+        tokens[~is_end] = batch.tokens
+        return Batch(tokens=tokens, lengths=batch.lengths + 1, loss_weights=is_end.float())
     counts = sum_by_sequence(batch.loss_mask.long(), _owners(batch), len(batch))
     if not counts.all():
         raise RunError(f"sequence {int(counts.argmin())} of the batch has no trained token")
@@ -243,16 +248,6 @@ def with_mismatched(batch: Batch, *, max_tokens: int) -> Batch:
         lengths=torch.tensor([len(row) for row in rows]),
         loss_weights=torch.cat(row_weights),
     )
-
-
-def _with_ends(batch: Batch) -> Batch:
-    """Return the sequences with one more token each. The new tokens have weight 1, all others 0."""
-    ends = batch.lengths.cumsum(0) + torch.arange(len(batch))
-    tokens = batch.tokens.new_zeros(len(batch.tokens) + len(batch))
-    is_end = torch.zeros(len(tokens), dtype=torch.bool)
-    is_end[ends] = True
-    tokens[~is_end] = batch.tokens
-    return Batch(tokens=tokens, lengths=batch.lengths + 1, loss_weights=is_end.float())
 
 
 def _owners(batch: Batch) -> torch.Tensor:

@@ -90,7 +90,10 @@ def read_config(
     require(is_known, f"--config {given} is of a server", field=f"--config {given}", fix=fix)
     if isinstance(base, RLConfig):
         overrides = _choose_algorithm(base, overrides)
-    overrides = _in_full(base, overrides)
+    known = _names(base)
+    # the chosen class has fields of its own
+    chosen = {argument.partition(":")[0].replace("-", "_") for argument in overrides}
+    overrides = [_full_argument(base, argument, known, chosen) for argument in overrides]
     ConfigManager.register_tyro_rules(custom_registry)
     output = StringIO()
     try:
@@ -207,10 +210,9 @@ def shipped_configs() -> dict[str, Callable[[], RunConfig]]:
 
 def config_functions(module: ModuleType) -> dict[str, Callable[[], RunConfig]]:
     """Return the public functions that ``module`` defines and annotates as returning a config."""
-    functions = inspect.getmembers(module, inspect.isfunction)
     own = {
         name: each
-        for name, each in functions
+        for name, each in inspect.getmembers(module, inspect.isfunction)
         if each.__module__ == module.__name__ and not name.startswith("_")
     }
     return {name: each for name, each in own.items() if _returns_config(each)}
@@ -283,17 +285,6 @@ def _limits_text(value: ConfigValue) -> str:
     also = "".join(f" or {other:,}" for other in bounds.also)
     least = f"{'above' if bounds.above else 'at least'} {bounds.least:,}"
     return f"{least}{also}" if bounds.least > -LARGE else ""
-
-
-def _in_full(config: RunConfig, overrides: list[str]) -> list[str]:
-    """Return ``overrides`` with the full name of each field that is given by the end of its name.
-
-    Raises ConfigError for a field that does not exist, and for an end that several fields have.
-    """
-    known = _names(config)
-    # the chosen class has fields of its own
-    chosen = {argument.partition(":")[0].replace("-", "_") for argument in overrides}
-    return [_full_argument(config, argument, known, chosen) for argument in overrides]
 
 
 def _names(config: RunConfig) -> list[str]:

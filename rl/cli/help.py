@@ -152,7 +152,17 @@ def quick_help(arguments: Sequence[str], program: str, usage: str = USAGE) -> st
     if not asks_for_help(arguments):
         return ""
     if name is None:
-        return usage.format(program=program, common=COMMON, configs=configs_text())
+        described = {name: text for name, (_, text) in shipped_sources().items()}
+        width = max(map(len, described)) + 4
+        options: dict[str, Any] = {"width": 100, "subsequent_indent": " " * width}
+        return usage.format(
+            program=program,
+            common=COMMON,
+            configs="\n".join(
+                textwrap.fill(text, initial_indent=f"  {name:<{width - 2}}", **options)
+                for name, text in described.items()
+            ),
+        )
     if name not in shipped_sources() or "--help-all" in rest:
         return ""
     known = json.loads(COMMON_FIELDS.read_text())
@@ -212,17 +222,6 @@ def is_common(field: str) -> bool:
 def _matches(field: str, pattern: str) -> bool:
     is_named = fnmatchcase(field, pattern) and field.count(".") == pattern.count(".")
     return is_named and field not in RARE
-
-
-def configs_text() -> str:
-    """Return one entry for each shipped config: name and description."""
-    described = {name: text for name, (_, text) in shipped_sources().items()}
-    width = max(map(len, described)) + 4
-    options: dict[str, Any] = {"width": 100, "subsequent_indent": " " * width}
-    return "\n".join(
-        textwrap.fill(text, initial_indent=f"  {name:<{width - 2}}", **options)
-        for name, text in described.items()
-    )
 
 
 @cache

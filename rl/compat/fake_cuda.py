@@ -282,11 +282,10 @@ def _storages(device: Device) -> None:
             device.resized(self._cdata, int(size))
         return resized
 
-    def device_of(self: Any) -> torch.device:
-        return _current() if device.holds(self._cdata) else own_device.__get__(self)
-
     storage.resize_ = resize_
-    storage.device = property(device_of)
+    storage.device = property(
+        lambda self: _current() if device.holds(self._cdata) else own_device.__get__(self)
+    )
     storage.data_ptr = lambda self: self._cdata if device.holds(self._cdata) else own_address(self)
 
 

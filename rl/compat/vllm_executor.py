@@ -34,7 +34,16 @@ class RankExecutor(ExecutorWithExternalLauncher):
         super()._init_executor()
         if self._rendezvous.startswith("file://"):
             Path(self._rendezvous.removeprefix("file://")).unlink()
-        _unlink_shared_memory()
+        # vLLM leaves the names of sockets and shared memory behind after every rank has opened them
+        group = get_tp_group()
+        if group.mq_broadcaster is not None and group.rank_in_group == 0:
+            handle = group.mq_broadcaster.handle
+            for socket in (handle.local_subscribe_addr, handle.local_notify_addr):
+                Path(socket.removeprefix("ipc://")).unlink()
+        group.mq_broadcaster = None  # unused; its destructor unlinks its buffer
+        collectives = getattr(group.device_communicator, "dist_module", None)
+        if isinstance(collectives, _CPUSHMDistributed):
+            (SHARED_MEMORY / f"{collectives.group_name}_{group.rank_in_group}").unlink()
 
     def _distributed_args(self) -> tuple[str, int, int]:
         """Return the rendezvous address, the rank in the tensor-parallel group, and the index of
@@ -49,19 +58,3 @@ class RankExecutor(ExecutorWithExternalLauncher):
             self._rendezvous = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             rank = int(os.environ["RANK"])
         return self._rendezvous, rank, local_rank
-
-
-def _unlink_shared_memory() -> None:
-    """Unlink the sockets and shared memory of this group after every rank has opened them.
-
-    vLLM leaves these names behind, and a killed process cannot remove them.
-    """
-    group = get_tp_group()
-    if group.mq_broadcaster is not None and group.rank_in_group == 0:
-        handle = group.mq_broadcaster.handle
-        for socket in (handle.local_subscribe_addr, handle.local_notify_addr):
-            Path(socket.removeprefix("ipc://")).unlink()
-    group.mq_broadcaster = None  # unused; its destructor unlinks its buffer
-    collectives = getattr(group.device_communicator, "dist_module", None)
-    if isinstance(collectives, _CPUSHMDistributed):
-        (SHARED_MEMORY / f"{collectives.group_name}_{group.rank_in_group}").unlink()

@@ -60,8 +60,7 @@ def difference(tokenizer: "PreTrainedTokenizerFast", tokens: np.ndarray, text: s
     """Return in words how ``tokens`` differ from the template's ``text``; empty if they do not."""
     if tokenizer.encode(text, add_special_tokens=False) == tokens.tolist():
         return ""
-    ours = str(tokenizer.decode(tokens.tolist()))
-    return text_difference(ours, text)
+    return text_difference(str(tokenizer.decode(tokens.tolist())), text)
 
 
 def text_difference(ours: str, text: str) -> str:

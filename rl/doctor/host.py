@@ -30,10 +30,6 @@ OLDEST_DRIVERS = {"13": 580, "12": 525}
 """Drivers that a major version of CUDA needs: docs.nvidia.com/deploy/cuda-compatibility."""
 
 
-def _packages() -> dict[str, str]:
-    return {canonicalize_name(p.name): p.version for p in metadata.distributions()}
-
-
 def _requirements() -> tuple[str, ...]:
     try:
         tiller = metadata.distribution("tiller-rl")
@@ -76,16 +72,16 @@ def _shared_free() -> int:
     return shutil.disk_usage(folder).free if os.access(folder, os.W_OK) else 0
 
 
-def _has_compiler() -> bool:
-    return bool(os.environ.get("CXX")) or any(map(shutil.which, COMPILERS))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
     """Facts of a host, by default of this one."""
 
     python: str = field(default_factory=platform.python_version)
-    packages: dict[str, str] = field(default_factory=_packages)
+    packages: dict[str, str] = field(
+        default_factory=lambda: {
+            canonicalize_name(p.name): p.version for p in metadata.distributions()
+        }
+    )
     """Versions of the installed packages by their canonical names."""
     requirements: tuple[str, ...] = field(default_factory=_requirements)
     constraints: tuple[str, ...] = field(default_factory=_constraints)
@@ -100,7 +96,9 @@ class Host:
     """Whether processes can connect through 127.0.0.1."""
     address: str = field(default_factory=_address)
     """Address of the host's name; empty if it has none."""
-    compiler: bool = field(default_factory=_has_compiler)
+    compiler: bool = field(
+        default_factory=lambda: bool(os.environ.get("CXX")) or any(map(shutil.which, COMPILERS))
+    )
     cuda: bool = field(default_factory=lambda: device_type() == "cuda")
     gpus: int = field(default_factory=device_count)
     nvidia: bool = field(default_factory=Path("/dev/nvidia0").exists)

@@ -20,8 +20,7 @@ ROWS = ("metrics.jsonl", "ledger.jsonl", "evaluations.jsonl", "digests.jsonl")
 def check_run(folder: Path, config: RunConfig | None) -> Iterator[Finding]:
     """Yield what is wrong with the run in ``folder``; ``config`` is None if it cannot be read."""
     name = config.trainer.checkpoint.folder if config else "checkpoints"
-    of_rl = isinstance(config, RLConfig)
-    yield from _check_checkpoints(StepFolders(folder / name), of_rl=of_rl)
+    yield from _check_checkpoints(StepFolders(folder / name), of_rl=isinstance(config, RLConfig))
     yield from _check_owner(folder)
     for name in ROWS:
         try:

@@ -138,15 +138,15 @@ class _SkyRLEpisode(MessageEnvironment):
         reward = float(result["reward"])
         if not result["done"]:
             return Reply(messages=result["observations"], reward=reward)
-        metrics = _numbers(self._environment.get_metrics())
+        metrics = {
+            key: float(each)
+            for key, each in self._environment.get_metrics().items()
+            if isinstance(each, int | float)
+        }
         return Reply(reward=reward, correct=reward >= self._solved_at, metrics=metrics, done=True)
 
     def close(self) -> None:
         self._environment.close()
-
-
-def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    return {key: float(each) for key, each in metrics.items() if isinstance(each, int | float)}
 
 
 class OpenEnvTask(SeededTask):
@@ -220,8 +220,7 @@ class _OpenEnvEpisode(MessageEnvironment):
             self._socket = await connect(self._url, max_size=MAX_BYTES, ping_interval=None)
         except (OSError, WebSocketException) as error:
             raise RunError(f"task.url {self._url}: cannot connect: {said_by(error)}") from None
-        first = await self._ask("reset", {"seed": self._seed})
-        return Opening([self._message(first)])
+        return Opening([self._message(await self._ask("reset", {"seed": self._seed}))])
 
     async def step(self, message: Message) -> Reply:
         answer = await self._ask("step", self._task.action(message))

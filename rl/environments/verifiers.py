@@ -127,8 +127,7 @@ class VerifiersTask(AgentTask):
         metrics = {name: float(each["score"]) for name, each in rewards.items()}
         given = trace.get("metrics") or {}
         metrics |= {name: float(value) for name, value in given.items() if value is not None}
-        correct = reward >= self.config.solved_at
-        return Reply(reward=reward, correct=correct, metrics=metrics)
+        return Reply(reward=reward, correct=reward >= self.config.solved_at, metrics=metrics)
 
     async def _connected(self) -> "_EnvServer":
         """Return the connection of this process, which ends with the event loop."""

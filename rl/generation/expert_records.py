@@ -26,8 +26,7 @@ def keep_choices(model: Any, shape: ModelShape, *, tokens: int) -> torch.Tensor:
     test runs CUDA.
     """
     dtype = getattr(torch, dtype_of(shape.num_experts).name)
-    sizes = (tokens, shape.n_layers, shape.experts_per_token)
-    buffer = torch.zeros(sizes, dtype=dtype)
+    buffer = torch.zeros((tokens, shape.n_layers, shape.experts_per_token), dtype=dtype)
     for index, layer in enumerate(model.layers.values()):
         layer.moe.router.on_choice = partial(_write, buffer, index)
     return buffer

@@ -14,7 +14,7 @@ from rl.compat import vllm_internals, vllm_masks
 from rl.errors import RunError
 from rl.generation.expert_records import ExpertRecords
 from rl.metrics import Metrics, Rule, Value
-from rl.types import Completion, GenerationRequest, Sampling
+from rl.types import Completion, GenerationRequest
 from rl.types.routed_experts import RoutedExperts
 from rl.types.sampling_mask import SamplingMask, encode
 
@@ -145,12 +145,26 @@ class Requests:
 
     def add(self, request: GenerationRequest) -> None:
         """Queue a request for the next step."""
+        from vllm import SamplingParams
+
         name = str(next(self._numbers))  # an id may be used again while vLLM still clears it
         sampling = request.sampling
         each = _InFlight(request.request_id, top_count=self._at_most(sampling.top_logprobs))
         if sampling.prompt_logprobs is not None:
             each.prompt_count = self._at_most(sampling.prompt_logprobs)
-        params = _sampling_params(sampling, request.seed, each)
+        params = SamplingParams(
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            stop_token_ids=list(sampling.stop_token_ids),
+            seed=request.seed % 2**63,  # vLLM takes -1 for "no seed"
+            logprobs=each.top_count,  # beside that of the chosen token
+            prompt_logprobs=each.prompt_count,
+            ignore_eos=True,
+            detokenize=False,
+        )
         vllm_internals.submit(self._engine, name, request.prompt_tokens, params)
         self._in_flight[name] = each
         if self._records is not None:
@@ -239,24 +253,6 @@ def _most_likely(found: Any, count: int) -> list[dict[int, float]]:
         {token: value for token, value in zip(*row, strict=True) if value > -math.inf}
         for row in zip(ids.tolist(), logprobs.tolist(), strict=True)
     ]
-
-
-def _sampling_params(sampling: Sampling, seed: int, each: _InFlight) -> Any:
-    from vllm import SamplingParams
-
-    return SamplingParams(
-        max_tokens=sampling.max_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        stop_token_ids=list(sampling.stop_token_ids),
-        seed=seed % 2**63,  # vLLM takes -1 for "no seed"
-        logprobs=each.top_count,  # beside that of the chosen token
-        prompt_logprobs=each.prompt_count,
-        ignore_eos=True,
-        detokenize=False,
-    )
 
 
 def _completion(sampled: _InFlight, reason: Any, experts: RoutedExperts | None) -> Completion:

@@ -250,8 +250,7 @@ class TillerForCausalLM(nn.Module):
         """Return the logits [N, vocab_size] on every rank: each samples from the same numbers."""
         logits = self.titan.lm_head(hidden_states)
         if self.tp > 1:
-            words = self.titan.config.vocab_size
-            logits = tensor_model_parallel_all_gather(logits)[:, :words]
+            logits = tensor_model_parallel_all_gather(logits)[:, : self.titan.config.vocab_size]
         return first_word_if_nan(logits) if self.may_sample_no_word else logits
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:

@@ -239,8 +239,7 @@ class RunRecord:
         self.rollouts.drop_after(step)
         self.evaluated.drop_after(step)
         self.profiles.forget_after(step)
-        rows = [self.metrics_path, self.digests_path, self.ledger_path, self.evaluations_path]
-        for path in rows:
+        for path in [self.metrics_path, self.digests_path, self.ledger_path, self.evaluations_path]:
             keep = 0
             for row, end in rows_of(path):
                 if row["step"] > step:

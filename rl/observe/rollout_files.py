@@ -12,7 +12,7 @@ import numpy as np
 
 from rl.errors import RunError, said_by
 from rl.host.disk import steps_in, write_whole
-from rl.metrics import Entry, Value
+from rl.metrics import Value
 from rl.types import Prompt, Rollout
 from rl.types import Sequence as Tokens
 from rl.types.routed_experts import RoutedExperts
@@ -81,9 +81,19 @@ def write_rollouts(
     ``version`` is the policy version that was trained. ``only`` are indices of the rows to keep.
     All chunks have the same columns.
     """
+    import pyarrow as pa
     import pyarrow.parquet as parquet
 
-    table = _table(chunks).replace_schema_metadata({"version": str(version)})
+    rollouts = [rollout for chunk in chunks for rollout in chunk.rollouts]
+    numbers = [number for number, chunk in enumerate(chunks) for _ in chunk.rollouts]
+    columns = {"chunk": pa.array(numbers, pa.int32())}
+    for name, (attribute, kind) in OF_PROMPT.items():
+        columns[name] = _column([getattr(each.prompt, attribute) for each in rollouts], kind)
+    for name, kind in OF_ROLLOUT.items():
+        columns[name] = _column([getattr(each, name) for each in rollouts], kind)
+    columns["metrics"] = _column([json.dumps(each.metrics) for each in rollouts], "string")
+    columns["sequences"] = _sequence_lists(chunks, rollouts)
+    table = pa.table(columns).replace_schema_metadata({"version": str(version)})
     if only is not None:
         table = table.take([*only])
     # without dictionaries and statistics it is quicker, and smaller for the few rows of a step
@@ -141,20 +151,6 @@ def read_groups(path: Path) -> dict[int, list[Rollout]]:
     for rollout in chain.from_iterable(chunk.rollouts for chunk in chunks):
         groups.setdefault(rollout.prompt.prompt_id, []).append(rollout)
     return groups
-
-
-def _table(chunks: Sequence[Chunk]) -> "pa.Table":
-    import pyarrow as pa
-
-    rollouts = [rollout for chunk in chunks for rollout in chunk.rollouts]
-    numbers = [number for number, chunk in enumerate(chunks) for _ in chunk.rollouts]
-    columns = {"chunk": pa.array(numbers, pa.int32())}
-    for name, (attribute, kind) in OF_PROMPT.items():
-        columns[name] = _column([getattr(each.prompt, attribute) for each in rollouts], kind)
-    for name, kind in OF_ROLLOUT.items():
-        columns[name] = _column([getattr(each, name) for each in rollouts], kind)
-    columns["metrics"] = _column([json.dumps(each.metrics) for each in rollouts], "string")
-    return pa.table(columns | {"sequences": _sequence_lists(chunks, rollouts)})
 
 
 def _column(values: Sequence[Any], kind: str) -> "pa.Array":
@@ -262,16 +258,12 @@ def _rollout(row: dict[str, Any], sequences: tuple[Tokens, ...]) -> Rollout:
     return Rollout(
         prompt=Prompt(**{attribute: row[name] for name, (attribute, _) in OF_PROMPT.items()}),
         sequences=sequences,
-        metrics=_metrics(json.loads(row["metrics"])),
+        metrics={
+            name: Value(*entry) if isinstance(entry, list) else entry
+            for name, entry in json.loads(row["metrics"]).items()
+        },
         **values,
     )
-
-
-def _metrics(content: dict[str, Any]) -> dict[str, Entry]:
-    """Return metrics as they were before they became JSON, in which a Value is a list."""
-    return {
-        name: Value(*entry) if isinstance(entry, list) else entry for name, entry in content.items()
-    }
 
 
 class RolloutFolder:

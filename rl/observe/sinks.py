@@ -162,7 +162,12 @@ class _SinkThread:
     def _run(self) -> None:
         try:
             while (event := self._events.get()) is not None:
-                self._write(event)
+                if event["kind"] == "started":
+                    self._close()
+                    self._sink.open(self._facts(step=event["step"]))
+                    self._is_open = True
+                if self._is_open:
+                    self._sink.write(event)
             self._close()
         except Exception as error:  # the user's code, or another library
             self._has_failed = True
@@ -176,11 +181,3 @@ class _SinkThread:
         if self._is_open:
             self._is_open = False
             self._sink.close()
-
-    def _write(self, event: Event) -> None:
-        if event["kind"] == "started":
-            self._close()
-            self._sink.open(self._facts(step=event["step"]))
-            self._is_open = True
-        if self._is_open:
-            self._sink.write(event)

@@ -62,8 +62,7 @@ class Group:
         In rings, the bytes between two nodes go through the adapters of all ranks of a node. In an
         all-to-all, each rank sends its own.
         """
-        ranks = range(0, self.size * self.stride, self.stride)
-        here = sum(rank < place.per_host for rank in ranks)
+        here = sum(rank < place.per_host for rank in range(0, self.size * self.stride, self.stride))
         others = self.size - here
         if kind == "all-to-all":
             inside = (here - 1) / self.size * bytes

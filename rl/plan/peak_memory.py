@@ -101,7 +101,15 @@ class MemoryOfPasses(PassSizes):
         """Return the moment at which the ranks need the most memory."""
         found = [self.in_head(), self.in_layer()]
         if self.trains_weights:
-            found += [self.in_reduction(), self.in_embedding()]
+            layer = max(3 * self.p + REDUCED, self.alone) * self.layer + self._head_during_layers()
+            words = self.head if self.tied else self.embedding
+            gradients = 2 if self.tied else 1
+            copies = max((1 + gradients) * self.p + REDUCED, self.alone)
+            gathered = copies * words + REDUCED * self.layer
+            found += [  # reductions of a layer's gradients, and of those of the embedding
+                PeakMemory(self.saved(), 0, layer),
+                PeakMemory(self.tokens * self.p * self.width, 0, gathered),
+            ]
         return max(found, key=lambda moment: moment.total)
 
     def in_head(self) -> PeakMemory:
@@ -117,7 +125,9 @@ class MemoryOfPasses(PassSizes):
             product = self.p * self.head if self.p < 4 else 0
             logits = REDUCED * self.head + max(logits, chunk * words * (4 + self.p) + product)
         gathered = self.p * (self.head + self.layer)
-        return PeakMemory(self.saved() + self._end(), 0 if self.values else logits, gathered)
+        # of the last norm, and of the head's input and its gradient
+        end = self.tokens * (8 * self.width + 2 * self.p * self.shape.dim)
+        return PeakMemory(self.saved() + end, 0 if self.values else logits, gathered)
 
     def in_layer(self) -> PeakMemory:
         """Return the moment at which the last layer computes gradients, or activations."""
@@ -133,19 +143,6 @@ class MemoryOfPasses(PassSizes):
             gathered += self.p * self.shape.hidden_dim * self.shape.dim // self.tp
         return PeakMemory(layers, 0, gathered)
 
-    def in_reduction(self) -> PeakMemory:
-        """Return the moment at which the gradients of a layer are reduced."""
-        layer = max(3 * self.p + REDUCED, self.alone) * self.layer
-        return PeakMemory(self.saved(), 0, layer + self._head_during_layers())
-
-    def in_embedding(self) -> PeakMemory:
-        """Return the moment at which the gradients of the embedding are reduced."""
-        words = self.head if self.tied else self.embedding
-        gradients = 2 if self.tied else 1
-        copies = max((1 + gradients) * self.p + REDUCED, self.alone)
-        gathered = copies * words + REDUCED * self.layer
-        return PeakMemory(self.tokens * self.p * self.width, 0, gathered)
-
     def _head_during_layers(self) -> int:
         """Return the bytes of the head and of gradients in reduction while layers compute."""
         kept = self.p * self.head if self.tied else 0
@@ -159,10 +156,6 @@ class MemoryOfPasses(PassSizes):
         words = self.shape.vocab_size // self.tp
         return min(max(1, (self.trainer.logits_mib << 20) // (4 * words)), self.tokens), words
 
-    def _end(self) -> int:
-        """Return the bytes of the last norm, and of the head's input and its gradient."""
-        return self.tokens * (8 * self.width + 2 * self.p * self.shape.dim)
-
     def saved(self) -> int:
         """Return the bytes that all layers save for the backward pass."""
         policy = self.trainer.activation_checkpoint
@@ -175,7 +168,9 @@ class MemoryOfPasses(PassSizes):
         elif isinstance(policy, MemoryBudgetAC.Config):
             layer = round(entry + policy.memory_budget * (whole - entry))
         else:
-            layer = self._kept()
+            experts = 2 * self.routed * self.shape.dim // self.tp
+            feed_forward = experts if self.ep > 1 else self.f
+            layer = self.p * (2 * self.shape.dim + 2 * self.q + 2 * self.k + feed_forward)
         balances = self.trainer.balance.loss_coefficient > 0
         layer += 4 * self.shape.num_experts * (1 + balances)  # scores, which routing is counted by
         return self.tokens * (self.shape.n_layers * layer + entry) + self.batch
@@ -205,14 +200,6 @@ class MemoryOfPasses(PassSizes):
         else:
             other = 3 * p * self.f
         return 2 * p * d + gathered + max(rotated, other)
-
-    def _kept(self) -> int:
-        """Return the bytes per token of a layer that selective checkpointing keeps: products, or
-        what experts exchange.
-        """
-        experts = 2 * self.routed * self.shape.dim // self.tp
-        feed_forward = experts if self.ep > 1 else self.f
-        return self.p * (2 * self.shape.dim + 2 * self.q + 2 * self.k + feed_forward)
 
     def _temporary(self) -> int:
         """Return the bytes per token of gradients within a layer: those of experts while their

@@ -102,7 +102,13 @@ def step_of(run: PlannedRun, push: Push | None) -> Step:
         stages = (0.0, time.seconds, 0.0)
         seconds = time.seconds
         concurrency = 0
-        assumptions = _assumptions_on_examples(run, length)
+        assumptions: tuple[str, ...] = (
+            f"mean sequence {length:g} tokens, half of task.max_tokens",
+            f"a device does {run.device.tflops:g} TFLOP/s at "
+            f"{run.hardware.training_efficiency:.0%} (hardware.training_efficiency)",
+            COLLECTIVES,
+            "no time for optimizer, data, validation or checkpoints",
+        )
     else:
         prompt, completion = _mean_lengths(run)
         length = prompt + completion
@@ -247,16 +253,6 @@ def _generation(run: PlannedRun, prompt: float, completion: float) -> tuple[floa
     reading = (weights + cache) / (device.memory_gb_s * 1e9 * hardware.generation_efficiency)
     steps = max(requests * completion / concurrency, completion)
     return prompts * prompt * products + steps * max(reading, concurrency * products), concurrency
-
-
-def _assumptions_on_examples(run: PlannedRun, length: float) -> tuple[str, ...]:
-    return (
-        f"mean sequence {length:g} tokens, half of task.max_tokens",
-        f"a device does {run.device.tflops:g} TFLOP/s at "
-        f"{run.hardware.training_efficiency:.0%} (hardware.training_efficiency)",
-        COLLECTIVES,
-        "no time for optimizer, data, validation or checkpoints",
-    )
 
 
 def _assumptions(

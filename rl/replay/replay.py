@@ -73,10 +73,9 @@ class ReplayedStep:
     @property
     def logprob_change(self) -> float:
         """Largest change of a token's log-prob under the trainer, nats; 0 without rollouts."""
-        pairs = zip(self.recorded.chunks, self.again.chunks, strict=True)
         changes = (
             np.abs(again.columns["trainer_logprobs"] - before.columns["trainer_logprobs"])
-            for before, again in pairs
+            for before, again in zip(self.recorded.chunks, self.again.chunks, strict=True)
         )
         return max((float(each.max(initial=0.0)) for each in changes), default=0.0)
 
@@ -125,8 +124,7 @@ class Replay(ABC, Generic[Config]):
         self.last = last - 1 if failed else last
         """Last step that is compared with its record."""
         self._folders = StepFolders(run / config.trainer.checkpoint.folder)
-        complete = [step for step in self._folders.complete() if step < last]
-        self.first = max(complete, default=0)
+        self.first = max([step for step in self._folders.complete() if step < last], default=0)
         """Step of the checkpoint that the replay begins from; 0 is the start of the run."""
         readable = self.readable_steps()
         missing = [step for step in self.recorded if step not in readable]

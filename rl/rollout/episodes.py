@@ -11,7 +11,7 @@ from typing import Any, NoReturn, get_args
 
 import numpy as np
 
-from rl.dialects.dialect import ConversationError, ToolCall
+from rl.dialects.dialect import ConversationError
 from rl.environments.protocol import (
     Environment,
     EnvironmentTask,
@@ -96,9 +96,28 @@ class Environments:
             if isinstance(environment, TokenEnvironment):
                 first = self._given(episode, "reset", opening, may_end=False)
             else:
-                first = TokenReply(tokens=self._rendered(episode, opening))
+                if not isinstance(opening, Opening):
+                    self._refuse(
+                        episode, f"reset returned {shown(opening)}, which is not an Opening"
+                    )
+                tools: Any = opening.tools
+                if isinstance(tools, Iterable):
+                    tools = [*tools] or None
+                rendered = self._task.dialect.render(
+                    opening.messages, tools, add_generation_prompt=True, **self._options
+                )
+                first = TokenReply(tokens=rendered.tokens.tolist())
             episode.tokens = [*first.tokens]
-            self._check_opening(episode)
+            length = len(episode.tokens)
+            most, field = self._task.prompt_limit()
+            room = self._task.config.max_episode_tokens - 1
+            if room < most:
+                most = room
+                field = f"task.max_episode_tokens={room + 1} with room for one token more"
+            if length > most:
+                what = f"the first messages of an environment of {type(self._task).__name__} are"
+                message = f"{what} {length} tokens; {field} allows {most}; {episode}"
+                raise GroupLost("opening too long", message)
             replayable = getattr(environment, "replayable", False) is True
         return EpisodeTurn(tokens=[*first.tokens], is_replayable=replayable, **_asked(first))
 
@@ -155,7 +174,12 @@ class Environments:
             step = await self._call(episode, environment.step, completion)
             self._given(episode, "step", step, may_end=True)
         elif broken:
-            step = Reply(messages=[_refusal(call) for call in turn.tool_calls])
+            step = Reply(
+                messages=[
+                    {"role": "tool", "content": f"error: {call.error}" if call.error else UNREAD}
+                    for call in turn.tool_calls
+                ]
+            )
         else:
             step = await self._call(episode, environment.step, turn.message)
         self._count(episode, step)
@@ -191,18 +215,6 @@ class Environments:
                 self._refuse(episode, f"{method} returned {shown(reply)}; {rule}")
         return reply
 
-    def _check_opening(self, episode: _Episode) -> None:
-        length = len(episode.tokens)
-        most, field = self._task.prompt_limit()
-        room = self._task.config.max_episode_tokens - 1
-        if room < most:
-            most = room
-            field = f"task.max_episode_tokens={room + 1} with room for one token more"
-        if length > most:
-            what = f"the first messages of an environment of {type(self._task).__name__} are"
-            message = f"{what} {length} tokens; {field} allows {most}; {episode}"
-            raise GroupLost("opening too long", message)
-
     def _count(self, episode: _Episode, step: Any) -> None:
         """Add the reward of ``step`` to the score of the episode."""
         if not isinstance(step, Reply):
@@ -221,17 +233,6 @@ class Environments:
             correct=now.correct,
             metrics={**before.metrics, **now.metrics},
         )
-
-    def _rendered(self, episode: _Episode, opening: Any) -> list[int]:
-        if not isinstance(opening, Opening):
-            self._refuse(episode, f"reset returned {shown(opening)}, which is not an Opening")
-        tools: Any = opening.tools
-        if isinstance(tools, Iterable):
-            tools = [*tools] or None
-        rendered = self._task.dialect.render(
-            opening.messages, tools, add_generation_prompt=True, **self._options
-        )
-        return rendered.tokens.tolist()
 
     def _limit(self, episode: _Episode, length: int) -> EpisodeStop | None:
         """Return the limit that allows no answer after ``length`` tokens; None if all allow it."""
@@ -332,8 +333,3 @@ def _asked(reply: TokenReply) -> dict[str, Any]:
     """Return what an environment asks of the next answer, as fields of an EpisodeTurn."""
     stop = tuple(reply.stop)
     return {"max_tokens": reply.max_tokens, "top_logprobs": reply.top_logprobs, "stop": stop}
-
-
-def _refusal(call: ToolCall) -> dict[str, str]:
-    """Return the message that answers a tool call which was not run."""
-    return {"role": "tool", "content": f"error: {call.error}" if call.error else UNREAD}

@@ -191,8 +191,7 @@ class HardwareConfig:
         """Memory of a node in GiB."""
         if self.host_memory_gib or self.assumes_host:
             return self.host_memory_gib or 2048.0
-        told = [host["memory_gib"] for host in hosts_of_job()]
-        return min(told or [host_memory() / 2**30])
+        return min([host["memory_gib"] for host in hosts_of_job()] or [host_memory() / 2**30])
 
     @property
     def assumes_host(self) -> bool:

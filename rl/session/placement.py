@@ -23,7 +23,14 @@ class Placement:
         self.models: dict[str, Place] = {}
         """Places by role."""
         for name, role in config.models.items():
-            self.models[name] = self._place(role.trainer.ranks, shared=config.colocate != "none")
+            ranks = role.trainer.ranks
+            hosts = math.gcd(ranks, self._trainer_nodes)
+            per_host = ranks // hosts
+            before = max(self._taken[:hosts]) if config.colocate == "none" else 0
+            for host in range(hosts):
+                self._taken[host] = max(self._taken[host], before + per_host)
+            first = self._first_device(before, per_host)
+            self.models[name] = Place(hosts=hosts, ranks=ranks, first_device=first)
         self.needed_by_models = max(self._taken)
         """Number of GPUs that the fullest host needs for models alone."""
         if config.colocate == "all":
@@ -67,14 +74,6 @@ class Placement:
         own = self._generator.nodes
         lap, host = divmod(number, own or self._trainer_nodes)
         return (0 if own else self._taken[host]) + self._generator.tensor_parallel_degree * lap
-
-    def _place(self, ranks: int, *, shared: bool) -> Place:
-        hosts = math.gcd(ranks, self._trainer_nodes)
-        per_host = ranks // hosts
-        before = 0 if shared else max(self._taken[:hosts])
-        for host in range(hosts):
-            self._taken[host] = max(self._taken[host], before + per_host)
-        return Place(hosts=hosts, ranks=ranks, first_device=self._first_device(before, per_host))
 
     def _first_device(self, before: int, ranks: int) -> int:
         """Return the first of ``ranks`` GPUs of a host, after ``before`` GPUs that are taken."""

@@ -242,13 +242,12 @@ class WeightPush:
         async with self.residency.of("generator"):
             layouts = await asyncio.gather(*(generator.layouts() for generator in generators))
         domains = [domain for domain, *_ in chain(sources, *layouts)]
-        have_rdma = all(has_rdma for _, has_rdma, _ in chain(sources, *layouts))
         transfer = Transfer(
             transport=choose_transport(
                 weights.transport,
                 domains,
                 on_gpus=self.config.hardware.kind == "cuda",
-                has_rdma=have_rdma,
+                has_rdma=all(has_rdma for _, has_rdma, _ in chain(sources, *layouts)),
             ),
             dtype=generators[0].dtype,
             sources=tuple(layout for *_, layout in sources),
@@ -285,9 +284,8 @@ class WeightPush:
             version, source = self.begun, self._begun[0]
             async with self.residency.of("trainer", "model"):
                 with self.watch.span("push"), self.watch.span("publish", "trainer"):
-                    patience = self._transfer.patience
                     sent = await self.trainer.call(
-                        "push_weights", version, source, patience=patience
+                        "push_weights", version, source, patience=self._transfer.patience
                     )
                 if self._in_turns:
                     with self.watch.span("check"):

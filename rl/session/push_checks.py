@@ -119,7 +119,10 @@ class PushChecks:
         generator, version, source, answer, _ = arrival
         if answer is None:
             return
-        difference = await self._difference(answer, version, source)
+        key = (version, answer.tokens, answer.experts)
+        if self._scored is None or self._scored[0] != key:
+            self._scored = (key, await self._trained_logprobs(answer, source))
+        difference = float((self._scored[1] - torch.tensor(answer.logprobs)).abs().max())
         metrics["push/canary"] = max(difference, metrics.get("push/canary", 0.0))
         if not difference <= self._tolerance:
             await self._compare_digests(arrival)
@@ -153,12 +156,6 @@ class PushChecks:
         digests = await self._trainer.weight_digests(dtype, source)
         self._trained = _merged(digests, f"{owner}trainer")
         self._digested = (version, dtype)
-
-    async def _difference(self, answer: Completion, version: int, source: Source) -> float:
-        key = (version, answer.tokens, answer.experts)
-        if self._scored is None or self._scored[0] != key:
-            self._scored = (key, await self._trained_logprobs(answer, source))
-        return float((self._scored[1] - torch.tensor(answer.logprobs)).abs().max())
 
     async def _trained_logprobs(self, answer: Completion, source: Source) -> torch.Tensor:
         """Return the trainer's log-probs of ``answer`` after the canary's prompt."""

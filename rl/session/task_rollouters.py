@@ -61,8 +61,7 @@ def rollouter_of(task: Task.Config | None, rewards: Any, **options: Any) -> Roll
     whose environments they hold. ``options`` are those of :class:`Rollouter`.
     """
     if isinstance(task, EnvironmentTask.Config):
-        most = task.max_open_episodes
-        return Rollouter(environments=rewards, max_open=most, **options)
+        return Rollouter(environments=rewards, max_open=task.max_open_episodes, **options)
     return Rollouter(None if rewards is None else rewards.score, **options)
 
 

@@ -8,7 +8,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torchtitan.config import Configurable
 
@@ -367,7 +366,10 @@ class Step:
             await self._accumulate(minibatch, batch, found)
             self.updates.append(await algorithm.update(self._session))
         await self._accumulate(last, batch, found)
-        self.chunks.append(Chunk(rollouts=rollouts, columns=_recorded(batch, found)))
+        own = {name: each for name, each in batch.columns.items() if name not in RECORDED_ELSEWHERE}
+        # tokens that were not sampled have 0
+        columns = {name: (each * batch.loss_mask).numpy() for name, each in (own | found).items()}
+        self.chunks.append(Chunk(rollouts=rollouts, columns=columns))
 
     async def end(self) -> dict[str, float]:
         """Take the last optimizer step; return the metrics of the step."""
@@ -388,9 +390,3 @@ class Step:
                 unknown = torch.full((len(batch.tokens),), torch.nan)
                 column = found.setdefault(name, unknown)
                 column[index] = torch.where(column[index].isnan(), outputs[output], column[index])
-
-
-def _recorded(batch: Batch, found: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
-    """Return the columns to record; tokens that were not sampled have 0."""
-    own = {name: each for name, each in batch.columns.items() if name not in RECORDED_ELSEWHERE}
-    return {name: (each * batch.loss_mask).numpy() for name, each in (own | found).items()}

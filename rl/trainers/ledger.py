@@ -199,7 +199,7 @@ class Ledger:
         since = {
             prompt_id: group
             for prompt_id, group in self.finished().items()
-            if keep and _newest(group) <= version
+            if keep and max(_versions(group)) <= version
         }
         finished = finished | since
         submitted = state.get("submitted", 0)
@@ -213,7 +213,7 @@ class Ledger:
         self._taken = []
         self._dropped_now = deepcopy(state.get("dropped_now", {}))
         for prompt_id, group in finished.items():
-            entry = _Entry(prompt_id, _oldest(group) + self._staleness, group)
+            entry = _Entry(prompt_id, min(_versions(group)) + self._staleness, group)
             if self._next_turn() <= entry.due:
                 self._entries[prompt_id] = entry
         self._waiting = deque(sorted(again - self._entries.keys()))
@@ -227,11 +227,3 @@ class Ledger:
 
 def _versions(group: Group) -> Iterable[int]:
     return (version for rollout in group for version in rollout.versions.tolist())
-
-
-def _oldest(group: Group) -> int:
-    return min(_versions(group))
-
-
-def _newest(group: Group) -> int:
-    return max(_versions(group))

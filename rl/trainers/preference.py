@@ -209,10 +209,6 @@ def kto_imbalance(loss: KTOLoss.Config, items: Sequence[Preference]) -> list[str
     return [f"{good} answers are good and {bad} are bad, which do not weigh the same; {fix}"]
 
 
-def _line_of(item: Preference) -> int:
-    return item.examples[0].line
-
-
 class CachedReference:
     """Scores of the reference for the examples of ``trainer``, computed once.
 
@@ -240,7 +236,7 @@ class CachedReference:
         order = epoch_order(config.seed, 0, len(train))
         # a stored item is another object each time, and has a line of its own
         is_stored = Stored in (type(train), type(trainer.dataset_eval))
-        self._key: Callable[[Any], int] = _line_of if is_stored else id
+        self._key: Callable[[Any], int] = (lambda item: item.examples[0].line) if is_stored else id
         in_order = {"train": (train[index] for index in order), "eval": trainer.dataset_eval}
         self._places = {
             part: {self._key(item): place for place, item in enumerate(items)}
@@ -261,13 +257,13 @@ class CachedReference:
             return
         trainer.run.progress.stage("starting the reference")
         async with self._session.using("reference"):
-            weights = await self._session.weight_digest("reference")
-            with entries.adding(weights):
+            with entries.adding(await self._session.weight_digest("reference")):
                 for part, count in wanted.items():
                     while (done := entries.count(part)) < count and not trainer.leaving:
                         batch, _ = trainer.batch_of(self._batch_at(part, done))
                         scores = await trainer.scores_of(batch, "reference")
-                        if entries.add(part, self._as_entries(scores)[: count - done]):
+                        rows = scores.view(2, -1).T if trainer.is_unpaired else scores.view(-1, 2)
+                        if entries.add(part, rows[: count - done]):
                             done = entries.count(part)
                             trainer.run.progress.stage(f"reference, {part}: {done:,} of {count:,}")
 
@@ -292,10 +288,6 @@ class CachedReference:
             )
         entries = self._entries.at(part, places)
         return (entries.T if trainer.is_unpaired else entries).flatten()
-
-    def _as_entries(self, scores: torch.Tensor) -> torch.Tensor:
-        """Return the scores of a batch, [n], as entries, [n / 2, 2]."""
-        return scores.view(2, -1).T if self._trainer.is_unpaired else scores.view(-1, 2)
 
     def _count(self, part: str) -> int:
         """Return the number of entries of ``part`` that the run needs."""

@@ -246,8 +246,7 @@ class RLTrainer(Trainer[RLConfig]):
         bound = self.arguments.rollout.max_staleness * self.arguments.updates_per_step
         if now - oldest > bound:
             raise RunError(f"a token of policy version {oldest} reached version {now}: {bound=}")
-        ages = (now - version for version in versions)
-        return Counter(dict(zip(ages, counts, strict=True)))
+        return Counter(dict(zip((now - version for version in versions), counts, strict=True)))
 
     async def after_step(self) -> None:
         await self.evaluations.keep(self.step)

@@ -132,8 +132,7 @@ class Run:
         """
         if self.folder is None:
             name = name or type(self.trainer).__name__
-            steps = self.trainer.total_steps
-            self._use(claim_run(self.config, steps, name=name, command=command))
+            self._use(claim_run(self.config, self.trainer.total_steps, name=name, command=command))
         assert self.folder is not None, "it was claimed"
         return self.folder
 

@@ -186,8 +186,7 @@ class Checkpointer:
     def _trained(self) -> dict[str, Any]:
         """Return what a state has of the adapter in the model, or of the policy."""
         adapters = self._engine.adapters
-        whole = adapters.current is None
-        return self._weights.state_dict() if whole else adapters.state
+        return self._weights.state_dict() if (adapters.current is None) else adapters.state
 
     def _progress(self) -> dict[str, Any]:
         """Return what a state has besides that."""
@@ -318,31 +317,23 @@ class _TrainState(Stateful):
         self.run_state: dict[str, Any] = {}
 
     def state_dict(self) -> dict[str, Any]:
-        texts = {"run_state": json.dumps(self.run_state), "rng": json.dumps(_rng_states())}
+        states = {"cpu": torch.get_rng_state()}
+        if device_type() == "cuda":
+            states["cuda"] = torch.cuda.get_rng_state()
+        rng = {device: state.numpy().tobytes().hex() for device, state in states.items()}
+        texts = {"run_state": json.dumps(self.run_state), "rng": json.dumps(rng)}
         return {name: getattr(self._engine, name) for name in FRESH} | texts
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name in FRESH:
             setattr(self._engine, name, state[name])
         self.run_state = json.loads(state["run_state"])
-        _set_rng_states(json.loads(state["rng"]))
-
-
-def _rng_states() -> dict[str, str]:
-    """Return the states of torch's generators in hex, by device."""
-    states = {"cpu": torch.get_rng_state()}
-    if device_type() == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state()
-    return {device: state.numpy().tobytes().hex() for device, state in states.items()}
-
-
-def _set_rng_states(states: dict[str, str]) -> None:
-    for device, text in states.items():
-        state = torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
-        if device == "cpu":
-            torch.set_rng_state(state)
-        elif device_type() == "cuda":
-            torch.cuda.set_rng_state(state)
+        for device, text in json.loads(state["rng"]).items():
+            rng = torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
+            if device == "cpu":
+                torch.set_rng_state(rng)
+            elif device_type() == "cuda":
+                torch.cuda.set_rng_state(rng)
 
 
 def _saved(folder: Path) -> tuple[Shapes, set[str]]:

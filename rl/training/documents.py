@@ -125,15 +125,6 @@ def _attend(
     return results
 
 
-def _add(whole: torch.Tensor, cells: Cells, part: torch.Tensor) -> None:
-    """Add ``part`` [P, N, cells, ...] at ``cells`` of ``whole`` [B, L, N, ...]."""
-    values = part.transpose(1, 2).flatten(0, 1).to(whole.dtype)
-    if isinstance(cells, slice):
-        whole.flatten(0, 1)[cells] += values
-    else:
-        whole.flatten(0, 1).index_add_(0, cells, values)
-
-
 @torch.library.custom_op("tiller::attend_backward", mutates_args=(), device_types="cpu")
 def _attend_backward(
     grad: torch.Tensor,
@@ -161,7 +152,11 @@ def _attend_backward(
         )
         cells = (group.queries, group.keys, group.keys)
         for whole, own, part in zip(results, cells, found, strict=True):
-            _add(whole, own, part)
+            values = part.transpose(1, 2).flatten(0, 1).to(whole.dtype)
+            if isinstance(own, slice):
+                whole.flatten(0, 1)[own] += values
+            else:
+                whole.flatten(0, 1).index_add_(0, own, values)
     by_q, by_k, by_v = (each.to(q.dtype) for each in results)
     return by_q, by_k, by_v
 

@@ -64,18 +64,15 @@ class KeptLogits:
         outside[self.owners[own].long() - cells.start, ids] = False
         own = slice(self.map_ends[cells.start], self.map_ends[cells.stop])
         if own.start < own.stop:
-            outside[self.mapped[own].long() - cells.start, :count] = self._outside(own, count)
+            first = self.first // WORD
+            last = -(-(self.first + count) // WORD)
+            words = self.maps[own, first:last].contiguous().view(torch.uint8)
+            bits = torch.arange(8, dtype=torch.uint8, device=words.device)
+            flags = (words.unsqueeze(2) >> bits).bitwise_and_(1).flatten(1)
+            begin = self.first - first * WORD
+            rows = self.mapped[own].long() - cells.start
+            outside[rows, :count] = flags[:, begin : begin + count] == 0
         return logits.masked_fill_(outside[:, :count], FLOOR)
-
-    def _outside(self, maps: slice, count: int) -> torch.Tensor:
-        """Return whether each logit of this rank is outside each of ``maps``, bool [n, count]."""
-        first = self.first // WORD
-        last = -(-(self.first + count) // WORD)
-        words = self.maps[maps, first:last].contiguous().view(torch.uint8)
-        bits = torch.arange(8, dtype=torch.uint8, device=words.device)
-        flags = (words.unsqueeze(2) >> bits).bitwise_and_(1).flatten(1)
-        begin = self.first - first * WORD
-        return flags[:, begin : begin + count] == 0
 
 
 def kept_logits(
@@ -84,8 +81,7 @@ def kept_logits(
     """Return the sets of this rank's cells on ``device``; None without a ``mask``."""
     if mask is None:
         return None
-    own = mask if sequence is None else sequence.select(mask)
-    return KeptLogits.of(own, device)
+    return KeptLogits.of(mask if sequence is None else sequence.select(mask), device)
 
 
 def _ends(counts: np.ndarray) -> np.ndarray:

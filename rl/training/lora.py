@@ -65,8 +65,7 @@ def _rows(factor: Tensor, box: Box, dim: int) -> Tensor:
     are dimension ``dim`` of the weight.
     """
     experts, rows = (slice(box.offset[d], box.offset[d] + box.shape[d]) for d in (0, dim))
-    own = local_box(factor)
-    if own.slices_in(Box.whole(factor.shape))[:2] == (experts, rows):
+    if local_box(factor).slices_in(Box.whole(factor.shape))[:2] == (experts, rows):
         return local_tensor(factor).detach().float()
     return _whole(factor)[experts, rows]
 

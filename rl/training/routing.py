@@ -68,7 +68,18 @@ class Routing:
             preferred, chosen, scores = map(self._whole, router.kept)
             router.keeps, router.kept = False, None
             recorded = None if micro.experts is None else micro.experts[:, :, layer]
-            row = _sums(preferred, chosen, _probabilities(scores.detach()), recorded, uses)
+            probabilities = _probabilities(scores.detach())
+            # sums over the cells, each as often as it is used
+            load = uses.new_zeros(probabilities.shape[-1])
+            load.index_add_(0, chosen.flatten(), uses.repeat_interleave(chosen.shape[-1]))
+            entropy = torch.special.entr(probabilities).sum(-1).flatten().double() @ uses
+            known = differing = torch.zeros_like(entropy)
+            if recorded is not None:
+                has_record = recorded[..., 0] >= 0
+                differs = (recorded.sort(-1).values != preferred.sort(-1).values).any(-1)
+                known = has_record.flatten().double() @ uses
+                differing = (has_record & differs).flatten().double() @ uses
+            row = torch.cat([load, torch.stack([uses.sum(), entropy, known, differing])])
             balance = uses.new_zeros(())
             if self._coefficient:
                 losses = _balance_losses(_probabilities(scores), router.top_k, micro)
@@ -122,29 +133,6 @@ class Routing:
 
 def _probabilities(scores: torch.Tensor) -> torch.Tensor:
     return scores.float() / scores.float().sum(-1, keepdim=True)
-
-
-def _sums(
-    preferred: torch.Tensor,
-    chosen: torch.Tensor,
-    probabilities: torch.Tensor,
-    recorded: torch.Tensor | None,
-    uses: torch.Tensor,
-) -> torch.Tensor:
-    """Return sums over the cells, each as often as it is used, float64 [E + 4]: choices of each
-    expert, cells, entropy, cells with a record, and those of them whose preferred experts differ.
-    """
-    width = chosen.shape[-1]
-    load = uses.new_zeros(probabilities.shape[-1])
-    load.index_add_(0, chosen.flatten(), uses.repeat_interleave(width))
-    entropy = torch.special.entr(probabilities).sum(-1).flatten().double() @ uses
-    known = differing = torch.zeros_like(entropy)
-    if recorded is not None:
-        has_record = recorded[..., 0] >= 0
-        differs = (recorded.sort(-1).values != preferred.sort(-1).values).any(-1)
-        known = has_record.flatten().double() @ uses
-        differing = (has_record & differs).flatten().double() @ uses
-    return torch.cat([load, torch.stack([uses.sum(), entropy, known, differing])])
 
 
 def _balance_losses(probabilities: torch.Tensor, top_k: int, micro: MicroBatch) -> torch.Tensor:

@@ -148,8 +148,7 @@ def sharded_model(
         titan.keep_forward_with_lora(LogProbHead)
         chosen = lora_layers(config.lora, model)
         for layer in model_config.layers if EXPERTS in chosen else ():
-            adapters = (config.lora.rank, config.lora.alpha)
-            layer.moe.routed_experts.inner_experts.lora = adapters
+            layer.moe.routed_experts.inner_experts.lora = (config.lora.rank, config.lora.alpha)
         linear = [name for name in chosen if name != EXPERTS]
         lora = dataclasses.replace(config.lora, target_modules=linear)
         model_config = lora.build().convert(model_config)

@@ -18,6 +18,5 @@ class ValueHead(Linear):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the values, float32 [B, L], of ``hidden`` [B, L, D]."""
-        weight = local_of(self.weight)
-        values = F.linear(local_of(hidden), weight)
+        values = F.linear(local_of(hidden), local_of(self.weight))
         return values.float().sum(-1)  # drops dimension 1; FSDP forbids a view

@@ -336,15 +336,10 @@ class Rollout:
     @property
     def turns(self) -> list[int]:
         """Number of sampled tokens of each turn, in the order of the sequences."""
-        runs = (length for each in self.sequences for length in _runs(each.sampled))
-        return [*(self.turn_lengths or runs)]
+        runs = (run for each in self.sequences for run in each.sampled.tobytes().split(b"\0"))
+        return [*(self.turn_lengths or map(len, filter(None, runs)))]
 
     @property
     def versions(self) -> np.ndarray:
         """Policy versions of all sampled tokens, int32 [sampled_count]."""
         return np.concatenate([each.versions[each.sampled] for each in self.sequences])
-
-
-def _runs(mask: np.ndarray) -> list[int]:
-    """Return the length of each run of True in ``mask``, bool [T]."""
-    return [len(run) for run in mask.tobytes().split(b"\0") if run]

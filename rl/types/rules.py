@@ -49,18 +49,14 @@ class Bounds:
         """Return the violated condition; empty if ``value`` is allowed. NaN violates the lower
         bound.
         """
-        if value in self.also or (self._reaches(value) and self._stays_within(value)):
+        reaches = value > self.least if self.above else value >= self.least
+        stays_within = value < self.most if self.below else value <= self.most
+        if value in self.also or (reaches and stays_within):
             return ""
         others = "".join(f"{other:,}, or " for other in self.also)
-        if not self._reaches(value):
+        if not reaches:
             return f"{others}{'above' if self.above else 'at least'} {self.least:,}"
         return f"{others}{'below' if self.below else 'at most'} {self.most:,}"
-
-    def _reaches(self, value: float) -> bool:
-        return value > self.least if self.above else value >= self.least
-
-    def _stays_within(self, value: float) -> bool:
-        return value < self.most if self.below else value <= self.most
 
 
 @dataclass(frozen=True, slots=True)

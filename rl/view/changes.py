@@ -124,10 +124,12 @@ def _read(path: Path, changed: int) -> tuple[dict[Key, Example], int]:
     for batch in file.iter_batches(1_000, columns=[*COLUMNS]):
         for row in batch.to_pylist():
             key = (row["chunk"], row["task"], row["prompt_id"], row["sample"], hash(row["prompt"]))
+            value = json.loads(row["metrics"]).get("correct")
+            number = value[0] if isinstance(value, list) else value
             found[key] = Example(
                 index=read,
                 reward=finite(row["reward"]),
-                correct=_correct(row["metrics"]),
+                correct=(float(number) if isinstance(number, int | float) else None),
                 prompt=shortened(row["prompt"]),
                 answer=shortened(row["answer"]),
                 text=shortened(row["text"]),
@@ -136,10 +138,3 @@ def _read(path: Path, changed: int) -> tuple[dict[Key, Example], int]:
         if read >= EXAMPLES:
             break
     return found, file.metadata.num_rows - read
-
-
-def _correct(metrics: str) -> float | None:
-    """Return the metric ``correct`` of a rollout's metrics as JSON; None if it is missing."""
-    value = json.loads(metrics).get("correct")
-    number = value[0] if isinstance(value, list) else value
-    return float(number) if isinstance(number, int | float) else None

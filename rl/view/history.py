@@ -59,8 +59,7 @@ class Curves:
             parts = max(1, points // 2 - 1)
             for part in range(parts):
                 first = part * count // parts
-                last = (part + 1) * count // parts
-                rows = range(first, last)
+                rows = range(first, (part + 1) * count // parts)
                 ends = {min(rows, key=values.__getitem__), max(rows, key=values.__getitem__)}
                 chosen += sorted(ends)
             chosen = sorted({0, *chosen, count - 1})

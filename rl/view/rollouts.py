@@ -273,17 +273,15 @@ def _one(path: Path, index: int) -> dict[str, Any]:
         length = len(sequence["tokens"])
         if length > left:
             found["cut"].append(f"tokens: {left:,} of {length:,} of a sequence")
-        found["sequences"].append(_sequence(sequence, left))
+        given = {name: each for name, each in sequence.items() if name not in HIDDEN}
+        columns = {
+            # nine digits determine a float32
+            name: [float(f"{x:.9g}") if isinstance(x, float) else x for x in values[:left]]
+            for name, values in given.items()
+            if values is not None
+        }
+        others = {name: columns[name] for name in columns if name not in KNOWN}
+        known = {name: columns.get(name, []) for name in KNOWN}
+        found["sequences"].append(known | {"columns": others})
         left = max(0, left - length)
     return dict(finite(found))
-
-
-def _sequence(sequence: dict[str, Any], most: int) -> dict[str, Any]:
-    columns = {
-        # nine digits determine a float32
-        name: [float(f"{each:.9g}") if isinstance(each, float) else each for each in values[:most]]
-        for name, values in sequence.items()
-        if values is not None and name not in HIDDEN
-    }
-    others = {name: columns[name] for name in columns if name not in KNOWN}
-    return {name: columns.get(name, []) for name in KNOWN} | {"columns": others}

@@ -89,7 +89,10 @@ class CollectiveSubscriber(TcpSubscriber):
     def _link(self, address: Address, stall: float | None) -> Iterator[Link]:
         lane = self._lanes.pop(address, None)
         if lane is None or lane.has_ended():
-            lane = self._open(address)
+            connection = connect(address)
+            name = uuid.uuid4().hex
+            send_json(connection, ["lane", [*self._store_at, name]])
+            lane = Lane(connection, self._store, name, rank=1, device=self._device)
         lane.limit(stall or self._patience)
         try:
             yield lane
@@ -97,13 +100,6 @@ class CollectiveSubscriber(TcpSubscriber):
             lane.close()
             raise
         self._lanes[address] = lane
-
-    def _open(self, address: Address) -> "Lane":
-        """Make a communicator with the server at ``address``."""
-        connection = connect(address)
-        name = uuid.uuid4().hex
-        send_json(connection, ["lane", [*self._store_at, name]])
-        return Lane(connection, self._store, name, rank=1, device=self._device)
 
 
 class LaneServer(Server):

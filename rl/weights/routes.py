@@ -82,8 +82,7 @@ def plan_push(sources: Sequence[Layout], wanted: Sequence[Layout]) -> PushPlan:
     Raises ValueError, naming the parameter, unless the trainer's shards fill every region exactly
     once and the generator's regions together hold every element.
     """
-    offers = _offers(sources)
-    routes = tuple(_routes(offers, layout, rank) for rank, layout in enumerate(wanted))
+    routes = tuple(_routes(_offers(sources), layout, rank) for rank, layout in enumerate(wanted))
     for name, (shape, boxes) in _offers(wanted).items():
         _check_partition(name, tuple(boxes), Box.whole(shape), "generator")
     return PushPlan(len(sources), routes)

@@ -104,8 +104,7 @@ class StoreSubscriber(PackedSubscriber):
         read.into[:size] = value[:size]
 
     async def _acknowledge(self, sequences: list[int]) -> None:
-        words = torch.tensor(sequences).split(1)
-        for word, address in zip(words, self._addresses, strict=True):
+        for word, address in zip(torch.tensor(sequences).split(1), self._addresses, strict=True):
             await address.put(word.clone(), "acknowledged", self._reader)
 
 

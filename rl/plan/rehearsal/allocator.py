@@ -46,7 +46,15 @@ class Pool:
     def allocate(self, size: int) -> tuple[int, int]:
         """Return the address and the size of a block of at least ``size`` bytes."""
         if not self._free or self._free[-1][0] < size:
-            self._reserve(size)
+            if self._expandable:
+                has = self._end - self._starts.get(self._end, self._end)
+                bytes = rounded(size - has, self._segment)
+            else:
+                bytes = rounded(size, OWN_MULTIPLE) if size >= OWN_SEGMENT else self._segment
+                self._end += BLOCK  # fixed segments are not joined
+            self.free(self._end, bytes)
+            self._end += bytes
+            self.reserved += bytes
         place = bisect_left(self._free, (size, 0))
         at = self._free[place][1]
         grows = self._expandable and at + self._sizes[at] == self._end
@@ -72,18 +80,6 @@ class Pool:
         del self._starts[at + size]
         del self._free[bisect_left(self._free, (size, at))]
         return size
-
-    def _reserve(self, size: int) -> None:
-        """Make a free block of at least ``size`` bytes."""
-        if self._expandable:
-            has = self._end - self._starts.get(self._end, self._end)
-            bytes = rounded(size - has, self._segment)
-        else:
-            bytes = rounded(size, OWN_MULTIPLE) if size >= OWN_SEGMENT else self._segment
-            self._end += BLOCK  # fixed segments are not joined
-        self.free(self._end, bytes)
-        self._end += bytes
-        self.reserved += bytes
 
 
 class Allocator:

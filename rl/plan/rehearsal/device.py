@@ -131,9 +131,14 @@ class FakeCuda(Device):
             return self._item(args[0])
         _require_what_kernels_take(name, args)
         if fakes and target == "cpu" and name == "aten._to_copy.default":
-            return self._to_host(args[0], kwargs)
+            source = args[0]
+            dtype = kwargs.get("dtype") or source.dtype
+            self._wait_for_copy(kwargs)
+            return self._numbers_of(source).to(dtype).clone()
         if name == "aten.copy_.default" and not isinstance(args[0], FakeTensor):
-            return self._write_to_host(args[0], args[1], kwargs)
+            self._wait_for_copy(kwargs)
+            with torch.no_grad():
+                return args[0].copy_(self._numbers_of(args[1]))
         return self._run(func, name, args, kwargs, fakes)
 
     def _run(self, func: Any, name: str, args: Any, kwargs: Any, fakes: list[FakeTensor]) -> Any:
@@ -169,7 +174,10 @@ class FakeCuda(Device):
                 self._balance(out[1], args[0].shape[-1])
         self._track(out, name)
         if is_collective(name):
-            self._collective(name, args, out)
+            groups = [args, out] if name.startswith(KEYS_AND_VALUES) else [*args, out]
+            sizes = [sum(tensor.nbytes for tensor in _tensors(group)) for group in groups]
+            if any(sizes):
+                self.ledger.collective(name.split(".")[1].strip("_"), max(sizes))
         return out
 
     def _item(self, tensor: torch.Tensor) -> Any:
@@ -181,16 +189,6 @@ class FakeCuda(Device):
         if tensor.dtype == torch.bool:
             return True
         return 1.0 if tensor.is_floating_point() else 1
-
-    def _to_host(self, source: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
-        dtype = kwargs.get("dtype") or source.dtype
-        self._wait_for_copy(kwargs)
-        return self._numbers_of(source).to(dtype).clone()
-
-    def _write_to_host(self, target: torch.Tensor, source: torch.Tensor, kwargs: Any) -> Any:
-        self._wait_for_copy(kwargs)
-        with torch.no_grad():
-            return target.copy_(self._numbers_of(source))
 
     def _wait_for_copy(self, kwargs: Any) -> None:
         if self.ledger.captures or not kwargs.get("non_blocking"):
@@ -237,13 +235,6 @@ class FakeCuda(Device):
             draw = torch.Generator().manual_seed(chosen.numel())
             numbers = numbers + torch.randint(choices, (*chosen.shape[:-1], 1), generator=draw)
         set_shadow(chosen, numbers % choices)
-
-    def _collective(self, name: str, args: Any, out: Any) -> None:
-        """Record a collective by the bytes of its whole tensor: the parts of all ranks together."""
-        groups = [args, out] if name.startswith(KEYS_AND_VALUES) else [*args, out]
-        sizes = [sum(tensor.nbytes for tensor in _tensors(group)) for group in groups]
-        if any(sizes):
-            self.ledger.collective(name.split(".")[1].strip("_"), max(sizes))
 
     def _track(self, out: Any, name: str) -> None:
         for tensor in tree_leaves(out):

@@ -73,8 +73,7 @@ def fake_device(run: PlannedRun, *, generates: bool = False) -> FakeCuda:
     if isinstance(run.config, RLConfig):
         run.config.algorithm.build(run=run.config)  # imports its module before torch believes
     name, capability = CARDS[run.hardware.device]
-    bytes = int(run.device.memory_gib * GIB)
-    device = FakeCuda(name, bytes, capability, run.hardware.gpus)
+    device = FakeCuda(name, int(run.device.memory_gib * GIB), capability, run.hardware.gpus)
     pretend(device)
     tell_device("cuda", torch.cuda)
     fake_flex.use_stand_ins()
@@ -118,8 +117,7 @@ def rehearse(
                 if allocated:
                     allocator = _reserved(ledger.events, starts, allocated)
                 trainer = run.roles[name].trainer
-                limits = micro_batch_limits(trainer, engine.model.config)
-                shapes = shapes_of(run, trainer, limits)
+                shapes = shapes_of(run, trainer, micro_batch_limits(trainer, engine.model.config))
         except Exception as raised:
             sentence = str(raised).partition("\n")[0]
             where = line_of_error(raised)

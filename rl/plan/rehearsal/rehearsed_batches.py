@@ -100,8 +100,7 @@ def work_of(run: PlannedRun, name: str, *, seed: int | None = None) -> Work:
     ``seed`` varied ones.
     """
     config = run.config
-    trainer = run.roles[name].trainer
-    lengths = lengths_of(run, trainer, run.config.longest, seed)
+    lengths = lengths_of(run, run.roles[name].trainer, run.config.longest, seed)
     if isinstance(config, RLConfig):
         return _rl_work(run, config, name, lengths)
     if isinstance(config, PreferenceConfig):

@@ -75,8 +75,7 @@ def _forward(model: Any, tokens: int) -> torch.Tensor:
 
 @torch.no_grad()
 def _sample(model: Any, hidden: torch.Tensor) -> None:
-    logits = model.compute_logits(hidden)
-    logits.float().log_softmax(-1)
+    model.compute_logits(hidden).float().log_softmax(-1)
 
 
 def _no_kernel(*arguments: Any) -> None:

@@ -57,8 +57,7 @@ def computed(operator: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     Arguments that the operator writes into lose their shadow if the result is unknown.
     """
     name = str(operator)
-    leaves = tree_leaves((args, kwargs))
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     if any(shadow_of(tensor) is None for tensor in tensors):
         if mutates(operator) and isinstance(args[0], FakeTensor):
             set_shadow(args[0], None)

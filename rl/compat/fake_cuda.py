@@ -262,10 +262,7 @@ def _grouped(lists: Sequence[Sequence[Any]], with_indices: bool = False) -> dict
             if tensors:
                 found.append(tensor)
         indices.append(index)
-    return {
-        key: (columns, indices if with_indices else [])
-        for key, (columns, indices) in groups.items()
-    }
+    return {key: (found, places if with_indices else []) for key, (found, places) in groups.items()}
 
 
 def _storages(device: Device) -> None:

@@ -132,9 +132,7 @@ class HuggingFaceConfig(dict[str, Any]):
         """
         place = "rope_scaling" if self.get("rope_scaling") else "rope_parameters"
         rope = self.get(place) or {}
-        is_flat = isinstance(rope, dict) and not any(
-            isinstance(each, dict) for each in rope.values()
-        )
+        is_flat = isinstance(rope, dict) and not any(isinstance(one, dict) for one in rope.values())
         allowed = "it must be null or an object with one rope_type for all layers"
         self.require(is_flat, place, rope, allowed)
         kind = rope.get("rope_type", rope.get("type", "default"))

@@ -175,9 +175,7 @@ def _sequence_lists(chunks: Sequence[Chunk], rollouts: Sequence[Rollout]) -> "pa
     }
     for name in chunks[0].columns if chunks else ():
         columns[name] = np.concatenate([chunk.columns[name] for chunk in chunks])
-    lists = {
-        name: pa.ListArray.from_arrays(ends, pa.array(values)) for name, values in columns.items()
-    }
+    lists = {name: pa.ListArray.from_arrays(ends, pa.array(each)) for name, each in columns.items()}
     masks = [each.sampling_mask for each in sequences]
     if any(mask is not None for mask in masks):
         lists |= {name: _mask_lists(masks, part) for name, part in OF_MASK.items()}

@@ -37,9 +37,7 @@ def score_group(task: Task, prompt: Prompt, completions: abc.Sequence[Completion
     """
     if is_async(task):
         return asyncio.run(score_awaited(task, prompt, completions, limit=None))
-    return [
-        _scored(task, prompt, sample, completion) for sample, completion in enumerate(completions)
-    ]
+    return [_scored(task, prompt, sample, each) for sample, each in enumerate(completions)]
 
 
 def is_async(task: Task) -> bool:
@@ -164,9 +162,7 @@ def plain_score(score: object) -> Score:
         raise InvalidScore(f"correct={shown(score.correct)}, which is not a bool")
     if not isinstance(score.metrics, dict):
         raise InvalidScore(f"metrics={shown(score.metrics)}, which is not a dict")
-    metrics = {
-        _plain_name(name): _plain_entry(name, value) for name, value in score.metrics.items()
-    }
+    metrics = {_plain_name(name): _plain_entry(name, each) for name, each in score.metrics.items()}
     return Score(reward=reward, correct=bool(score.correct), metrics=metrics)
 
 

@@ -44,9 +44,7 @@ class Placement:
         says so.
         """
         replicas = range(self._generator.replicas)
-        ends = (
-            self._before(number) + self._generator.tensor_parallel_degree for number in replicas
-        )
+        ends = (self._before(each) + self._generator.tensor_parallel_degree for each in replicas)
         return max([self.needed_by_models, *ends])
 
     @property

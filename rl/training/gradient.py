@@ -63,9 +63,7 @@ def _norm(gradients: list[torch.Tensor]) -> float:
     by_copies = defaultdict[int, list[torch.Tensor]](list)
     for gradient in gradients:
         by_copies[ranks // _shards(gradient)].append(local_tensor(gradient))
-    squares = [
-        norms(shards).double().square().sum() / copies for copies, shards in by_copies.items()
-    ]
+    squares = [norms(own).double().square().sum() / copies for copies, own in by_copies.items()]
     total = torch.stack(squares).sum()
     if ranks > 1:
         dist.all_reduce(total)

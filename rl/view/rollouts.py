@@ -120,9 +120,7 @@ class Rollouts:
 def _turns(sequence: dict[str, Any]) -> list[tuple[bool, list[int]]]:
     """Return the runs of tokens that were fed, and of those that were sampled."""
     tokens = zip(sequence["sampled"], sequence["tokens"], strict=False)
-    return [
-        (sampled, [token for _, token in run]) for sampled, run in groupby(tokens, itemgetter(0))
-    ]
+    return [(sampled, [each for _, each in run]) for sampled, run in groupby(tokens, itemgetter(0))]
 
 
 def _schemas(text: str) -> list[list[str]]:
@@ -179,9 +177,7 @@ def _table(path: Path, changed: int, tokenizer: Any) -> dict[str, Any]:
             text if answer is None else answer
             for text, answer in zip(columns["text"], answers, strict=True)
         ]
-    rows = [
-        dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)
-    ]
+    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     return {"version": version, "rows": finite(rows), "left_out": left_out}
 
 
@@ -218,9 +214,7 @@ def _of_tokens(table: Any, version: int | None) -> dict[str, list[Any]]:
     of_sequence = np.repeat(np.arange(count), lists.value_lengths().fill_null(0).to_numpy())
     fields = {field.name: structs.field(field.name) for field in structs.type}
     lengths = fields["tokens"].value_lengths().fill_null(0).to_numpy()
-    values = {
-        name: field.flatten().to_numpy(zero_copy_only=False) for name, field in fields.items()
-    }
+    values = {name: each.flatten().to_numpy(zero_copy_only=False) for name, each in fields.items()}
     sampled = values["sampled"].astype(bool)
     row = np.repeat(of_sequence, lengths)[sampled]
     numbers = np.bincount(row, minlength=count)

@@ -448,8 +448,8 @@ BREAKS = (
     ),
     Break(
         "rl/training/documents.py",
-        "whole.flatten(0, 1)[cells] += values",
-        "whole.flatten(0, 1)[cells] = values",
+        "whole.flatten(0, 1)[own] += values",
+        "whole.flatten(0, 1)[own] = values",
         "training/test_documents.py",
     ),
     Break(

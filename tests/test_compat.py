@@ -20,6 +20,7 @@ import torch
 
 from rl.compat import WRITTEN_FOR
 from rl.compat.torch_internals import set_unique_cache_keys
+from tests.private_names import ON_CPU, RELIES_ON
 
 ROOT = Path(__file__).parents[1]
 MODULES = sorted(path.stem for path in (ROOT / "rl/compat").glob("[!_]*.py"))
@@ -115,7 +116,10 @@ def moved_from(module: str) -> list[str]:
 
 def table_of(module: str) -> list[str]:
     """Return the names in the table of ``module``, each with its owner."""
-    table = importlib.import_module(f"rl.compat.{module}").RELIES_ON
+    importlib.import_module(f"rl.compat.{module}")
+    from vllm.platforms import current_platform  # changes the environment
+
+    table = RELIES_ON[module] + (ON_CPU.get(module, ()) if current_platform.is_cpu() else ())
     return [name for entry in table for name in names_in(entry)]
 
 

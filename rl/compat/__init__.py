@@ -1,9 +1,7 @@
 """Access to private names of torch, torchtitan, vLLM, Monarch and torchstore.
 
-The rest of ``rl`` uses these names only through these modules. ``RELIES_ON`` of a module lists the
-names as "module:path" or "module:path(parameters that are passed)"; further members of the same
-class or module stand behind it, after spaces. The comment above a name gives the reason why no
-public name serves. ``tests/test_compat.py`` looks all of them up in the installed packages.
+The rest of ``rl`` uses these names only through these modules. ``tests/private_names.py`` lists the
+names with the reasons, and ``tests/test_compat.py`` looks all of them up in the installed packages.
 """
 
 WRITTEN_FOR = {

@@ -24,33 +24,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves  # for rl.plan.rehearsal
 from torch.utils._pytree import tree_map_only as tree_map_only
 
-RELIES_ON = (
-    # tensors with a device and without memory
-    "torch._subclasses.fake_tensor:FakeTensor.__new__(fake_mode_or_elem, elem, device)"
-    " fake_mode fake_device",
-    "torch._subclasses.fake_tensor:FakeTensorMode(allow_non_fake_inputs)",
-    "torch._subclasses.fake_tensor:FakeTensorMode.avoid_device_init fake_tensor_converter",
-    "torch._subclasses.fake_tensor:FakeTensorConverter.from_real_tensor(fake_mode, t)",
-    "torch._subclasses.fake_tensor:init_gpu_context(device)",
-    # every operator passes through it
-    "torch.utils._python_dispatch:TorchDispatchMode",
-    "torch.utils._pytree:tree_leaves(tree) tree_map_only(type_or_types_or_pred, func, tree)",
-    # tell whether DTensor works out a shape, and what an operator does
-    "torch:_C._get_dispatch_mode _TorchDispatchModeKey _set_only_lift_cpu_tensors"
-    " _DisableTorchDispatch _dispatch_has_kernel_for_dispatch_key",
-    "torch:ops.aten.mm.default._schema",
-    "torch:UntypedStorage._cdata",
-    # C++ answers these for the meta tensor below a fake tensor, or asks for a driver
-    "torch:Tensor._make_subclass",
-    "torch:_C._group_tensors_by_device_and_dtype StorageBase",
-    "torch.cuda:_lazy_init _is_compiled",
-    "torch.distributed.tensor:DTensor._local_tensor",
-    "torch.distributed._functional_collectives:AsyncCollectiveTensor.elem",
-    # NCCL's objects travel by the device, those of the fake group by the host
-    "torch.distributed.distributed_c10d:_get_object_coll_device(group)",
-    "torch.optim:Optimizer._accelerator_graph_capture_health_check()",
-)
-
 ONE_KERNEL = ("silu_backward",)
 """Operators that are one kernel on CUDA. A torch without CUDA would compute them from others."""
 

@@ -11,13 +11,6 @@ from torch.distributed.tensor.experimental._context_parallel import _attention a
 from torch.nn.attention.flex_attention import AuxOutput, BlockMask
 from torchtitan.models.common import attention
 
-RELIES_ON = (
-    "torchtitan.models.common.attention:FlexAttention._compiled_flex_attn",
-    "torchtitan.models.common.attention:_compiled_create_block_mask",
-    "torch.distributed.tensor.experimental._context_parallel._attention:"
-    "_compiled_create_block_mask",
-)
-
 BLOCK = 128
 
 

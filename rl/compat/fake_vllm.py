@@ -11,19 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-RELIES_ON = (
-    # vLLM looks for the platform once, and each module keeps a copy of it
-    "vllm.platforms:_current_platform",
-    # vLLM's own groups need NCCL, and gloo beside it
-    "vllm.distributed.parallel_state:_TP",
-    # Triton has no driver here; vLLM's kernels in it are not called
-    "vllm.triton_utils:HAS_TRITON",
-    # whether memory pools can sleep
-    "vllm.device_allocator.cumem:cumem_available",
-    # the names of the layers that have a KV cache
-    "vllm.config:CompilationConfig.static_forward_context",
-)
-
 KERNELS = (
     "vllm._C_stable_libtorch",
     "vllm._moe_C_stable_libtorch",

@@ -7,14 +7,6 @@ from monarch.actor import MeshFailure
 
 __all__ = ["BootstrapCommand", "failed_rank"]
 
-RELIES_ON = (
-    # HostMesh.spawn_procs takes one, and monarch.actor does not export the class
-    "monarch._rust_bindings.monarch_hyperactor.host_mesh:"
-    "BootstrapCommand(program, arg0, args, env)",
-    # only the type's stub has the attribute
-    "monarch.actor:MeshFailure.mesh_name",
-)
-
 
 def failed_rank(failure: MeshFailure) -> tuple[int, str]:
     """Return the rank that died and the reason, from the text of ``failure``. If the text names no

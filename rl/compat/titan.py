@@ -19,32 +19,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-RELIES_ON = (
-    # torchtitan takes no argument for the device
-    "torchtitan.tools.utils:device_type device_module",
-    # the registry offers only the published sizes
-    "torchtitan.models.qwen3:_build_qwen3_layers(n_layers, dim, n_heads, n_kv_heads, head_dim,"
-    " hidden_dim, fuse_qkv, attn_backend, rope)",
-    "torchtitan.models.qwen3:_build_qwen3_moe_layers(n_layers, dim, n_heads, n_kv_heads, head_dim,"
-    " moe_hidden_dim, num_experts, top_k, fuse_qkv, attn_backend, moe_comm_backend, rope)",
-    "torchtitan.models.qwen3:_qwen3_norm(dim) _EMBEDDING_INIT _EMBEDDING_SKIP_INIT _LINEAR_INIT",
-    # Decoder.Config.update_from_config imports torchtitan's trainer, and with it datasets
-    "torchtitan.models.common.token_dispatcher:update_ep_token_dispatcher_config("
-    "model_config, config)",
-    "torchtitan.models.qwen3.sharding:set_qwen3_sharding_config(config, enable_sp, enable_ep)",
-    # forward has no argument for it; torchtitan's own loss over chunks sets it too
-    "torchtitan.models.qwen3:Qwen3Model._skip_lm_head",
-    # init_states draws numbers that depend on the layout
-    "torchtitan.protocols.module:Module._param_init",
-    # it unpickles every class that a checkpoint names; rl.training.checkpoint overrides it
-    "torchtitan.components.checkpointer.dcp:CheckpointManager.dcp_load("
-    "state_dict, checkpoint_id, from_hf, from_quantized)",
-    # adapters of several scales take turns in one model
-    "torchtitan.components.lora:_get_lora_cls(parent_cls)",
-    # no public method returns whether a save is in progress
-    "torchtitan.components.checkpointer.dcp:CheckpointManager.save_future",
-)
-
 
 def tell_device(device_type: str, device_module: ModuleType) -> None:
     """Set the device in every imported module of torchtitan: each keeps a copy of the choice."""

@@ -14,35 +14,6 @@ from torch.distributed.tensor._utils import (
     compute_local_shape_and_global_offset,
 )
 
-RELIES_ON = (
-    # DTensor.to_local waits for a collective and returns a view that autograd follows
-    "torch.distributed.tensor:DTensor._local_tensor",
-    # DTensor.to_local, the public way to wait, does not change the DTensor
-    "torch.distributed._functional_collectives:AsyncCollectiveTensor.trigger_wait()",
-    # DTensor has no method that returns the offset of its shard
-    "torch.distributed.tensor._utils:"
-    "compute_local_shape_and_global_offset(global_shape, mesh, placements)",
-    # the function above answers only for this rank
-    "torch.distributed.tensor._utils:_compute_local_shape_and_global_offset("
-    "global_shape, mesh_shape, my_coordinate, placements)",
-    # Module.state_dict would run the hooks of FSDP, which gather
-    "torch.nn:Module._non_persistent_buffers_set",
-    # a loop over the tensors would launch one kernel for each
-    "torch:_foreach_norm _foreach_mul_",
-    # torch has no public way to choose oneDNN for a product
-    "torch:ops.mkldnn._linear_pointwise(X, W, B, attr, scalars, algorithm)",
-    # the public function does not return what its backward pass needs
-    "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu("
-    "query, key, value, dropout_p, is_causal, attn_mask, scale)",
-    "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu_backward("
-    "grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, attn_mask, scale)",
-    # torch gives the same key to different graphs if Python's generator is seeded alike: pytorch
-    # issue 191323
-    "torch._functorch._aot_autograd.autograd_cache:random",
-    # torch has no public name for the history of allocations
-    "torch.cuda.memory:_record_memory_history(enabled, stacks) _dump_snapshot(filename)",
-)
-
 
 def set_unique_cache_keys() -> None:
     """Let torch draw the keys of compiled graphs that it cannot hash from the operating system.

@@ -8,11 +8,6 @@ from unittest.mock import patch
 import torch
 from torch.distributed import PrefixStore, Store, TCPStore, distributed_c10d
 
-RELIES_ON = (
-    # new_group and init_process_group are for the ranks of one mesh, which start together
-    "torch.distributed.distributed_c10d:ProcessGroupGloo._Options create_device send recv",
-)
-
 _QUIET = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 """Environment in which NCCL's watchdog does not end the process with a peer."""
 

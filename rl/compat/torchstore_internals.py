@@ -19,13 +19,6 @@ import torchstore.api
 
 __all__ = ["torchstore"]
 
-RELIES_ON = (
-    # torchstore.initialize spawns this class and accepts no other
-    "torchstore.api:Controller",
-    # no public attribute of an endpoint shows whether it is async
-    "monarch._src.actor.endpoint:EndpointProperty._method",
-)
-
 
 def _as_async(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)

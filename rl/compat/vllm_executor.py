@@ -7,20 +7,6 @@ from vllm.distributed import get_tp_group
 from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher, UniProcExecutor
 
-RELIES_ON = (
-    # vLLM has no hook that runs once all ranks have opened what they share
-    "vllm.v1.executor.uniproc_executor:ExecutorWithExternalLauncher._init_executor()",
-    # no setting names the rendezvous of the external launcher
-    "vllm.v1.executor.uniproc_executor:UniProcExecutor._distributed_args()",
-    # vLLM leaves the names of shared memory and sockets in the file system
-    "vllm.distributed.parallel_state:GroupCoordinator.mq_broadcaster device_communicator",
-    "vllm.distributed.device_communicators.shm_broadcast:MessageQueue.handle",
-    "vllm.distributed.device_communicators.shm_broadcast:Handle.local_subscribe_addr"
-    " local_notify_addr",
-    "vllm.distributed.device_communicators.cpu_communicator:CpuCommunicator.dist_module",
-    "vllm.distributed.device_communicators.cpu_communicator:_CPUSHMDistributed.group_name",
-)
-
 SHARED_MEMORY = Path("/dev/shm")
 
 

@@ -7,51 +7,6 @@ from typing import Any
 
 import torch
 
-RELIES_ON = (
-    # the path to the model in this process
-    "vllm.v1.engine.llm_engine:LLMEngine.model_executor",
-    "vllm.v1.executor.uniproc_executor:UniProcExecutor.driver_worker",
-    "vllm.v1.worker.gpu_worker:Worker.get_model()",
-    # LLMEngine.sleep does more; it starts with what CPUs lack, an allocator of memory pools
-    "vllm.v1.executor.abstract:Executor.sleep(level) wake_up(tags)",
-    # the path to the memory of the KV cache
-    "vllm.v1.worker.gpu_worker:Worker.model_runner",
-    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.kv_caches",
-    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.kv_caches",  # of Model Runner V2
-    # LLMEngine does not pass these two calls on
-    "vllm.v1.engine.llm_engine:LLMEngine.engine_core",
-    "vllm.v1.engine.core_client:InprocClient.set_weight_version(weight_version)",
-    # LLMEngine prepares text, streams and statistics for each request and each token
-    "vllm.v1.engine.core_client:InprocClient.add_request(request) get_output()"
-    " abort_requests(request_ids) shutdown()",
-    "vllm.v1.engine:EngineCoreRequest",
-    "vllm.v1.engine:EngineCoreOutputs.outputs weight_version",
-    "vllm.v1.engine:EngineCoreOutput.new_token_ids new_logprobs new_prompt_logprobs_tensors"
-    " finish_reason",
-    "vllm.v1.outputs:LogprobsLists.logprob_token_ids logprobs",
-    "vllm.v1.outputs:LogprobsTensors.logprob_token_ids logprobs",
-    # LLMEngine.reset_prefix_cache refuses while requests run, or restarts them
-    "vllm.v1.engine.core_client:InprocClient.engine_core",
-    "vllm.v1.engine.core:EngineCore.scheduler",
-    "vllm.v1.core.sched.scheduler:Scheduler.running",
-    # LLMEngine has no call that waits for the steps that run ahead
-    "vllm.v1.core.sched.scheduler:Scheduler.set_pause_state(pause_state)",
-    "vllm.v1.core.sched.interface:PauseState",
-    "vllm.v1.engine.core:EngineCore.batch_queue",
-    "vllm.v1.core.sched.scheduler:Scheduler.get_request_counts() get_kv_cache_usage()",
-    # vLLM's own counts need its statistics, which it prepares in each step
-    "vllm.v1.core.sched.scheduler:Scheduler._preempt_request(request, timestamp,"
-    " drop_stale_output)",
-    "vllm.v1.engine:EngineCoreOutput.prefill_stats",
-    "vllm.v1.metrics.stats:PrefillStats.num_prompt_tokens num_cached_tokens",
-    "vllm.v1.core.sched.scheduler:Scheduler.kv_cache_manager",
-    "vllm.v1.core.kv_cache_manager:KVCacheManager.evict_blocks(block_ids) block_pool coordinator",
-    "vllm.v1.core.block_pool:BlockPool.blocks cached_block_hash_to_block",
-    "vllm.v1.core.kv_cache_utils:KVCacheBlock.block_id",
-    "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.single_type_managers",
-    "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager.num_cached_block",
-)
-
 
 def model_of(engine: Any) -> Any:
     """Return the model that the engine runs."""

@@ -5,22 +5,6 @@ from typing import Any
 import torch
 from torch import nn
 from vllm import _custom_ops
-from vllm.platforms import current_platform
-
-RELIES_ON = [
-    # vLLM's public layers have a parameter and a cache of their own
-    "vllm._custom_ops:rms_norm(out, input, weight, epsilon)",
-    "vllm._custom_ops:rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox)",
-]
-if current_platform.is_cpu():
-    RELIES_ON += [
-        # vLLM has no public way to pack a weight
-        "vllm._custom_ops:create_onednn_mm(weight, primitive_cache_size)",
-        "vllm._custom_ops:CPUDNNLGEMMHandler.handler_tensor n k",
-        "vllm._custom_ops:torch.ops._C.create_onednn_mm_handler",
-        # _custom_ops.onednn_mm cannot take the handler's address from a buffer
-        "vllm._custom_ops:torch.ops._C.onednn_mm(c, a, bias, handler_tensor)",
-    ]
 
 KEPT_SHAPES = 32
 """Number of token counts whose compiled product is cached; vLLM's own value."""

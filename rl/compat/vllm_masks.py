@@ -13,20 +13,6 @@ import torch
 
 from rl.compat.vllm_internals import runner_of
 
-RELIES_ON = (
-    # the distribution that is sampled is known here alone
-    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.sampler",
-    "vllm.v1.sample.sampler:Sampler.sample(logits, sampling_metadata)",
-    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.sampler",  # of Model Runner V2
-    "vllm.v1.worker.gpu.sample.sampler:Sampler.sample(logits, expanded_idx_mapping)",
-    # the path of masks from a step to the outputs of its requests
-    "vllm.v1.core.sched.scheduler:Scheduler.return_sampling_mask schedule()"
-    " update_from_output(scheduler_output, model_runner_output)",
-    "vllm.v1.outputs:ModelRunnerOutput.sampling_masks",
-    "vllm.v1.outputs:SamplingMaskLists.slice_request(req_idx, num_positions)",
-    "vllm.v1.engine:EngineCoreOutput.new_sampling_mask",
-)
-
 
 class StepMasks:
     """Masks of one step, a row for each request, in place of vLLM's ``SamplingMaskLists``."""

@@ -7,21 +7,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-RELIES_ON = (
-    # vLLM's own record of experts needs its own layers of experts and Model Runner V2
-    "vllm.v1.core.sched.scheduler:Scheduler.requests kv_cache_manager"
-    " update_from_output(scheduler_output, model_runner_output)",
-    "vllm.v1.core.sched.output:SchedulerOutput.num_scheduled_tokens",
-    "vllm.v1.outputs:ModelRunnerOutput.req_ids",
-    "vllm.v1.request:Request.num_computed_tokens num_tokens",
-    "vllm.v1.core.kv_cache_manager:KVCacheManager.block_pool coordinator",
-    "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.single_type_managers",
-    "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager",
-    "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager.block_size req_to_blocks",
-    "vllm.v1.core.block_pool:BlockPool.blocks null_block",
-    "vllm.v1.core.kv_cache_utils:KVCacheBlock.block_id",
-)
-
 
 class Stretch(NamedTuple):
     """Neighbouring tokens of a request."""

@@ -19,6 +19,7 @@ import signal
 import socket
 import struct
 import sys
+import time
 import traceback
 from functools import partial
 from importlib import import_module
@@ -50,6 +51,9 @@ background that sets or reads the terminal, as vLLM's compilers do when they are
 PR_SET_NAME = 15
 CREDENTIALS = "iII"  # pid, user and group, as the kernel packs them
 LONGEST_READ = 1 << 16
+ACCEPT_AGAIN_S = 0.1
+EXECUTE = b"execute"
+"""Answer of a server that cannot fork the rank."""
 PRELOADED = (
     "rl.generation.engine",
     "rl.rollout.scoring",
@@ -69,13 +73,16 @@ except OSError:
 else:
     request = json.dumps([sys.argv[-1], os.getcwd(), dict(os.environ)])
     socket.send_fds(server, [request.encode() + b"\\n"], [1, 2])
-    code = int(server.recv(16) or -signal.SIGKILL)
-    if code < 0:
-        os.kill(os.getpid(), -code)
-    os._exit(code)
+    answer = server.recv(16)
+    server.close()
+    if answer != {EXECUTE}:
+        code = int(answer or -signal.SIGKILL)
+        if code < 0:
+            os.kill(os.getpid(), -code)
+        os._exit(code)
 """
 """Program of the process that Monarch starts. The server forks the rank, and the process ends as
-the rank does. The program goes on if the server does not answer."""
+the rank does. The program goes on if the server does not listen or cannot fork."""
 
 _name = ""
 
@@ -142,33 +149,61 @@ def _serve(listener: socket.socket) -> NoReturn:
 
 
 def _accept(events: selectors.BaseSelector, listener: socket.socket) -> None:
-    client, _ = listener.accept()
+    try:
+        client, _ = listener.accept()
+    except OSError:  # too many open files: the connection waits
+        time.sleep(ACCEPT_AGAIN_S)
+        return
     packed = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize(CREDENTIALS))
     if struct.unpack(CREDENTIALS, packed)[1] != os.getuid():  # all users can see the name
         client.close()
         return
-    request, outputs, _, _ = socket.recv_fds(client, LONGEST_READ, 2)
-    while request and request[-1:] != b"\n":
-        more = client.recv(LONGEST_READ)
-        request = request + more if more else b""
-    if request:
-        _fork(events, client, request, outputs)
-    else:
+    outputs = list[int]()
+    try:
+        request, outputs, _, _ = socket.recv_fds(client, LONGEST_READ, 2)
+        while request and request[-1:] != b"\n":
+            more = client.recv(LONGEST_READ)
+            request = request + more if more else b""
+        rank = _fork() if request and len(outputs) == 2 else None
+    except OSError:  # too many open files or processes, no memory, or the other end has gone
+        rank = None
+    if rank is None:
+        with contextlib.suppress(OSError):
+            client.send(EXECUTE)
         client.close()
+    else:
+        _follow(events, client, request, outputs, *rank)
     for output in outputs:
         os.close(output)
 
 
-def _fork(
-    events: selectors.BaseSelector, client: socket.socket, request: bytes, outputs: list[int]
-) -> None:
-    """Fork a rank for the process at the other end of ``client``.
-
-    The rank is killed if the connection closes. The connection is told how the rank has ended.
-    """
+def _fork() -> tuple[int, int]:
+    """Fork this process; return the child's pid and descriptor, 0 and -1 in the child."""
     _preload()
     server = os.getpid()
     pid = os.fork()
+    if pid == 0:
+        end_with(server)
+        return 0, -1
+    try:
+        return pid, os.pidfd_open(pid)
+    except OSError:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        raise
+
+
+def _follow(
+    events: selectors.BaseSelector,
+    client: socket.socket,
+    request: bytes,
+    outputs: list[int],
+    pid: int,
+    descriptor: int,
+) -> None:
+    """Become the rank in the child. In the server, kill the rank if the connection ``client``
+    closes, and tell the connection how the rank has ended.
+    """
     if pid == 0:
         for key in [*events.get_map().values()]:
             if isinstance(key.fileobj, socket.socket):
@@ -177,9 +212,7 @@ def _fork(
                 os.close(key.fd)
         events.close()
         client.close()
-        end_with(server)
         _become(outputs, *json.loads(request))
-    descriptor = os.pidfd_open(pid)
 
     def kill() -> None:
         events.unregister(client)

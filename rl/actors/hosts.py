@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import monarch.actor
@@ -31,6 +32,8 @@ from rl.host.process import COLLECT_AT, LEAVING
 from rl.types import Place
 from rl.weights.streams import HOST
 
+_died: dict[str, Callable[[int, str], None]] = {}
+"""Functions that are called with a rank that died and the reason, by the name of the mesh."""
 POLL_S = 0.2
 SHUT_DOWN_S = 10.0
 
@@ -85,8 +88,7 @@ class Hosts:
     def __init__(self, logs: Path, nodes: Sequence[Node] = ()):
         self.logs = logs
         self._nodes = nodes
-        self._died: dict[str, Callable[[int, str], None]] = {}
-        monarch.actor.unhandled_fault_hook = self._on_fault
+        monarch.actor.unhandled_fault_hook = _on_fault
         if nodes:
             addresses = [node.address for node in nodes]
             self._mesh = attach_to_workers(ca="trust_all_connections", workers=addresses)
@@ -156,18 +158,11 @@ class Hosts:
 
     def report_deaths(self, mesh: str, died: Callable[[int, str], None]) -> None:
         """Call ``died(rank, reason)`` at least once for each death of an actor in the mesh."""
-        self._loop = asyncio.get_running_loop()
-        self._died[mesh] = died
+        _died[mesh] = partial(asyncio.get_running_loop().call_soon_threadsafe, died)
 
     def ignore_deaths(self, mesh: str) -> None:
         """Ignore later deaths in this mesh."""
-        self._died.pop(mesh, None)
-
-    def _on_fault(self, failure: MeshFailure) -> None:
-        # Monarch calls this on its own thread, also for its helper actors and long after a stop.
-        died = self._died.get(failure.mesh_name.rpartition("-")[0])
-        if died is not None:
-            self._loop.call_soon_threadsafe(died, *failed_rank(failure))
+        _died.pop(mesh, None)
 
     async def lost(self) -> None:
         """Wait until a node is lost, then raise NodeLost. On a single host, wait forever."""
@@ -179,6 +174,13 @@ class Hosts:
             with contextlib.suppress(Exception):  # a lost node cannot answer
                 async with asyncio.timeout(SHUT_DOWN_S):
                     await self._mesh.shutdown()
+
+
+def _on_fault(failure: MeshFailure) -> None:
+    # Monarch calls this on its own thread, also for its helper actors and long after a stop.
+    died = _died.get(failure.mesh_name.rpartition("-")[0])
+    if died is not None:
+        died(*failed_rank(failure))
 
 
 async def gather_hosts(logs: Path, count: int, deadline: float) -> Hosts:

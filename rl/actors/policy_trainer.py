@@ -61,7 +61,7 @@ class PolicyTrainer(ModelWorker):
     @concurrent_endpoint
     async def excuse(self, generator: int) -> None:
         if self.publisher is not None:
-            self.publisher.excuse(generator)
+            await self.publisher.excuse(generator)
 
     @concurrent_endpoint
     async def close(self) -> None:

@@ -19,7 +19,7 @@ from rl.actors.hosts import Hosts
 from rl.actors.mesh import Deadlines
 from rl.environments.protocol import EnvironmentTask
 from rl.environments.task import Task
-from rl.errors import ActorFailure, GroupLost, RankLost, RunError, WorkerLost
+from rl.errors import ActorFailure, GroupLost, RankLost, RunError, WorkerLost, said_by
 from rl.host.threads import DaemonThread
 from rl.model.shape import ModelConfig
 from rl.observe.events import Events
@@ -208,9 +208,9 @@ class RewardWorkers:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.gather(*(group.stop() for group in self._groups.values()))
         self._load.clear()
         self._thread.shutdown()
+        await asyncio.gather(*(group.stop() for group in self._groups.values()))
 
     async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Rollout]:
         """Return the group's rollouts.
@@ -218,7 +218,7 @@ class RewardWorkers:
         Raises:
 
         - GroupLost if the reward raised, hung, died or returned no score.
-        - ActorFailure if a lost worker could not be started again.
+        - RunError if a lost worker could not be started again.
         """
         if self.count == 0:
             return await self._here.score(prompt, completions)
@@ -277,25 +277,25 @@ class RewardWorkers:
         """Send waiting jobs to workers, second tries first and alone."""
         while self._again or self._waiting:
             group = self._least_loaded()
-            takes_more = self._scores_at_once and not self._again
+            alone = bool(self._again)
+            takes_more = self._scores_at_once and not alone
             if group is None or (self._load[group] and not takes_more):
                 return
-            if self._again:
-                jobs = [self._again.popleft()]
+            queue = self._again if alone else self._waiting
+            count = 1 if alone else math.ceil(len(queue) / self.count)
+            taken = [queue.popleft() for _ in range(count)]
+            jobs = [job for job in taken if not job.scored.done()]  # cancelled, or given up
+            if not jobs:
+                continue
+            if alone:
                 del self._load[group]  # it takes no more work
             else:
-                jobs = self._share()
                 self._load[group] += 1
+            self._held |= {*jobs}
             self._create_task(self._score(group, jobs))
-
-    def _share(self) -> list[_Job]:
-        """Take one worker's share of the waiting jobs."""
-        count = math.ceil(len(self._waiting) / self.count)
-        return [self._waiting.popleft() for _ in range(count)]
 
     async def _score(self, group: ActorGroup, jobs: list[_Job]) -> None:
         given = [(job.prompt, job.completions) for job in jobs]
-        self._held |= {*jobs}
         limit = self.deadlines.reward
         try:
             (answers,) = await group.call("score", given, limit, deadline=self._call_s)
@@ -386,6 +386,8 @@ class RewardWorkers:
                 await self._spawn(name)
         except RunError as failure:  # of the start, or of a record that cannot be written
             self._give_up(failure)
+        except Exception as error:
+            self._give_up(RunError(f"{name} cannot be started again: {said_by(error)}"))
 
     def _give_up(self, error: RunError) -> None:
         """Fail all calls from now on."""

@@ -158,10 +158,12 @@ class EngineLoop:
         """Abort the calls with these requests, or without ids all; their ``generate`` raises
         RunError.
         """
-        ids = self._calls.keys() & (request_ids or self._calls)
-        for call in {self._calls[name] for name in ids}:
-            self._abort(call)
-            _settle(call.done, error=RunError("the request was aborted: no caller waits for it"))
+        error = RunError("the request was aborted: no caller waits for it")
+        with self._changed:
+            ids = self._calls.keys() & (request_ids or self._calls)
+            for call in {self._calls[name] for name in ids}:
+                self._abort(call)
+                _settle(call.done, error=error)
 
     async def pull(self, version: int) -> Pulled:
         """Make every rank pull policy ``version`` before the same step. Requests in flight follow
@@ -269,9 +271,9 @@ class EngineLoop:
                 self._ended.set_result(None)
             else:
                 self._ended.set_exception(error)
-            pending = list(self._pending)
-        for done in pending:
-            _settle(done, error=error or RunError("the generation loop was closed"))
+            self._calls.clear()
+            for done in list(self._pending):
+                _settle(done, error=error or RunError("the generation loop was closed"))
 
     def _turn(self, engine: GenerationEngine) -> None:
         """Repeat until closed: call the visitors, execute the commands, step once."""

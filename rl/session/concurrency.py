@@ -1,7 +1,7 @@
 """Concurrent work, and signals between its parts."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -23,6 +23,13 @@ async def background(*work: Coroutine[Any, Any, None]) -> AsyncIterator[asyncio.
     except BaseExceptionGroup as failures:
         first = failures.exceptions[0]
         raise first from first.__cause__
+
+
+async def finish_all(work: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Run ``work`` at once, to the end of all parts. Then raise the first failure, if any."""
+    results = await asyncio.gather(*work, return_exceptions=True)
+    for failure in filter(None, results):
+        raise failure
 
 
 class Signal:

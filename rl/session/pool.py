@@ -9,7 +9,7 @@ from typing import Any
 from rl.actors.generator import GeneratorMesh
 from rl.errors import ActorFailure
 from rl.observe.events import Events
-from rl.session.concurrency import background
+from rl.session.concurrency import background, finish_all
 from rl.session.placement import Placement
 from rl.session.push import UNLIMITED, WeightPush
 from rl.session.recovery import Recovery, unless_lost
@@ -60,7 +60,7 @@ class GeneratorPool:
 
     async def start(self) -> None:
         """Start all generators that are not running; first stop generators that left."""
-        await asyncio.gather(*(mesh.stop() for mesh in self._leaving))
+        await finish_all(mesh.stop() for mesh in self._leaving)
         self._leaving.clear()
         if self._meshes:
             async with self.router.resident(), background() as work:
@@ -135,7 +135,7 @@ class GeneratorPool:
 
     async def stop(self) -> None:
         """End the processes, whatever they are doing."""
-        await asyncio.gather(*(mesh.stop() for mesh in (*self.meshes, *self._leaving)))
+        await finish_all(mesh.stop() for mesh in (*self.meshes, *self._leaving))
 
     async def _keep(self, mesh: GeneratorMesh) -> None:
         """Start the generator, bring it weights, and send it requests, again whenever it is lost.

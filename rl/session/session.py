@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -19,7 +19,7 @@ from rl.model.activations import Activations
 from rl.observe.events import Events, print_notes, print_warnings
 from rl.observe.spans import Stopwatch
 from rl.session.blocking import BlockingSession
-from rl.session.concurrency import background
+from rl.session.concurrency import background, finish_all
 from rl.session.meshes import Meshes
 from rl.session.models import Models
 from rl.session.pool import GeneratorPool
@@ -199,15 +199,18 @@ class Session(Models):
         await models
 
     async def stop(self) -> None:
-        """End every process of the session, whatever it is doing."""
+        """End every process of the session, whatever it is doing. Raises a failure after it has
+        ended all of them.
+        """
         rewards = [self._rewards] if self._rewards is not None else []
         everything = [*self._groups.values(), *rewards, self.pool]
-        await asyncio.gather(*(each.stop() for each in everything))
-        self._rollouters.stop()
-        if self._hosts is not None:
-            await self._hosts.shut_down()
-        if self._temporary is not None:
-            self._temporary.cleanup()
+        async with AsyncExitStack() as ends:
+            if self._temporary is not None:
+                ends.callback(self._temporary.cleanup)
+            if self._hosts is not None:
+                ends.push_async_callback(self._hosts.shut_down)
+            ends.callback(self._rollouters.stop)
+            await finish_all(each.stop() for each in everything)
 
     async def lost_node(self) -> None:
         """Wait until a node of the session is lost, which raises NodeLost."""

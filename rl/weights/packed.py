@@ -94,7 +94,6 @@ class PackedPublisher:
         # pushes of two publishers are never confused, not even after a restart
         self._push = time.time_ns()
         self._given_up: dict[int, int] = {}
-        self._excused: set[int] = set()
         # one thread: a cancelled publish ends before the next one packs
         self._packer = ThreadPoolExecutor(1)
 
@@ -116,9 +115,11 @@ class PackedPublisher:
         await self._put_header(slot)
         return self._sent(slot)
 
-    def excuse(self, generator: int) -> None:
+    async def excuse(self, generator: int) -> None:
         """Stop waiting for a generator that has gone, until a reader of its number has fetched."""
-        self._excused.update(range(generator * self._ranks, (generator + 1) * self._ranks))
+        acknowledged = await self._acknowledged()
+        readers = range(generator * self._ranks, (generator + 1) * self._ranks)
+        self._given_up |= {reader: acknowledged[reader] for reader in readers}
 
     def close(self) -> None:
         """Release all resources; subscribers fail from here on."""
@@ -141,9 +142,8 @@ class PackedPublisher:
             behind = {(r, a) for r, a in acknowledged if a < sequence} - self._given_up.items()
             if not behind:
                 return
-            late = time.monotonic() > deadline
-            self._given_up |= {r: a for r, a in behind if late or r in self._excused}
-            self._excused.clear()
+            if time.monotonic() > deadline:
+                self._given_up |= dict(behind)
             await asyncio.sleep(0.001)
 
     def _pack(self, slot: int) -> None:

@@ -133,7 +133,7 @@ class SharedMemoryPublisher:
         finally:
             slot.unlock()
 
-    def excuse(self, generator: int) -> None:
+    async def excuse(self, generator: int) -> None:
         """Do nothing: the kernel drops the locks of a process that has ended."""
 
     def close(self) -> None:

@@ -60,6 +60,8 @@ class StorePublisher(PackedPublisher):
         self._opened = False
 
     async def _acknowledged(self) -> list[int]:
+        if not self._opened:
+            return [0] * self._readers
         words = [self.address.get("acknowledged", reader) for reader in range(self._readers)]
         return [int(word) for word in await asyncio.gather(*words)]
 

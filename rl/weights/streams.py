@@ -8,6 +8,7 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -24,6 +25,7 @@ TOGETHER = 16
 """Number of pieces that a rank without readers receives in one call of the kernel: between two
 calls the sender waits, which costs more than the call."""
 STALL_S = 10.0
+ACCEPT_AGAIN_S = 0.1
 _ALIVE_S = 1.0
 _SIZE = struct.Struct("!q")
 _RUN = struct.Struct("!qq")
@@ -278,10 +280,13 @@ class Server:
             self.withdraw(slot)
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # closed
-            while True:
-                connection, _ = self._listener.accept()
-                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+        while self._listener.fileno() >= 0:
+            try:
+                connection = self._listener.accept()[:1]
+                threading.Thread(target=self._serve, args=connection, daemon=True).start()
+            except (OSError, RuntimeError):  # too many open files or threads, or closed
+                connection = ()
+                time.sleep(ACCEPT_AGAIN_S)
 
     def _serve(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError):  # the other end has gone

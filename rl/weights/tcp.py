@@ -74,8 +74,8 @@ class TcpPublisher(PackedPublisher):
         """Number of bytes of weights that this rank has sent."""
         return self._server.bytes_sent
 
-    def excuse(self, generator: int) -> None:
-        super().excuse(generator)
+    async def excuse(self, generator: int) -> None:
+        await super().excuse(generator)
         for rank in range(self._ranks):
             self._tree.forget(generator * self._ranks + rank)
 

@@ -166,7 +166,7 @@ class Publisher(Protocol):
         Raises RunError if a slot cannot be had in time.
         """
 
-    def excuse(self, generator: int) -> None:
+    async def excuse(self, generator: int) -> None:
         """Stop waiting for a generator that has gone, until a reader of its number has fetched."""
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -24,16 +25,17 @@ NOBODY = 65534
 
 
 def serve(pipe: Connection) -> NoReturn:
-    """Start a fork server, send its name, and wait."""
+    """Start a fork server, send its name and pid, and wait."""
     fork_server.start(preload=False)
-    pipe.send(fork_server.variables()[fork_server.SERVER])
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    pipe.send((fork_server.variables()[fork_server.SERVER], int(children[-1])))
     while True:
         time.sleep(3600)
 
 
 @contextmanager
-def running() -> Iterator[str]:
-    """Run a program with a fork server; yield the name of the server."""
+def running() -> Iterator[tuple[str, int]]:
+    """Run a program with a fork server; yield the server's name and pid."""
     here, there = warm.FORK.Pipe()
     process = warm.FORK.Process(target=serve, args=(there,), daemon=True)
     process.start()
@@ -46,7 +48,7 @@ def running() -> Iterator[str]:
 @pytest.fixture(scope="module")
 def server():
     """Name of the server of a program."""
-    with running() as name:
+    with running() as (name, _):
         yield name
 
 
@@ -116,8 +118,24 @@ def test_rank_without_a_server_is_executed(ask):
     assert ask("exit", server="tiller-none").communicate(timeout=WAIT_S)[0] == "executed\n"
 
 
+@pytest.mark.parametrize("free", range(4))
+def test_a_server_that_cannot_open_files_has_ranks_executed_and_goes_on(ask, free):
+    with running() as (name, pid):
+        assert ask("exit", server=name).wait(WAIT_S) == 3  # the server has imported all it needs
+        used = {int(number) for number in os.listdir(f"/proc/{pid}/fd")}
+        limit = [number for number in range(4 + len(used)) if number not in used][free]
+        _, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        before = resource.prlimit(pid, resource.RLIMIT_NOFILE, (limit, hard))
+        process = ask("exit", server=name)
+        if free:
+            assert process.communicate(timeout=WAIT_S)[0] == "executed\n"
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+        assert process.wait(WAIT_S) == (0 if free else 3)
+        assert ask("exit", server=name).wait(WAIT_S) == 3
+
+
 def test_ranks_end_with_their_program(ask):
-    with running() as name:
+    with running() as (name, _):
         process = ask("hang", server=name)
         rank = int(process.stdout.readline())
     assert ended(rank)

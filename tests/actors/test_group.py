@@ -307,6 +307,23 @@ def test_rank_that_is_silent_for_less_than_its_heartbeat_is_alive(in_group, monk
     in_group(work, heartbeat=60.0)
 
 
+def test_each_session_of_a_process_hears_of_its_own_faults(tmp_path):
+    async def work():
+        heard = []
+        sessions = [Hosts(tmp_path / name) for name in ("first", "second")]
+        for number, hosts in enumerate(sessions):
+            hosts.report_deaths(f"moody-{number}", lambda *fault, own=number: heard.append(own))
+        for number in (0, 1):
+            fault = SimpleNamespace(mesh_name=f"moody-{number}-1")
+            monarch.actor.unhandled_fault_hook(fault)
+            sessions[number].ignore_deaths(f"moody-{number}")
+            monarch.actor.unhandled_fault_hook(fault)
+        await asyncio.sleep(0)
+        return heard
+
+    assert asyncio.run(work()) == [0, 1]
+
+
 def test_death_on_another_host_fails_only_the_group_that_it_belongs_to(tmp_path, monkeypatch):
     """Monarch reports the death seconds later, after a peer has raised because of it, and may
     report it again. Here its hook is called again with the same faults.

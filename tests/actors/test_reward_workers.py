@@ -186,6 +186,34 @@ def test_lost_worker_is_started_again_while_another_goes_on(in_workers):
     in_workers(work, 2)
 
 
+def test_a_worker_that_cannot_be_started_again_fails_the_calls(in_workers, tmp_path):
+    async def work(score, workers):
+        (tmp_path / "file").touch()
+        workers.hosts.logs = tmp_path / "file" / "logs"
+        for prompt_id in (DIES, 1):
+            with pytest.raises(RunError, match=r"reward-0 cannot be started again: NotADirectory"):
+                await asyncio.wait_for(score(prompt_id), 60)
+
+    in_workers(work, 1)
+
+
+@pytest.mark.parametrize("end", ["cancelled", "stopped"])
+def test_groups_that_no_caller_waits_for_are_not_scored(in_workers, end):
+    async def work(score, workers):
+        first, second = [asyncio.ensure_future(score(prompt_id)) for prompt_id in (SLOW, HANGS)]
+        await asyncio.sleep(0)  # one worker has the first, the second waits
+        if end == "cancelled":
+            second.cancel()
+        else:
+            await workers.stop()
+            await workers.start()
+        await score(1)
+        await asyncio.wait([first, second])
+        assert workers.restarts == 0
+
+    in_workers(work, 1)
+
+
 def test_stop_fails_pending_calls(in_workers):
     async def work(score, workers):
         pending = [asyncio.ensure_future(score(prompt_id)) for prompt_id in (HANGS, 1, 2)]

@@ -237,6 +237,7 @@ async def failing_pull(loop):
         await loop.generate([request("later")])
     except RuntimeError as error:
         errors.append(error)
+    await loop.abort()  # its calls have ended
     return [f"{who}: {error}" for who, error in zip([*waiting, "later"], errors, strict=True)]
 
 

@@ -19,17 +19,19 @@ class Group:
     version = 0
     loads = 0
 
-    def __init__(self, *, fails: bool = False):
+    def __init__(self, *, fails: str | None = None):
         self.is_running = False
         self.fails = fails
         self.folder = None
 
     async def start(self):
-        if self.fails:
+        if self.fails == "device":
             raise OSError("no such device")
         self.is_running = True
 
     async def stop(self):
+        if self.fails == "end":
+            raise OSError("the end failed")
         self.is_running = False
 
     async def close(self):
@@ -50,13 +52,13 @@ def session_of(group: Group) -> Session:
     return session
 
 
-@pytest.mark.parametrize("fails", [None, "device", "block"])
+@pytest.mark.parametrize("fails", [None, "device", "block", "end"])
 def test_a_session_removes_its_folder_however_it_ends_after_the_last_save(fails):
-    group = Group(fails=fails == "device")
+    group = Group(fails=fails)
 
     async def run() -> None:
         async with session_of(group):
-            if fails:
+            if fails == "block":
                 raise OSError("the block failed")
 
     if fails:

@@ -121,7 +121,7 @@ async def push_and_kill(transport: str, pushes: int) -> None:
                 generators[victim].kill()
                 killed += 1
                 for publisher in publishers:
-                    publisher.excuse(victim)
+                    await publisher.excuse(victim)
                 generators[victim] = Generator.start(moved, addresses, victim)
                 generators[victim].says.send(version)
             assert [await each.answer() for each in generators] == [(version, True)] * GENERATORS

@@ -175,7 +175,7 @@ async def test_a_publish_does_not_wait_for_an_excused_generator():
     await asyncio.sleep(0.05)
     assert not waiting.done()
     for publisher in publishers:
-        publisher.excuse(0)
+        await publisher.excuse(0)
     await asyncio.wait_for(waiting, 120)
     await pull(subscribers, 2)  # a new generator with its number, which the publisher waits for
     await asyncio.wait_for(push(publishers, 3), 120)
@@ -187,6 +187,25 @@ async def test_a_publish_does_not_wait_for_an_excused_generator():
     assert not waiting.done()
     await pull(subscribers, 4)
     await asyncio.wait_for(waiting, 120)
+
+
+@in_a_loop
+async def test_an_excuse_holds_until_the_generator_is_behind():
+    publishers, here = make(initial(), patience=3600.0, generators=2)
+    gone = [MemorySubscriber(publishers, rank, replica=1) for rank in range(RANKS)]
+    await push(publishers, 0)
+    await push(publishers, 1)
+    await pull(gone, 1)
+    for publisher in publishers:
+        await publisher.excuse(1)
+    waiting = asyncio.create_task(push(publishers, 2))
+    await asyncio.wait([waiting], timeout=0.05)
+    assert not waiting.done()  # the publisher waits for the other generator
+    await pull(here, 1)
+    await waiting
+    await pull(here, 2)
+    await push(publishers, 3)
+    await asyncio.wait_for(push(publishers, 4), 60)
 
 
 @in_a_loop

@@ -5,6 +5,7 @@ whatever happens to them.
 import asyncio
 import os
 import random
+import resource
 import signal
 import socket
 import threading
@@ -314,6 +315,27 @@ def test_a_server_answers_only_requests_with_its_token():
         with pytest.raises(ConnectionResetError):
             ask(server.address._replace(token="0" * 32), "double", 4)
     finally:
+        server.close()
+
+
+def test_a_server_goes_on_after_connections_that_it_could_not_accept():
+    server = Server({"double": lambda number: 2 * number})
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        with socket.socket() as first, socket.socket() as waiting:
+            free = os.dup(first.fileno())
+            os.close(free)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))  # none can be opened
+            for client in (first, waiting):
+                client.settimeout(WAIT_S)
+                client.connect((server.address.host, server.address.port))
+                client.sendall(server.address.token.encode())
+                streams.send_json(client, ["double", [4]])
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            assert [streams.receive_json(client) for client in (first, waiting)] == [8, 8]
+        assert ask(server.address, "double", 5) == 10
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         server.close()
 
 

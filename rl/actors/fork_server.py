@@ -75,7 +75,7 @@ else:
     socket.send_fds(server, [request.encode() + b"\\n"], [1, 2])
     answer = server.recv(16)
     server.close()
-    if answer != {EXECUTE}:
+    if answer != {EXECUTE!r}:
         code = int(answer or -signal.SIGKILL)
         if code < 0:
             os.kill(os.getpid(), -code)

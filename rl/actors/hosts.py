@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import monarch.actor
@@ -32,7 +31,7 @@ from rl.host.process import COLLECT_AT, LEAVING
 from rl.types import Place
 from rl.weights.streams import HOST
 
-_died: dict[str, Callable[[int, str], None]] = {}
+_died: dict[str, Callable[[int, str], object]] = {}
 """Functions that are called with a rank that died and the reason, by the name of the mesh."""
 POLL_S = 0.2
 SHUT_DOWN_S = 10.0
@@ -158,7 +157,8 @@ class Hosts:
 
     def report_deaths(self, mesh: str, died: Callable[[int, str], None]) -> None:
         """Call ``died(rank, reason)`` at least once for each death of an actor in the mesh."""
-        _died[mesh] = partial(asyncio.get_running_loop().call_soon_threadsafe, died)
+        loop = asyncio.get_running_loop()
+        _died[mesh] = lambda *fault: loop.call_soon_threadsafe(died, *fault)
 
     def ignore_deaths(self, mesh: str) -> None:
         """Ignore later deaths in this mesh."""

@@ -282,10 +282,9 @@ class Server:
     def _accept(self) -> None:
         while self._listener.fileno() >= 0:
             try:
-                connection = self._listener.accept()[:1]
-                threading.Thread(target=self._serve, args=connection, daemon=True).start()
+                accepted = self._listener.accept()[:1]
+                threading.Thread(target=self._serve, args=accepted, daemon=True).start()
             except (OSError, RuntimeError):  # too many open files or threads, or closed
-                connection = ()
                 time.sleep(ACCEPT_AGAIN_S)
 
     def _serve(self, connection: socket.socket) -> None:

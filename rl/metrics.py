@@ -56,6 +56,9 @@ class Metrics(Mapping[str, float]):
     def __len__(self) -> int:
         return len(self._entries)
 
+    def __repr__(self) -> str:
+        return f"Metrics({dict(self)})"
+
     def __or__(self, other: "Metrics") -> "Metrics":
         """Return the metrics of both; those of ``other`` win."""
         return Metrics(self._entries | other._entries)

@@ -79,3 +79,7 @@ def test_one_name_has_one_rule():
     parts = [Metrics({"loss": Value(1.0, rule)}) for rule in ("mean", "max")]
     with pytest.raises(ValueError, match="metric 'loss' is reduced by mean and by max"):
         Metrics.merged(parts)
+
+
+def test_metrics_show_their_values():
+    assert repr(Metrics({"loss/mean": Value(1.5, weight=3)})) == "Metrics({'loss/mean': 1.5})"

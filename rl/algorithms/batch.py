@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 from torchtitan.config import Configurable
 
 from rl.algorithms.losses import Reduction, token_weights
-from rl.errors import RunError
+from rl.errors import RunError, shown
 from rl.types import Batch, Rollout
 from rl.types import Sequence as Tokens
 from rl.types.routed_experts import RoutedExperts
@@ -17,7 +18,7 @@ from rl.types.sampling_mask import SamplingMask
 
 def make_batch(
     rollouts: Sequence[Rollout],
-    advantages: torch.Tensor | None = None,
+    advantages: torch.Tensor | Sequence[float] | None = None,
     *,
     reduction: Reduction | None = None,
     max_tokens: int = 0,
@@ -25,9 +26,11 @@ def make_batch(
     """Return the sequences of ``rollouts`` as a batch. Only sampled tokens have a loss weight.
 
     Columns: ``behaviour_logprobs``, ``versions`` (policy version of each sampled token, else -1)
-    and, if given, ``advantages``, float32 [N] for N rollouts or [C] for their C sampled tokens.
+    and, if given, ``advantages``, as float32 [N] for N rollouts or [C] for their C sampled tokens.
     The loss weights are 1, or those of ``reduction``: see :func:`reduced`. The batch has a sampling
     mask if a sequence has one, and experts if a sequence has a record of these.
+
+    Raises RunError for advantages of another length, and for advantages that are not finite.
     """
     sequences = [sequence for rollout in rollouts for sequence in rollout.sequences]
     sizes = torch.tensor([len(rollout.sequences) for rollout in rollouts])
@@ -47,10 +50,29 @@ def make_batch(
         experts=_joined_experts(sequences),
     )
     if advantages is not None:
-        each = len(advantages) == len(rollouts)
-        values = advantages.repeat_interleave(counts) if each else advantages
+        values = _checked(advantages, len(rollouts), int(counts.sum()))
+        each = len(values) == len(rollouts)
+        values = values.repeat_interleave(counts) if each else values
         batch.columns["advantages"] = batch.scatter(values)
     return batch if reduction is None else reduced(batch, reduction, max_tokens)
+
+
+def _checked(advantages: Any, rollouts: int, sampled: int) -> torch.Tensor:
+    """Return ``advantages`` as float32 [rollouts] or [sampled]; raise RunError if they are none."""
+    try:
+        values = torch.as_tensor(advantages, dtype=torch.float32)
+    except (TypeError, ValueError, RuntimeError):
+        raise RunError(f"advantages are {shown(advantages)}; they must be numbers") from None
+    if values.shape not in ((rollouts,), (sampled,)):
+        raise RunError(
+            f"advantages have the shape {list(values.shape)}; they must have one number for each "
+            f"rollout, [{rollouts}], or for each sampled token, [{sampled}]"
+        )
+    if wrong := (~values.isfinite()).nonzero().flatten().tolist():
+        raise RunError(
+            f"advantages.{wrong[0]} is {values[wrong[0]].item()}; advantages must be finite"
+        )
+    return values
 
 
 def reduced(batch: Batch, reduction: Reduction, max_tokens: int = 0) -> Batch:

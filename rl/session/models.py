@@ -10,7 +10,7 @@ from torchtitan.config import Configurable
 from rl.actors.policy_trainer import TrainerMesh
 from rl.actors.worker import Outputs, WorkerGroup
 from rl.algorithms.batch import reduced_for
-from rl.errors import require
+from rl.errors import RunError, require
 from rl.metrics import Metrics
 from rl.model.activations import Activations
 from rl.model.digest import merge_digests, policy_digest
@@ -54,6 +54,8 @@ class Models:
         self.adapters: dict[str, AdapterConfig] = {}
         """Adapters of the policy by name, besides its own. A trainer that is started again has
         none."""
+        self._reductions: dict[tuple[str, str | None], set[str]] = {}
+        """Reductions of the gradients since the last step, by role and adapter."""
         self._changed: set[str] = set()  # roles with other weights than at their start
         self._aside: set[str] = set()  # roles whose processes run inside ``using`` alone
 
@@ -166,9 +168,16 @@ class Models:
         async with self._residency.of(role, "model", "optimizer"):
             with self.watch.span("train"), self.watch.span("forward_backward", role):
                 group = self._groups[role]
-                return await group.forward_backward(
-                    batch, loss, temperature=temperature, weight=weight, adapter=adapter
-                )
+                try:
+                    result = await group.forward_backward(
+                        batch, loss, temperature=temperature, weight=weight, adapter=adapter
+                    )
+                except BaseException:
+                    self._reductions.pop((role, adapter), None)
+                    raise
+        known = self._reductions.setdefault((role, adapter), set())
+        known.add(batch.reduction or "token_mean")
+        return result
 
     async def optim_step(
         self, *, role: str = "trainer", adapter: str | None = None, **options: Any
@@ -177,9 +186,18 @@ class Models:
         nothing reads its weights.
 
         ``options`` are those of :meth:`rl.training.engine.TrainingEngine.optim_step`: denominator,
-        lr, betas, eps, weight_decay and max_norm.
+        lr, betas, eps, weight_decay and max_norm. Raises RunError if the gradients are of batches
+        with different reductions and ``denominator`` is missing; the gradients are kept.
         """
         self._source(adapter, None, role)
+        mixed = sorted(self._reductions.get((role, adapter), ()))
+        if len(mixed) > 1 and options.get("denominator") is None:
+            raise RunError(
+                "optim_step: the gradients are of batches with the reductions "
+                f"{' and '.join(mixed)}, whose weights have different units; pass denominator, or "
+                "use one reduction"
+            )
+        self._reductions.pop((role, adapter), None)
         if adapter is not None:
             fix = "a gradient of 0, as of a rank that the adapter lacks, would be divided by 0"
             require(options.get("eps") != 0, "eps is 0; it must be above 0", field="eps", fix=fix)
@@ -223,6 +241,7 @@ class Models:
         if step == 0:
             await self.init_model(role)
             return {}, []
+        self._reductions.clear()
         async with self._residency.of(role, "model", "optimizer"):
             with self.watch.span("load", role):
                 state, ignored = await self._groups[role].load_checkpoint(step)

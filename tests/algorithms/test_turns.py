@@ -270,3 +270,30 @@ def completion(length):
     return Completion(
         tokens=[3] * length, logprobs=[-1.0] * length, versions=[0] * length, finish_reason="stop"
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, list])
+def test_advantages_of_any_numbers_become_float32(dtype):
+    rollouts = episodes(3)
+    given = torch.arange(len(rollouts))
+    batch = make_batch(rollouts, given.tolist() if dtype is list else given.to(dtype))
+    found = batch.columns["advantages"]
+    assert found.dtype == torch.float32
+    assert found[batch.loss_mask].tolist() == given.repeat_interleave(counts_of(rollouts)).tolist()
+
+
+@pytest.mark.parametrize(
+    ("advantages", "said"),
+    [
+        ([1.0], r"have the shape \[1\]; they must have one number for each rollout, \[6\], or"),
+        ([[1.0]] * 6, r"have the shape \[6, 1\]"),
+        (1.0, r"have the shape \[\]"),
+        ([0.0, float("nan")] * 3, r"advantages.1 is nan; advantages must be finite"),
+        ([float("inf")] * 6, r"advantages.0 is inf"),
+        (["good"] * 6, "they must be numbers"),
+        ([[1.0], [2.0, 3.0]], "they must be numbers"),
+    ],
+)
+def test_advantages_that_do_not_belong_to_the_rollouts_are_refused(advantages, said):
+    with pytest.raises(RunError, match=said):
+        make_batch(episodes(3), advantages)

@@ -1,6 +1,7 @@
 """Models that share devices: a called model is alone on them, and every call ends."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl.algorithms.losses import dapo, grpo
+from rl.errors import RunError
 from rl.session.models import Models
 from rl.types import Batch
 from tests.loops import in_a_loop
@@ -102,7 +104,8 @@ def models_of(device: Device, pauses: list[int], shared=ROLES) -> Models:
 
 
 async def call(models: Models, role: str, name: str):
-    arguments = {"forward": (None,), "forward_backward": (None, None), "optim_step": ()}[name]
+    batch = SimpleNamespace(reduction=None)
+    arguments = {"forward": (None,), "forward_backward": (batch, None), "optim_step": ()}[name]
     options = {} if name == "optim_step" else {"temperature": 1.0}
     return await getattr(models, name)(*arguments, role=role, **options)
 
@@ -223,3 +226,28 @@ def test_forward_backward_applies_the_reduction_of_the_loss(loss, weights):
     )
     asyncio.run(Models({"trainer": group}).forward_backward(batch, loss))
     assert [each.loss_weights.tolist() for each in given] == [weights]
+
+
+def test_a_step_on_batches_with_different_reductions_needs_a_denominator():
+    group = Group("trainer", Device(), [])
+    models = Models({"trainer": group})
+    batch = Batch(
+        tokens=torch.zeros(2).long(),
+        lengths=torch.tensor([2]),
+        loss_weights=torch.tensor([0.0, 1.0]),
+    )
+
+    async def steps():
+        await models.start_models()
+        for loss in (grpo(), dapo()):
+            await models.forward_backward(batch, loss)
+            await models.optim_step()
+        for loss in (grpo(), dapo()):
+            await models.forward_backward(batch, loss)
+        with pytest.raises(RunError, match="the reductions sequence_mean and token_mean, whose"):
+            await models.optim_step()
+        await models.optim_step(denominator=2.0)
+        await models.forward_backward(batch, grpo())
+        await models.optim_step()
+
+    asyncio.run(steps())

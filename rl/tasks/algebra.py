@@ -36,6 +36,7 @@ def is_same_expression(answer: str, reference: str) -> bool:
         finally:
             if not reply:  # also if the call was interrupted, and its reply is still to come
                 process.kill()
+                process.wait()
                 _comparer.cache_clear()
     return reply == b"true\n"
 
@@ -52,8 +53,6 @@ def _comparer(owner: int) -> tuple[subprocess.Popen[bytes], threading.Lock]:
 
 def serve() -> None:
     """Answer the requests on standard input until it ends."""
-    import math_verify  # noqa: F401 (before the forks)
-
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # the process ends with its standard input
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
@@ -62,6 +61,7 @@ def serve() -> None:
     logging.disable()
     replies = os.dup(1)
     os.dup2(2, 1)  # the parser of LaTeX may print
+    _compare(r"\frac{x}{2}+x^2", r"x^2+0.5x")  # what it imports and caches, workers have
     while True:
         worker = os.fork()
         if worker == 0:

@@ -20,7 +20,7 @@ FRACTION = r"\\[dtc]?frac\s*(?:\{\s*-?\d+\s*\}|\d)\s*(?:\{\s*\d+\s*\}|\d)|\d+\s*
 VALUE = re.compile(rf"{SIGN}(?:{FRACTION}|{NUMBER})(?:\s*\\?%)?")
 BOX = r"\\+(?:boxed|fbox)\s*\{"
 TOKEN = re.compile(rf"(?P<line>####)|(?P<box>{BOX})|\\.|(?P<brace>\{{)|(?P<end>\}})", re.DOTALL)
-SPACE_IN_NUMBER = re.compile(r"(?<=\d)(?:\\[,!:; ]|~|\{,\})+(?=\d)")
+SPACE_IN_NUMBER = re.compile(r"(?<=\d)(?:\\[,!:; ]|~)+(?=\d)")
 WORD = re.compile(r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}|\\(?:quad|[,!:; ])")
 PROSE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 QUESTIONS = ("question", "problem", "prompt")
@@ -196,7 +196,7 @@ def cleaned(content: str) -> str:
     """Return ``content`` without what is no part of an answer: LaTeX's spaces within numbers,
     signs of a currency around a number, and the punctuation at its end.
     """
-    short = SPACE_IN_NUMBER.sub(_comma, content.strip())
+    short = SPACE_IN_NUMBER.sub("", content.replace("{,}", ",").strip())
     if not short.endswith(r"\right."):
         short = short.rstrip(" \n\t.,;:\\")
     plain = without_signs(short)
@@ -208,7 +208,3 @@ def without_signs(text: str) -> str:
     for old, new in (("\\$", ""), ("$", ""), ("{,}", ","), ("\\!", ""), ("\\,", ""), ("−", "-")):
         text = text.replace(old, new)
     return re.sub(r"^\s*([+-])\s+(?=[\d.])", r"\1", text).strip()
-
-
-def _comma(space: re.Match[str]) -> str:
-    return "," if "," in space[0] and "\\" not in space[0] else ""

@@ -83,3 +83,11 @@ def test_kto_says_that_good_and_bad_answers_weigh_differently(
     warnings = PreferenceTrainer(config, chosen).warnings()
     assert len(warnings) == len(said)
     assert all(map(re.search, said, warnings))
+
+
+def test_labelled_answers_of_one_prompt_are_held_out_together(examples_config):
+    config = examples_config(loss=KTOLoss.Config(), **{"task.held_out_fraction": 0.4})
+    trainer = PreferenceTrainer(config, labelled_rows(30))
+    keys = [{*map(trainer.key, side)} for side in (trainer.dataset_train, trainer.dataset_eval)]
+    assert len(keys[0] | keys[1]) == 30
+    assert keys[1] and not keys[0] & keys[1]

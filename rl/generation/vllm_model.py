@@ -34,7 +34,7 @@ from rl.compat import titan
 from rl.compat.vllm_kernels import can_pack
 from rl.generation.expert_records import keep_choices
 from rl.generation.kernels import KernelRoPE, pack, unpack, use_kernels
-from rl.model.decoder import RotaryEmbedding, SinkAttention, decoder_config
+from rl.model.decoder import RotaryEmbedding, SinkAttention, decoder_config, float32_logits
 from rl.model.experts import OwnExperts
 from rl.model.shape import ModelShape
 from rl.model.shards import Layout, local_shapes
@@ -214,6 +214,9 @@ class TillerForCausalLM(nn.Module):
         self.tp = vllm_config.parallel_config.tensor_parallel_size
         self.hidden_states = HiddenStates(vllm_config=vllm_config, prefix=prefix)
         words = self.titan.config.vocab_size
+        shape = vllm_config.additional_config["shape"]
+        dtype: Any = vllm_config.model_config.dtype
+        self.float32_head = shape["float32_head"] and dtype != torch.float32
         self.may_sample_no_word = vllm_config.use_v2_model_runner and words < SAMPLED_TOGETHER
 
     @property
@@ -248,7 +251,11 @@ class TillerForCausalLM(nn.Module):
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return the logits [N, vocab_size] on every rank: each samples from the same numbers."""
-        logits = self.titan.lm_head(hidden_states)
+        head = self.titan.lm_head
+        if self.float32_head:
+            logits = float32_logits(hidden_states, head.weight)
+        else:
+            logits = head(hidden_states)
         if self.tp > 1:
             logits = tensor_model_parallel_all_gather(logits)[:, : self.titan.config.vocab_size]
         return first_word_if_nan(logits) if self.may_sample_no_word else logits

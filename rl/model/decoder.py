@@ -144,6 +144,15 @@ def _set_options(layer: Any, shape: ModelShape) -> None:
         layer.attention = SinkAttention.Config(**_fields(attention) | {"param_init": drawn})
 
 
+def float32_logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return hidden @ weight.T, float32 [T, V], of ``hidden`` [T, D] and ``weight`` [V, D] of any
+    dtype. On CPU it copies both in float32. Tests do not cover CUDA.
+    """
+    if hidden.is_cuda and hidden.dtype != torch.float32:
+        return torch.mm(hidden, weight.T, out_dtype=torch.float32)  # type: ignore[call-overload, no-any-return]
+    return hidden.float() @ weight.float().T
+
+
 def parameter_shapes(shape: ModelShape, *, fuse_qkv: bool) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all parameters by torchtitan's names. A tied parameter has one entry.
 

@@ -67,6 +67,10 @@ class ModelConfig:
     tie_embeddings: bool = True
     """Whether the embedding and the output head share one weight."""
 
+    float32_head: bool = False
+    """Whether trainer and generators compute logits in float32. If not, logits are rounded to the
+    dtype of the forward pass before log-probs are computed from them in float32."""
+
     rope_theta: Annotated[float, above(0, 1e15)] = 1e6
     """Base of the frequencies of the rotary position embedding."""
 
@@ -102,6 +106,7 @@ class ModelShape:
     moe_hidden_dim: int
     expert_bias: bool
     tie_embeddings: bool
+    float32_head: bool
     rope_theta: float
     max_seq_len: int
     dtype: str
@@ -173,11 +178,12 @@ def shape_of(config: ModelConfig, *, field: str = "model.hf_path") -> ModelShape
     for file in (*folder.glob("*.json"), *folder.glob("*.safetensors")):
         refuse_pointer(file, field)
     described = HuggingFaceConfig(field, folder)
-    own = config.family if config.family not in BUILT_IN else None
-    name = family_of_folder(described, own)
+    module = config.family if config.family not in BUILT_IN else None
+    name = family_of_folder(described, module)
     none = dict.fromkeys(("hidden_dim", "num_experts", "experts_per_token", "moe_hidden_dim"), 0)
     read = family_named(name).read(described, config.max_seq_len)
-    return ModelShape(**{**none, **read}, expert_bias=config.expert_bias, family=name)
+    own = {each: getattr(config, each) for each in ("expert_bias", "float32_head")}
+    return ModelShape(**{**none, **read, **own}, family=name)
 
 
 def family_of(shape: ModelShape) -> Family:

@@ -118,9 +118,10 @@ class MemoryOfPasses(PassSizes):
         if not self.learns:
             copies = 1 if self.tied else 2  # FSDP keeps what it gathered beside the parameters
             hidden = self.tokens * self.p * self.shape.dim + self.batch
-            logits = 0 if self.values else 8 * chunk * words
+            more = self._product(chunk, words) if self.shape.float32_head else 0
+            logits = 0 if self.values else 8 * chunk * words + more
             return PeakMemory(hidden, logits, copies * self.p * self.head)
-        logits = chunk * words * (8 + (self.p if self.p < 4 else 0))
+        logits = chunk * words * 8 + self._product(chunk, words)
         if self.trains_weights and not self.values:
             product = self.p * self.head if self.p < 4 else 0
             logits = REDUCED * self.head + max(logits, chunk * words * (4 + self.p) + product)
@@ -155,6 +156,12 @@ class MemoryOfPasses(PassSizes):
     def _chunk(self) -> tuple[int, int]:
         words = self.shape.vocab_size // self.tp
         return min(max(1, (self.trainer.logits_mib << 20) // (4 * words)), self.tokens), words
+
+    def _product(self, chunk: int, words: int) -> int:
+        """Return the bytes of what logits that are not float32 at once are made of."""
+        if not self.shape.float32_head:
+            return self.p * chunk * words if self.p < 4 else 0
+        return 4 * (self.head + chunk * self.shape.dim) if self.p < 4 and not self.cuda else 0
 
     def saved(self) -> int:
         """Return the bytes that all layers save for the backward pass."""
@@ -311,4 +318,7 @@ def engine_step(run: PlannedRun) -> int:
         tokens = max(tokens, shape.max_seq_len)
         sampled = min(sampled, math.ceil(run.sequences_sampled / generator.replicas))
     logits = sampled * shape.vocab_size * (p + 8)
+    if shape.float32_head and p < 4:
+        copies = 0 if run.cuda else 4 * shape.dim * (shape.vocab_size // tp + sampled)
+        logits = sampled * shape.vocab_size * 12 + copies
     return max(tokens * layer, tokens * p * shape.dim + logits)

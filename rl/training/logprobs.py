@@ -1,6 +1,6 @@
 """Log-probabilities and entropies from hidden states, without the logits of a whole batch."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +10,10 @@ from torch.distributed.tensor import DTensor, Partial
 from torchtitan.models.common import Linear
 
 from rl.compat.titan import lora_scale
+from rl.model.decoder import float32_logits
 from rl.training.kept_logits import KeptLogits
+
+Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class LogProbHead(Linear):
@@ -25,10 +28,13 @@ class LogProbHead(Linear):
     class Config(Linear.Config):
         logits_mib: int
         """Maximum size of float32 logits in memory, in MiB; the softmax needs twice as much."""
+        float32: bool = False
+        """Whether logits are not rounded to the dtype of the hidden states."""
 
     def __init__(self, config: Config):
         super().__init__(config)
         self.logits_mib = config.logits_mib
+        self.product = float32_logits if config.float32 else rounded_logits
 
     def forward(  # type: ignore[override]
         self,
@@ -63,6 +69,7 @@ class LogProbHead(Linear):
             group=group,
             kept=kept,
             low_rank=self._low_rank(hidden) if hasattr(self, "lora_a") else None,
+            product=self.product,
         )
 
     def _low_rank(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -72,6 +79,11 @@ class LogProbHead(Linear):
             a = a.to_local(grad_placements=[Partial()])
             b = b.to_local()
         return lora_scale(self) * (hidden @ a.T), b
+
+
+def rounded_logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return hidden @ weight.T in the dtype of both."""
+    return hidden @ weight.T
 
 
 def linear_logprobs(
@@ -85,10 +97,11 @@ def linear_logprobs(
     group: dist.ProcessGroup | None = None,
     kept: KeptLogits | None = None,
     low_rank: tuple[torch.Tensor, torch.Tensor] | None = None,
+    product: Product = rounded_logits,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the log-prob of each target, and the entropy in nats, under softmax(hidden @ weight.T
     / temperature) over the ``kept`` logits of the flattened targets. ``low_rank``, tensors like
-    ``hidden`` and ``weight`` with R in place of D, adds their product to the logits.
+    ``hidden`` and ``weight`` with R in place of D, adds their ``product`` to the logits.
 
     ``hidden`` [..., D], ``targets`` int64 [...] or [..., K]; ``weight`` [V, D], or with a ``group``
     this rank's rows of it, cut as torch.chunk cuts ``vocab_size`` rows. Results are float32:
@@ -104,7 +117,7 @@ def linear_logprobs(
     low, up = (None, None) if low_rank is None else (low_rank[0].flatten(0, -2), low_rank[1])
     own = (targets - first).reshape(len(flat), -1)
     logprobs, entropy = _LinearLogProbs.apply(
-        flat, weight, low, up, own, temperature, chunk_tokens, group, kept
+        flat, weight, low, up, own, temperature, chunk_tokens, group, kept, product
     )
     logprobs = logprobs.view(targets.shape).masked_fill(targets < 0, 0.0)
     return logprobs, entropy.view(hidden.shape[:-1])
@@ -129,12 +142,13 @@ class _LinearLogProbs(torch.autograd.Function):
         chunk_tokens: int,
         group: Any,
         mask: KeptLogits | None,
+        product: Product,
     ) -> Any:
         logprobs = torch.empty_like(targets, dtype=torch.float32)
         entropy, log_total = (logprobs.new_empty(len(hidden)) for _ in range(2))
         kept = None
         for chunk in _chunks(len(hidden), chunk_tokens):
-            z = _scaled_logits((hidden, weight), (low, up), chunk, temperature)
+            z = _scaled_logits(product, (hidden, weight), (low, up), chunk, temperature)
             if mask is not None:
                 mask.apply_(z, chunk)
             peak = z.amax(-1)
@@ -160,6 +174,7 @@ class _LinearLogProbs(torch.autograd.Function):
         ctx.chunk_tokens = chunk_tokens
         ctx.kept = kept
         ctx.mask = mask
+        ctx.product = product
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
@@ -177,7 +192,8 @@ class _LinearLogProbs(torch.autograd.Function):
             logp = ctx.kept
             ctx.kept = None
             if logp is None:
-                logp = _scaled_logits((hidden, weight), (low, up), chunk, ctx.temperature)
+                factors = (hidden, weight), (low, up)
+                logp = _scaled_logits(ctx.product, *factors, chunk, ctx.temperature)
                 if ctx.mask is not None:
                     ctx.mask.apply_(logp, chunk)
                 logp -= log_total[chunk].unsqueeze(-1)
@@ -203,21 +219,23 @@ class _LinearLogProbs(torch.autograd.Function):
         grad_weight, grad_up = (
             None if each is None else each.to(weight.dtype) for each in (grad_weight, grad_up)
         )
-        return grad_hidden, grad_weight, grad_low, grad_up, None, None, None, None, None
+        return grad_hidden, grad_weight, grad_low, grad_up, *[None] * 6
 
 
 def _chunks(tokens: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, tokens)) for start in range(0, tokens, size))
 
 
-def _scaled_logits(factors: Any, low_rank: Any, chunk: slice, temperature: float) -> torch.Tensor:
+def _scaled_logits(
+    product: Product, factors: Any, low_rank: Any, chunk: slice, temperature: float
+) -> torch.Tensor:
     """Return the logits [n, V] of the tokens of ``chunk``, float32: the sum of the products of two
     pairs. The second pair may be of None.
     """
     (hidden, weight), (low, up) = factors, low_rank
-    logits = hidden[chunk] @ weight.T
+    logits = product(hidden[chunk], weight)
     if low is not None:
-        logits += low[chunk] @ up.T
+        logits += product(low[chunk], up)
     return logits.float().div_(temperature)
 
 

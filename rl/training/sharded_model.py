@@ -143,7 +143,9 @@ def sharded_model(
     if head == "values":
         model_config.lm_head = _value_head(model_config.lm_head)
     else:
-        model_config.lm_head = _log_prob_head(model_config.lm_head, config.logits_mib)
+        model_config.lm_head = _log_prob_head(
+            model_config.lm_head, config.logits_mib, float32=shape.float32_head
+        )
     if config.lora is not None:
         titan.keep_forward_with_lora(LogProbHead)
         chosen = lora_layers(config.lora, model)
@@ -191,7 +193,7 @@ def _set_own_layout(model: Qwen3Model.Config, config: TrainerConfig) -> None:
             )
 
 
-def _log_prob_head(head: Linear.Config, logits_mib: int) -> LogProbHead.Config:
+def _log_prob_head(head: Linear.Config, logits_mib: int, *, float32: bool) -> LogProbHead.Config:
     """Return a LogProbHead in place of ``head``, with the same sharding of the weight; it handles
     the sharding of its activations.
     """
@@ -202,6 +204,7 @@ def _log_prob_head(head: Linear.Config, logits_mib: int) -> LogProbHead.Config:
         param_init=head.param_init,
         sharding_config=weight_only,
         logits_mib=logits_mib,
+        float32=float32,
     )
 
 

@@ -122,6 +122,23 @@ def test_a_degree_that_does_not_divide_the_model_is_refused():
 # Run on the ranks.
 
 
+@pytest.mark.parametrize(("float32_head", "least", "most"), [(True, 0, 1e-5), (False, 1e-3, 0.1)])
+def test_a_float32_head_of_two_ranks_rounds_no_logits(rebuilt, float32_head, least, most):
+    form = replace(UNTIED_SPLIT, float32_head=float32_head)
+    policy = Policy(form, seed=2)
+    rebuilt.rebuild(form, dtype="bfloat16")
+    rebuilt.run(push, policy.weights, 1)
+    for error in rebuilt.run(error_of_head, policy.weights["lm_head.weight"]):
+        assert least <= error < most
+
+
+def error_of_head(engine, weight):
+    draw = torch.Generator().manual_seed(0)
+    hidden = torch.randn(3, SIZES["dim"], generator=draw).bfloat16()
+    wanted = hidden.float() @ weight.bfloat16().float().T
+    return (model_of(engine._engine).compute_logits(hidden) - wanted).abs().max().item()
+
+
 def logits_width(engine):
     model = model_of(engine._engine)
     return model.compute_logits(torch.ones(1, SIZES["dim"])).shape[1]

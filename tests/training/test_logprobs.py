@@ -1,5 +1,6 @@
 """Log-probs and entropies, and the gradients of both, are those of a float64 log_softmax."""
 
+from dataclasses import replace
 from itertools import accumulate
 
 import numpy as np
@@ -10,10 +11,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import profile
 from torch.testing import assert_close
 
+from rl.model.decoder import float32_logits
 from rl.training.kept_logits import KeptLogits
-from rl.training.logprobs import linear_logprobs
+from rl.training.logprobs import linear_logprobs, rounded_logits
 from rl.types.sampling_mask import SamplingMask, encode
+from tests.training.batches import ragged_batch
 from tests.training.ranks import on_ranks
+from tests.training.scenes import TIED_FUSED, engine_of
 
 TOKENS = 10
 WIDTH = 6
@@ -52,6 +56,47 @@ def sharded_logprobs(
     dist.all_gather_object(shards, mine.grad)
     dist.destroy_process_group()
     return [value.detach() for value in values] + [hidden.grad, torch.cat(shards)]
+
+
+@pytest.mark.parametrize("chunk_tokens", [3, 64])
+@pytest.mark.parametrize("has_adapter", [False, True])
+def test_logits_of_a_float32_head_are_not_rounded(chunk_tokens, has_adapter):
+    hidden, weight, targets = random_head(torch.bfloat16)
+    low_rank = (hidden[:, :2].detach(), weight[:, :2].detach()) if has_adapter else None
+
+    def error(product):
+        given = {"chunk_tokens": chunk_tokens, "low_rank": low_rank, "product": product}
+        logprobs, _ = linear_logprobs(hidden, weight, targets, **given)
+        logits = hidden.double() @ weight.double().T
+        if low_rank is not None:
+            logits += low_rank[0].double() @ low_rank[1].double().T
+        wanted = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+        gradients = [torch.autograd.grad(x.sum(), (hidden, weight)) for x in (logprobs, wanted)]
+        for own, other in zip(*gradients, strict=True):
+            assert_close(own, other, atol=0.1, rtol=0.1)
+        return (logprobs - wanted).abs().max().item()
+
+    assert error(float32_logits) < 1e-5
+    assert error(rounded_logits) > 1e-3
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_a_trainer_in_bfloat16_with_a_float32_head_rounds_no_logits(tmp_path, tie):
+    model = replace(TIED_FUSED, float32_head=True, tie_embeddings=tie)
+    engine = engine_of(model, folder=str(tmp_path), dtype="bfloat16")
+    batch = ragged_batch()
+    hidden: list[torch.Tensor] = []
+    engine.config.micro_batch_size = len(batch.lengths)
+    engine.model.norm.register_forward_hook(lambda _module, _args, out: hidden.append(out))
+    engine.model.lm_head.register_forward_hook(
+        lambda head, args, out: hidden.append((args[1], head.weight.detach(), out[0]))
+    )
+    engine.forward(batch)
+    states, (targets, weight, found) = hidden[:2]
+    assert states.dtype == weight.dtype == torch.bfloat16
+    logits = states.float() @ weight.float().T
+    wanted = logits.log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+    assert (found - wanted)[targets >= 0].abs().max() < 1e-5
 
 
 def plain(hidden, weight, targets, temperature, weigh=weigh, kept=None):
@@ -211,6 +256,14 @@ def test_a_vocabulary_split_over_ranks_gives_the_same(chunk, masked):
     for answer in on_ranks(2, sharded_logprobs, hidden, weight, targets, options):
         for value, expected in zip(answer, wanted, strict=True):
             assert_close(value.double(), expected, atol=2e-5, rtol=1e-6)
+
+
+def test_ranks_with_parts_of_a_float32_head_round_no_logits():
+    hidden, weight, targets = (each.detach() for each in random_head(torch.bfloat16))
+    options = {"chunk_tokens": 3, "product": float32_logits}
+    wanted = (hidden.double() @ weight.double().T).log_softmax(-1).gather(1, targets[:, None])
+    for logprobs, *_ in on_ranks(2, sharded_logprobs, hidden, weight, targets, options):
+        assert_close(logprobs.double(), wanted[:, 0], atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("chunk", [64, 512])

@@ -121,8 +121,8 @@ def name_special_token(folder: Path, name: str, token: int) -> None:
 
 def _generation_stops(folder: Path) -> list[int]:
     """Return the tokens at which transformers ends generation from the model in ``folder``."""
-    path = folder / GENERATION
-    return _stops_in(path if path.exists() else folder / "config.json")
+    has_own = (folder / GENERATION).exists()
+    return _stops_in(folder / (GENERATION if has_own else "config.json"))
 
 
 def _stops_in(path: Path) -> list[int]:

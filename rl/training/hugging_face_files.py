@@ -88,35 +88,17 @@ def stored_tensors(folder: Path, *, tied: bool) -> dict[str, StoredTensor]:
     may stand for its embedding. Raises ConfigError, naming the file, if a file is missing, damaged
     or contradicts the index.
     """
-    stored = _headers(folder)
-    if tied and EMBEDDING not in stored and HEAD in stored:
-        stored[EMBEDDING] = stored[HEAD]
-    return stored
-
-
-def _headers(folder: Path) -> dict[str, StoredTensor]:
     one_file = folder / ONE_FILE
     index = folder / INDEX
-    if not index.is_file():
-        neither = f"{folder} has neither {ONE_FILE} nor {INDEX}"
-        require(one_file.is_file(), neither, fix="save it with save_pretrained")
-        return _by_name(folder, [ONE_FILE])
-    files = read_index(index)
-    names = sorted(set(files.values()))
+    files = read_index(index) if index.is_file() else {}
+    neither = f"{folder} has neither {ONE_FILE} nor {INDEX}"
+    require(index.is_file() or one_file.is_file(), neither, fix="save it with save_pretrained")
+    names = sorted({*files.values()}) or [ONE_FILE]
     both = f"{folder} holds both {ONE_FILE} and {INDEX} of other files"
     holds = not one_file.is_file() or names == [ONE_FILE]
     require(holds, both, fix="remove the outdated one")
-    stored = _by_name(folder, names)
-    in_files = {tensor.name: tensor.file for tensor in stored.values()}
-    for name, file in files.items():
-        found = in_files.get(name, "none of the files")
-        require(found == file, f"{index} says that {name} is in {file}; it is in {found}")
-    return stored
-
-
-def _by_name(folder: Path, files: Iterable[str]) -> dict[str, StoredTensor]:
     stored: dict[str, StoredTensor] = {}
-    for file in files:
+    for file in names:
         lacks = f"{folder} lacks {file}, which {INDEX} names"
         require((folder / file).is_file(), lacks, fix="copy or download the file again")
         for tensor in _read_header(folder / file):
@@ -124,6 +106,12 @@ def _by_name(folder: Path, files: Iterable[str]) -> dict[str, StoredTensor]:
             name = bare if bare in (HEAD, SCORE) else f"model.{bare}"
             first = stored.setdefault(name, tensor)
             require(first is tensor, f"{folder}: {name} is in both {first.file} and {file}")
+    found = {tensor.name: tensor.file for tensor in stored.values()}
+    for name, file in files.items():
+        own = found.get(name, "none of the files")
+        require(own == file, f"{index} says that {name} is in {file}; it is in {own}")
+    if tied and EMBEDDING not in stored and HEAD in stored:
+        stored[EMBEDDING] = stored[HEAD]
     return stored
 
 

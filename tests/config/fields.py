@@ -320,6 +320,8 @@ training/test_layouts.py
   test_gradients_do_not_depend_on_the_layout: ParallelismConfig enable_sequence_parallel
 training/test_lora.py
   test_named_layers_are_adapted: LoRAConverter.Config target_modules
+training/test_logprobs.py
+  test_a_trainer_in_bfloat16_with_a_float32_head_rounds_no_logits: ModelConfig float32_head
 training/test_model_folders.py
   test_the_written_config_is_the_one_that_transformers_reads: ModelConfig hf_path
   test_an_initial_hugging_face_folder_is_read_before_a_process_starts:

@@ -126,10 +126,10 @@ def test_a_degree_that_does_not_divide_the_model_is_refused():
 def test_a_float32_head_of_two_ranks_rounds_no_logits(rebuilt, float32_head, least, most):
     form = replace(UNTIED_SPLIT, float32_head=float32_head)
     policy = Policy(form, seed=2)
-    rebuilt.rebuild(form, dtype="bfloat16")
+    rebuilt.rebuild(form, dtype="bfloat16", expert_parallel=False, record_experts=False)
     rebuilt.run(push, policy.weights, 1)
-    for error in rebuilt.run(error_of_head, policy.weights["lm_head.weight"]):
-        assert least <= error < most
+    for found in rebuilt.run(error_of_head, policy.weights["lm_head.weight"]):
+        assert least <= found < most
 
 
 def error_of_head(engine, weight):

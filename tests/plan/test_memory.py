@@ -149,6 +149,23 @@ def test_planned_activations_are_close_to_what_autograd_saves(name, dtype, tmp_p
     assert activations_of(config) == pytest.approx(size, rel=0.1)
 
 
+def test_a_float32_head_needs_a_copy_of_its_factors_on_cpu_and_no_rounded_logits():
+    config = config_of(TIED)
+    config.trainer.training.mixed_precision_param = "bfloat16"
+
+    def logits() -> tuple[int, int]:
+        passes = MemoryOfPasses(PlannedRun(config), "trainer")
+        chunk, words = passes._chunk()
+        return passes.in_head().logits, chunk * words
+
+    rounded, count = logits()
+    config.model = replace(TIED, float32_head=True)
+    copied, _ = logits()
+    chunk = count // TIED.vocab_size
+    head = TIED.vocab_size * TIED.dim
+    assert copied - rounded == pytest.approx(4 * (head + chunk * TIED.dim) - 2 * count, rel=0.01)
+
+
 def test_checkpointing_saves_little_more_than_a_layer(tmp_path):
     whole = config_of(TIED)
     whole.trainer.activation_checkpoint = FullAC.Config()

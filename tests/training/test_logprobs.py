@@ -89,7 +89,7 @@ def test_a_trainer_in_bfloat16_with_a_float32_head_rounds_no_logits(tmp_path, ti
     engine.config.micro_batch_size = len(batch.lengths)
     engine.model.norm.register_forward_hook(lambda _module, _args, out: hidden.append(out))
     engine.model.lm_head.register_forward_hook(
-        lambda head, args, out: hidden.append((args[1], head.weight.detach(), out[0]))
+        lambda head, args, out: hidden.append((args[1], head.weight.detach().clone(), out[0]))
     )
     engine.forward(batch)
     states, (targets, weight, found) = hidden[:2]

@@ -61,11 +61,10 @@ def closest(config: HuggingFaceConfig) -> str | None:
     """Return the family that computes all options of ``config`` and has most of its keys."""
     shared = dict[str, float]()
     for name in BUILT_IN:
-        family = family_named(name)
+        tried = copy(config)
+        tried["architectures"] = None
         with suppress(ConfigError):
-            tried = copy(config)
-            tried["architectures"] = None
-            family.read(tried, 1)
+            family_named(name).read(tried, 1)
             keys = {each.name for each in fields(tried.defaults)}
             shared[name] = len(keys & config.keys()) / len(keys)
     return max(shared, key=shared.__getitem__, default=None)

@@ -1,4 +1,4 @@
-"""What the requests of a model do."""
+"""Verbs of the requests of models."""
 
 import asyncio
 import hashlib

@@ -74,7 +74,6 @@ class ExampleReplay(Replay[DatasetRunConfig]):
             "--reference.scores computed",
         )
         await trainer.restore(state)
-        trainer.require_same_data()
 
     async def take_step(
         self, session: Session, number: int, recorded: list[Chunk]

@@ -66,7 +66,7 @@ def advice_after(error: BaseException, run: RunFolder, call: FailedCall) -> tupl
     failure = Failure(error=error, known=known, process=process, run=run)
     folder = failure.folder
     repeat = f"Find out whether the call fails again, alone: python -m rl.replay {folder} --failed"
-    resume = run.how_to_resume()
+    resume = run.how_to_go_on()
     return cause, [
         *ADVICE[cause](failure),
         repeat if call.call else call.why_not.replace("RUN", folder),

@@ -113,9 +113,9 @@ class DatasetTrainer(Trainer[Config], Generic[Config, Item]):
         seen = state.get("examples_seen", step * self.arguments.examples_per_step)
         self._resumed = (step, seen)
         self._digest_before = state.get("data_digest", self.data_digest)
+        self.require_same_data()
 
     async def prepare(self) -> None:
-        self.require_same_data()
         if self.step > self.report.evaluated:  # the start, or the run was left meanwhile
             await self.evaluate_if_due()
 

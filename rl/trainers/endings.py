@@ -115,7 +115,7 @@ def fail(error: BaseException, run: RunFolder, trainer: Trained | None = None) -
         progress.error(f"no details: {unwritten}")
     for sentence in advice[:-1]:
         progress.error(f"- {sentence}")
-    progress.error(run.how_to_resume())
+    progress.error(run.how_to_go_on())
     return error.exit_code if isinstance(error, RunError) else EXIT_FAILED
 
 

@@ -86,7 +86,6 @@ class PreferenceTrainer(DatasetTrainer[PreferenceConfig, Preference]):
             await self.session.init_model("reference")
 
     async def prepare(self) -> None:
-        self.require_same_data()
         if self.cache is not None:
             await self.cache.fill("eval", "train")
         await super().prepare()

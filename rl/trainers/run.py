@@ -239,10 +239,11 @@ class Run:
         for name in ignored:
             self.events.note(f"ignored {name}: it is incomplete")
         self.trainer.step = self._saved = state.get("step", 0)
+        await self.trainer.restore(state)
+        self.claim().begin()
         self.report.go_back(self._saved, state.get("watchdog", {}))
         if self._saved:
             self.events.note(f"resumed after step {self._saved}")
-        await self.trainer.restore(state)
         plan = await session.connect()
         if plan:
             self.report.plan(plan)

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,14 @@ class RunFolder:
         *,
         command: str = "",
         release: Callable[[], None] = lambda: None,
+        begin: Callable[[], None] = lambda: None,
+        as_before: str = "",
     ):
-        """``command`` starts the run; empty for a script, which resumes by its config."""
+        """``command`` starts the run; empty for a script, which resumes by its config.
+
+        ``begin`` is called once the checkpoint to resume from has loaded. ``as_before`` says how to
+        resume without the changes of a config that has not loaded it.
+        """
         self.config = config
         self.record = record
         self.folder = record.folder
@@ -44,12 +51,10 @@ class RunFolder:
         self._sinks = Sinks(sinks, record.folder, frozen(config), self.events.warn)
         self.events.subscribe(self._sinks.write)
         self.checkpoints = StepFolders(record.folder / config.trainer.checkpoint.folder)
-        if command:
-            given = "" if config.output_dir else f" --output-dir {record.folder}"
-            self.command = f"{command}{given}{'' if config.resume else ' --resume'}"
-        else:
-            self.command = f"config.output_dir = {str(record.folder)!r}; config.resume = True"
+        self.command = _resuming(command, config.output_dir, config.resume, record.folder)
         self._release = release
+        self._begin = begin
+        self._as_before = as_before
         self._oom_kills = oom_kills()
 
     @property
@@ -62,6 +67,18 @@ class RunFolder:
         lack of memory.
         """
         return oom_kills() - self._oom_kills
+
+    def begin(self) -> None:
+        """Write the config of a run that is resumed, whose checkpoint has loaded."""
+        self._begin()
+        self._begin = lambda: None
+        self._as_before = ""
+
+    def how_to_go_on(self) -> str:
+        """Return what to do after a failure: ``how_to_resume``, or if the changes of a resumed run
+        have not loaded its checkpoint, how to resume without the changes.
+        """
+        return self._as_before or self.how_to_resume()
 
     def how_to_resume(self) -> str:
         """Return the command that resumes the run, and from which step."""
@@ -93,7 +110,8 @@ class RunFolder:
 
 
 def claim_run(config: RunConfig, total_steps: int, *, name: str, command: str) -> RunFolder:
-    """Claim the run folder of ``config``, a new one unless it resumes; write ``config.json``.
+    """Claim the run folder of ``config``, a new one unless it resumes. Write ``config.json``, which
+    a run that resumes does in :meth:`RunFolder.begin`.
 
     Raises ConfigError if the folder is in use, holds a run that is not to be resumed, or holds a
     checkpoint after ``total_steps``; RunError if the folder cannot be written.
@@ -104,29 +122,59 @@ def claim_run(config: RunConfig, total_steps: int, *, name: str, command: str) -
     try:
         record = RunRecord(owner.folder, os.environ.get("TILLER_LOGS", ""), check=owner.check)
         progress = Progress(total_steps, quiet=config.quiet, log=record.run_log)
-        run = RunFolder(config, record, progress, command=command, release=owner.release)
-        resolved = frozen(config)
-        before = record.folder / "config.json"
+        content = {"name": name, "command": command, "config": frozen(config)}
+        changes = dict[str, str]()
+        as_before = ""
+        if config.resume:
+            path = record.folder / "config.json"
+            before = read_config_file(path, f"--resume: {path}")
+            found = changed_fields(before["config"], content["config"])
+            changes = {field: how for field, how in found.items() if field not in UNCHANGED}
+        else:
+            record.write_config(content)
+        if changes:
+            given = before["config"]
+            as_before = (
+                f"the run did not resume with another {', '.join(changes)}, and its config.json is "
+                "as before; go on without the changes: "
+                + _resuming(
+                    before.get("command", ""),
+                    given.get("output_dir", ""),
+                    given.get("resume", False),
+                    record.folder,
+                )
+            )
+        run = RunFolder(
+            config,
+            record,
+            progress,
+            command=command,
+            release=owner.release,
+            begin=partial(record.write_config, content) if config.resume else lambda: None,
+            as_before=as_before,
+        )
         require(
             run.saved <= total_steps,
             f"--resume: the run takes {counted(total_steps, 'step')}, and {record.folder} has a "
             f"checkpoint of step {run.saved}; raise steps, or start a new run from that checkpoint "
             "with --trainer.checkpoint.initial_load_path",
         )
-        changes = dict[str, str]()
-        if config.resume:
-            frozen_before = read_config_file(before, f"--resume: {before}")["config"]
-            changes = changed_fields(frozen_before, resolved)
-        record.write_config({"name": name, "command": command, "config": resolved})
     except BaseException:
         owner.release()
         raise
     progress.note(f"run folder: {record.folder}")
     for field, change in changes.items():
-        if field not in UNCHANGED:
-            run.events.note(f"resuming with another {field}: {change}")
+        run.events.note(f"resuming with another {field}: {change}")
     _warn_of_long_warmups(run, total_steps * config.updates_per_step)
     return run
+
+
+def _resuming(command: str, output_dir: str, resume: bool, folder: Path) -> str:
+    """Return what resumes the run in ``folder`` that ``command`` and these two fields started."""
+    if not command:
+        return f"config.output_dir = {str(folder)!r}; config.resume = True"
+    given = "" if output_dir else f" --output-dir {folder}"
+    return f"{command}{given}{'' if resume else ' --resume'}"
 
 
 def pin_datasets(config: RunConfig) -> None:

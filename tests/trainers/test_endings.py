@@ -22,6 +22,7 @@ from rl.observe.record import RunRecord
 from rl.trainers.endings import Interrupts, fail
 from rl.trainers.run_folder import RunFolder, claim_run
 from tests.actors.processes import wait_until_delivered
+from tests.trainers.loops import set_fields
 
 COMMAND = "python -m rl.train --config quickstart"
 
@@ -99,6 +100,30 @@ def test_a_failure_says_from_which_step_to_go_on(record, ended, saved, said):
     save(record, *saved)
     save(record, 16, complete=False)
     assert f"\n{said}python -m rl.train " in ended(RunError("x"))[1]
+
+
+def test_a_resume_replaces_the_config_once_its_checkpoint_has_loaded(tmp_path, capsys):
+    def claimed(**fields):
+        config = find_config("quickstart")()
+        set_fields(config, {"output_dir": str(tmp_path / "run"), **fields})
+        return claim_run(config, 100, name="quickstart", command=" ".join([COMMAND, *fields]))
+
+    claimed().release()
+    path = tmp_path / "run" / "config.json"
+    first = path.read_bytes()
+    save(RunRecord(tmp_path / "run"), 8)
+    folder = claimed(resume=True, **{"model.dim": 128})
+    assert path.read_bytes() == first
+    fail(RunError("the shapes differ"), folder)
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("the run did not resume with another model.dim, and its config.json is")
+    assert last.endswith(f"go on without the changes: {COMMAND} --resume")
+    assert path.read_bytes() == first
+    folder.begin()
+    assert json.loads(path.read_text())["config"]["model"]["dim"] == 128
+    fail(RunError("another failure"), folder)
+    assert "go on from step 8 with: " in capsys.readouterr().err.splitlines()[-1]
+    folder.release()
 
 
 @pytest.mark.parametrize(("steps", "critic"), [(4, False), (4, True), (10, False)])

@@ -49,7 +49,6 @@ def resumed(trainer, state):
     """Return the trainer as it goes on from ``state``."""
     asyncio.run(DatasetTrainer.restore(trainer, state))
     trainer.step = state["step"]
-    trainer.require_same_data()
     return trainer
 
 

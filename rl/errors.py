@@ -4,6 +4,7 @@ import contextlib
 import difflib
 import errno
 import os
+import resource
 import signal
 import sys
 import traceback
@@ -136,8 +137,14 @@ def name_of(function: Any) -> str:
 
 
 def said_by(error: BaseException) -> str:
-    """Return type and text of an exception, even if its ``str()`` raises."""
-    return printable("".join(traceback.format_exception_only(error)).strip())
+    """Return type and text of an exception, even if its ``str()`` raises; with the limit, if it is
+    a lack of open files.
+    """
+    text = printable("".join(traceback.format_exception_only(error)).strip())
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        most, highest = resource.getrlimit(resource.RLIMIT_NOFILE)
+        text += f" (this process may open {most:,} files, at most {highest:,}: see ulimit -Hn)"
+    return text
 
 
 def trace_of(error: BaseException) -> str:

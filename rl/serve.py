@@ -8,7 +8,6 @@ import argparse
 import asyncio
 import json
 import os
-import resource
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -129,8 +128,6 @@ def _serve_clients(
 
     nodes = config.generator.nodes
     require_one_host(config, trainer_nodes=config.trainer.nodes, generator_nodes=nodes)
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # clients keep connections open
     owner = claim(name, config.output_dir, resume=config.resume)
     content = json.dumps({"name": name, "config": frozen(config)}, indent=2).encode()
     dialect = dialect_or_text(config.model.hf_path) if config.model.hf_path else None

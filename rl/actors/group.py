@@ -14,11 +14,15 @@ from typing import Any, Literal, NamedTuple
 from monarch.actor import Actor, ActorError, ProcMesh, concurrent_endpoint
 from torch.distributed import TCPStore
 
+from rl.actors.fork_server import LOG
 from rl.actors.hosts import Hosts
 from rl.actors.processes import stop_procs
 from rl.compat.torch_rendezvous import EXISTING_STORE
 from rl.errors import ActorFailure, RankLost, RunError, said_by
-from rl.host.platform import memory_domain
+from rl.host.disk import end_of, shorten
+from rl.host.listening import is_loopback, listen
+from rl.host.platform import memory_domain, resident_memory
+from rl.host.process import oom_kills
 from rl.types import Place
 
 # An endpoint may raise because a peer died. On another host that death is known only this late.
@@ -26,6 +30,9 @@ CHECK_ALIVE_S = 30.0
 STOPPED = "stop"  # call of the failure of a group that was stopped
 STOP_S = 5.0  # for Monarch and the kernel to see that killed processes have ended
 LONGEST_LINE = 500  # characters of a line of a log, which a message repeats
+TAIL_BYTES = 2**16  # end of a log that a message repeats lines of
+MOST_LOG_BYTES = 2**28
+KEPT_LOG_BYTES = 2**24
 REMOTE_STOP_S = 30.0  # Monarch ends processes of other hosts; it waits 20 s for a hanging one
 
 Span = tuple[str, float, float]
@@ -48,8 +55,12 @@ class Heartbeat(Actor):
     """Runs beside each rank's actor and answers also while that actor is being built or is busy."""
 
     @concurrent_endpoint
-    async def heartbeat(self) -> tuple[str, int]:
-        return memory_domain(), os.getpid()
+    async def heartbeat(self) -> tuple[str, int, int]:
+        """Return the memory domain, the process id and the resident memory in bytes. A log of more
+        than MOST_LOG_BYTES loses all except for its last KEPT_LOG_BYTES.
+        """
+        shorten(Path(os.environ[LOG]), MOST_LOG_BYTES, KEPT_LOG_BYTES)
+        return memory_domain(), os.getpid(), resident_memory()
 
     @concurrent_endpoint
     async def leave(self) -> None:
@@ -61,7 +72,11 @@ class Heartbeat(Actor):
 
         The process holds the port until it ends.
         """
-        self._store = TCPStore(os.environ["MASTER_ADDR"], 0, is_master=True, wait_for_workers=False)
+        host = os.environ["MASTER_ADDR"]
+        options: dict[str, Any] = {"is_master": True, "wait_for_workers": False}
+        if is_loopback(host):  # torch would listen on all interfaces
+            options["master_listen_fd"] = listen(host, 0).detach()
+        self._store = TCPStore(host, 0, **options)
         return self._store.port
 
     @concurrent_endpoint
@@ -105,6 +120,8 @@ class ActorGroup:
         self._mesh = f"{name}-{next(_incarnations)}"
         self._hosts = hosts
         self._heartbeat = heartbeat
+        self._memory = [0] * place.ranks  # resident bytes
+        self._oom_kills = oom_kills()
         self._procs: ProcMesh | None = None
         self._processes: list[_Process] = []
         self._elsewhere: list[int] = []
@@ -135,7 +152,7 @@ class ActorGroup:
         self._procs = self._hosts.spawn(self.name, self._place, env=env or {})
         self._pulse = self._procs.spawn(self._mesh, Heartbeat)
         answers = await self._answers(self._pulse, "heartbeat", self._everyone(), deadline)
-        for rank, (domain, pid) in enumerate(answers):
+        for rank, (domain, pid, _) in enumerate(answers):
             if domain != memory_domain():
                 self._elsewhere.append(rank)
             else:
@@ -199,7 +216,8 @@ class ActorGroup:
         Raises the group's failure. A rank that does not answer within ``within_s`` fails the group.
         """
         deadline = within_s or max(CHECK_ALIVE_S, self._heartbeat)
-        await self._answers(self._pulse, "heartbeat", self._everyone(), deadline)
+        answers = await self._answers(self._pulse, "heartbeat", self._everyone(), deadline)
+        self._memory = [resident for *_, resident in answers]
 
     async def failed(self) -> ActorFailure:
         """Wait for the group's failure and return it. Being stopped is no failure."""
@@ -235,6 +253,11 @@ class ActorGroup:
         # Monarch's first line names its own meshes.
         reason = reason.partition("\n")[2].strip() or reason
         what = f"the process died: {reason}" if reason else "the process died"
+        if oom_kills() > self._oom_kills:
+            what += (
+                f"; the kernel of this host has ended a process for lack of memory, and this one "
+                f"had {self._memory[rank] / 2**30:.1f} GiB at its last sign of life"
+            )
         log = _tail(self._hosts.logs / f"{self.name}-{rank}.log")
         self._fail(self._failure([rank], during, "died", f"{what}\n{log}"))
 
@@ -369,5 +392,6 @@ class _Process:
 def _tail(log: Path, lines: int = 20) -> str:
     if not log.is_file():
         return f"{log} was never written"
-    ends = [line[:LONGEST_LINE] for line in log.read_text(errors="replace").splitlines()[-lines:]]
+    text = end_of(log, TAIL_BYTES).decode(errors="replace")
+    ends = [line[:LONGEST_LINE] for line in text.splitlines()[-lines:]]
     return "\n".join([f"end of {log}:", *ends])

@@ -34,6 +34,10 @@ from rl.weights.streams import HOST
 _died: dict[str, Callable[[int, str], object]] = {}
 """Functions that are called with a rank that died and the reason, by the name of the mesh."""
 POLL_S = 0.2
+MONARCHS_DEADLINES = (
+    *("mesh_proc_spawn_max_idle", "actor_spawn_max_idle", "host_spawn_ready_timeout"),
+    *("get_proc_state_max_idle", "get_actor_state_max_idle", "pending_actor_delivery_timeout"),
+)
 SHUT_DOWN_S = 10.0
 
 # The signal ends the process with its parent; Monarch would end it seconds later.
@@ -103,8 +107,8 @@ class Hosts:
         the GPUs ``place.visible``.
         """
         self.logs.mkdir(parents=True, exist_ok=True)
-        # The caller's own deadlines are shorter.
-        configure(mesh_proc_spawn_max_idle="24h", actor_spawn_max_idle="24h")
+        # The caller's own deadlines are shorter; a rank that starts on a busy host is not dead.
+        configure(**dict.fromkeys(MONARCHS_DEADLINES, "24h"))
         common = {
             "WORLD_SIZE": str(place.ranks),
             "LOCAL_WORLD_SIZE": str(place.per_host),

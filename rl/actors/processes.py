@@ -10,6 +10,7 @@ from pathlib import Path
 from monarch.actor import ProcMesh, enable_transport, shutdown_context, this_host
 
 from rl.host.disk import TemporaryFolder
+from rl.host.process import allow_open_files
 
 LONGEST_FOLDER = 60
 """Length of a path below which Monarch's sockets fit. The kernel allows 107 bytes for a socket."""
@@ -27,6 +28,7 @@ def ensure_runtime(log: Path, node: str = "") -> None:
     if _started:
         return
     _started.append(log)
+    allow_open_files()  # for connections of agents and clients
     log.parent.mkdir(parents=True, exist_ok=True)
     if node:
         enable_transport(f"tcp://{node}:0")

@@ -20,7 +20,13 @@ from torchtitan.config import Configurable
 from rl.actors.group import Timed
 from rl.actors.mesh import Mesh, log_memory
 from rl.host import profiler
-from rl.host.platform import allocator_variables, bind_to_device, peak_memory, thread_variables
+from rl.host.platform import (
+    allocator_variables,
+    bind_to_device,
+    peak_memory,
+    resident_memory,
+    thread_variables,
+)
 from rl.metrics import Metrics, Value
 from rl.model.activations import Activations, Recorder, joined
 from rl.model.digest import ShardDigests, digests, merge_digests
@@ -195,6 +201,7 @@ class ModelWorker(Actor):
         operations = self.engine.work.take() if self.engine.is_leader else 0
         own = {
             "memory/peak": Value(peak_memory() / 2**30, "max"),
+            "memory/resident": Value(resident_memory() / 2**30, "max"),
             "trainer/tflop": Value(operations / 1e12, "sum"),
         }
         return _Stepped(self.engine.version, metrics, Metrics(own), gradient, weights)

@@ -91,6 +91,13 @@ class WatchdogConfig:
     drift_max: Annotated[float, at_least(0, 1e6)] = 0.0
     """Largest value of the metric ``kl/behaviour``, in nats per token; 0 for no limit."""
 
+    memory: Action = "warn"
+    """Consequence if the memory of a trainer's rank on its host grows from step to step."""
+
+    memory_growth: Annotated[float, at_least(0, 1000)] = 0.5
+    """Growth of the metric ``memory/resident``, as a share of its smallest value since the start of
+    the process, above which memory grows; 0 for no limit. Growth below 1 GiB is no alarm."""
+
     non_finite: Action = "warn"
     """Consequence if a metric is not finite. An update whose gradient norm is not finite is skipped
     in any case, and more than ``trainer.max_skipped_steps`` in a row end the run."""

@@ -87,7 +87,8 @@ class Host:
     constraints: tuple[str, ...] = field(default_factory=_constraints)
     cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
     omp_num_threads: str = field(default_factory=lambda: os.environ.get("OMP_NUM_THREADS", ""))
-    open_files: int = field(default_factory=lambda: resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    open_files: int = field(default_factory=lambda: resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    """Number of files that a process may open, up to which programs raise their own limit."""
     shared_free: int = field(default_factory=_shared_free)
     """Number of free bytes of /dev/shm; 0 if it cannot be written."""
     memory: int = field(default_factory=_free_memory)

@@ -65,6 +65,26 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def end_of(path: Path, size: int) -> bytes:
+    """Return the last ``size`` bytes of a file, or all of a shorter one."""
+    with open(path, "rb") as file:
+        file.seek(-min(size, os.fstat(file.fileno()).st_size), os.SEEK_END)
+        return file.read(size)
+
+
+def shorten(log: Path, most: int, kept: int) -> None:
+    """Cut a log of more than ``most`` bytes to its last ``kept``, after a line that says so. The
+    processes that write to it append.
+    """
+    size = log.stat().st_size if log.exists() else 0
+    if size > most:
+        end = end_of(log, kept)
+        note = f"[{size - len(end):,} bytes before this line were dropped]\n"
+        with open(log, "ab") as file:
+            file.truncate(0)
+            file.write(note.encode() + end)
+
+
 def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Write a file by calling ``write``. It is renamed to ``path`` once its content is on disk."""
     partial = path.with_name(f"{path.name}.partial")

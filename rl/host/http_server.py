@@ -1,6 +1,9 @@
 """HTTP servers of Tiller."""
 
 import asyncio
+import logging
+import resource
+from collections import Counter
 from typing import Any
 
 import h11
@@ -20,6 +23,7 @@ def server_config(app: Any, *, stop_s: int) -> uvicorn.Config:
     """Return the config of an HTTP server of ``app``, which takes no longer or slower heads than
     MAX_HEAD and HEAD_S. Answers that are being sent when it stops get ``stop_s`` seconds.
     """
+    logging.getLogger("asyncio").addFilter(_repeated)
     return uvicorn.Config(
         app,
         log_level="error",
@@ -33,14 +37,39 @@ def server_config(app: Any, *, stop_s: int) -> uvicorn.Config:
     )
 
 
+class _Repeated(logging.Filter):
+    """Lets an error pass once, and then at 10, 100 … times, with their number: asyncio reports a
+    lack of open files thousands of times per second.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._times = Counter[str]()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        self._times[text] += 1
+        times = self._times[text]
+        if times > 1:
+            record.msg, record.args = "%s (%d times so far)", (text, times)
+        return times == 10 ** (len(str(times)) - 1)
+
+
+_repeated = _Repeated()
+
+
 class _Http(H11Protocol):
-    """Connection that is closed if the head of a request takes longer than HEAD_S."""
+    """Connection that is closed if the head of a request takes longer than HEAD_S, or if half of
+    the files that this process may open are connections.
+    """
 
     _clock: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._await_head()
+        if len(self.connections) > resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2:
+            transport.abort()  # the other half of the descriptors is the program's own
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)

@@ -2,14 +2,19 @@
 
 import io
 import os
+import resource
 import signal
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Self, TextIO
 
 LEAVING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """Signals after which a program saves and leaves. The other processes of a run ignore the signals,
 since a launcher, a closing terminal or a user may send them to all processes."""
+
+MOST_FILES = 2**20
+"""Maximum number of open files that a process asks for; some programs visit all numbers."""
 
 COLLECT_AT = (50_000, 20, 100)
 """Thresholds of the garbage collector. Python's own make it visit the objects of imports again and
@@ -67,6 +72,27 @@ class Signals:
         else:
             self.name = signal.Signals(number).name
             self._loop.call_soon_threadsafe(self._first)
+
+
+def oom_kills() -> int:
+    """Return the number of processes that the kernel of this host has ended for lack of memory
+    since its boot; 0 if the kernel does not count them.
+    """
+    counts = Path("/proc/vmstat")
+    rows = (line.split() for line in counts.read_text().splitlines()) if counts.exists() else ()
+    return next((int(row[1]) for row in rows if row[0] == "oom_kill"), 0)
+
+
+def allow_open_files() -> int:
+    """Raise this process's limit of open files, which the processes that it starts inherit, as far
+    as the host allows. Return the limit.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        soft = most
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return soft
 
 
 def steady(stream: TextIO | None, number: int) -> TextIO:

@@ -55,6 +55,7 @@ class FolderOwner:
         self.folder = folder
         self._path = folder.absolute() / "owner.json"
         self._token = uuid.uuid4().hex
+        self._host = socket.gethostname()  # which may change, and all texts have one length
         self._renewals = 0
         self._mutex = threading.RLock()
         self._released = threading.Event()
@@ -123,8 +124,11 @@ class FolderOwner:
                     seen = text
                     unchanged_since = _now()
                 owner = _parse(text)
-                has_ended = bool(is_free) and owner.get("boot") == _boot()
-                is_expired = is_free is not False and _now() - unchanged_since >= LEASE_S
+                unchanged = _now() - unchanged_since
+                # an owner that was killed before it could write leaves an empty file
+                is_left = owner.get("boot") == _boot() or (not owner and unchanged >= RENEW_S)
+                has_ended = bool(is_free) and is_left
+                is_expired = is_free is not False and unchanged >= LEASE_S
                 if (has_ended or is_expired) and _is_at(self._path, file.fileno()):
                     self._path.unlink()
                     created = self._create()
@@ -148,6 +152,9 @@ class FolderOwner:
         except (FileExistsError, FileNotFoundError):
             return None  # not found: another owner has just removed the empty folder
         _lock(descriptor, wait=True)
+        if not _is_at(self._path, descriptor):  # another owner took the empty file for a left one
+            os.close(descriptor)
+            return None
         self._write(descriptor)
         return descriptor
 
@@ -159,12 +166,12 @@ class FolderOwner:
     def _write(self, descriptor: int) -> None:
         self._renewals += 1
         content = {
-            "host": socket.gethostname(),
+            "host": self._host,
             "pid": os.getpid(),
             "attempt": Path(os.environ.get("TILLER_LOGS", "")).name,
             "boot": _boot(),
             "token": self._token,
-            "renewals": f"{self._renewals:09d}",  # so that all texts have one length
+            "renewals": f"{self._renewals:09d}",
         }
         os.pwrite(descriptor, json.dumps(content, indent=2).encode() + b"\n", 0)
         os.fsync(descriptor)

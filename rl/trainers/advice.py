@@ -1,5 +1,7 @@
 """Causes of failures that are known by the types of exceptions, and what to do after each."""
 
+import errno
+import os
 import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -80,6 +82,8 @@ def _cause_of(links: list[BaseException], run: RunFolder) -> tuple[str, BaseExce
     it.
     """
     for link in links:
+        if os.strerror(errno.EMFILE) in str(link):
+            return "open files", link
         for kind, cause in BY_TYPE.items():
             if isinstance(link, kind):
                 return cause, link
@@ -98,15 +102,14 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__
 
 
-def _device_memory(failure: Failure) -> list[str]:
+def _device_memory(failure: Failure, cache: str = "gpu_memory_utilization") -> list[str]:
     if failure.process is not None and failure.process.actor.startswith("generator-"):
         config = failure.run.config
         section = f"{config.generator_section}generator"
         generator = config.session().generator
         assert generator is not None, "one of its ranks failed"
-        share = generator.gpu_memory_utilization
         own = (
-            f"Lower {section}.gpu_memory_utilization (now {share:g}), or "
+            f"Lower {section}.{cache} (now {getattr(generator, cache):g}), or "
             f"{section}.max_running_requests."
         )
     else:
@@ -126,7 +129,7 @@ def _host_memory(failure: Failure) -> list[str]:
     return [
         "The memory of the host was used up; give the run a host with more, or lower what it "
         f"holds.{ended if killed else ''}",
-        _plan(failure),
+        *_device_memory(failure, "kv_cache_gib"),
     ]
 
 
@@ -168,6 +171,14 @@ def _full_disk(failure: Failure) -> list[str]:
         lower += [f"lower record.max_gib (now {config.record.max_gib:g})"]
     less = f", or {' and '.join(lower)} to write less" if lower else ""
     return [f"Make room on the disk: df -h {failure.folder}{less}."]
+
+
+def _open_files(failure: Failure) -> list[str]:
+    return [
+        "Raise the number of files that a process may open, ulimit -Hn, or lower the number of "
+        "episodes at once, rollout.prompts_per_step times rollout.samples_per_prompt, and close "
+        "connections that nothing uses."
+    ]
 
 
 def _lost_node(failure: Failure) -> list[str]:
@@ -233,6 +244,7 @@ ADVICE: dict[str, Callable[[Failure], list[str]]] = {
     "lost node": _lost_node,
     "lost process": _lost_process,
     "nothing learned": _nothing_learned,
+    "open files": _open_files,
     "task": _task,
     "your code": _your_code,
     "unknown": _unknown,

@@ -10,6 +10,7 @@ from rl.config import RunConfig
 from rl.config.frozen import UNCHANGED, changed_fields, frozen, read_config_file
 from rl.data.sources import SourceConfig, is_hub_name, newest_commit
 from rl.errors import counted, require, said_by
+from rl.host.process import oom_kills
 from rl.observe.checkpoint_folders import StepFolders
 from rl.observe.curves import write_curves_png
 from rl.observe.events import Events
@@ -198,12 +199,3 @@ def _warn_of_long_warmups(run: RunFolder, updates: int) -> None:
                 f"{counted(updates, 'optimizer step')}: the learning rate warms up over all of "
                 "them, and a resume with more steps lowers it again; lower warmup_steps"
             )
-
-
-def oom_kills() -> int:
-    """Return the number of processes that the kernel of this host has ended for lack of memory
-    since its boot; 0 if the kernel does not count them.
-    """
-    counts = Path("/proc/vmstat")
-    rows = (line.split() for line in counts.read_text().splitlines()) if counts.exists() else ()
-    return next((int(row[1]) for row in rows if row[0] == "oom_kill"), 0)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite, nan
+from math import inf, isfinite, nan
 from types import MappingProxyType
 from typing import Any
 
@@ -10,6 +10,8 @@ from rl.config import WatchdogConfig
 from rl.errors import AlarmRaised
 
 Row = Mapping[str, float]
+LEAST = "memory/resident_min"
+"""Smallest ``memory/resident`` of the steps so far, which the watchdog adds to a row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,17 @@ def _vanished(config: WatchdogConfig, row: Row) -> str:
     return ""
 
 
+def _memory(config: WatchdogConfig, row: Row) -> str:
+    now, least = row.get("memory/resident", nan), row.get(LEAST, nan)
+    limit = config.memory_growth
+    if now - least <= 1 or not 0 < limit < now / least - 1:
+        return ""
+    return (
+        f"memory/resident is {now:.1f} GiB and was {least:.1f}, a growth above "
+        f"watchdog.memory_growth={limit}"
+    )
+
+
 def _starving(config: WatchdogConfig, row: Row) -> str:
     waited = row.get("timing/starved", 0.0)
     step = row.get("timing/step", nan)
@@ -98,6 +111,7 @@ CONDITIONS = (  # causes before effects
     Condition("entropy", _entropy),
     Condition("zero_std", _zero_std, "zero_std_steps"),
     Condition("vanished", _vanished, "vanished_steps"),
+    Condition("memory", _memory),
     Condition("starving", _starving, "starving_steps"),
 )
 
@@ -122,11 +136,14 @@ class Watchdog:
         self._counts = dict.fromkeys(("stalled", *names), 0) | state.get("counts", {})
         self._streaks = dict.fromkeys(names, 0) | state.get("streaks", {})
         self._present: set[str] = set()
+        self._least = inf  # memory/resident of this attempt
 
     def check(self, row: Row, updates: Sequence[Row] = ()) -> list[str]:
         """Return the new alarms of a finished step, from its metrics and those of its updates."""
         self._step = int(row["step"])
         self._present.discard("stalled")
+        self._least = min(self._least, row.get("memory/resident", inf))
+        row = {**row, LEAST: self._least}
         findings = {}
         for condition in CONDITIONS:
             name = condition.name

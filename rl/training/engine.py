@@ -13,7 +13,7 @@ from torchtitan.tools.utils import get_local_device
 from rl.algorithms.loss_results import PerToken, check_loss_result
 from rl.algorithms.tokens import Tokens
 from rl.errors import GradientNotFinite
-from rl.host.platform import device_type
+from rl.host.platform import device_type, trim_heap
 from rl.metrics import Metrics, Value
 from rl.model.host_memory import HostMemory
 from rl.model.router import give, routers_of
@@ -144,6 +144,7 @@ class TrainingEngine:
             sharded_model.reset_passes(self.model)
             raise
         sharded_model.reshard(self.model)
+        trim_heap()
         return outputs_of(batch, parts)
 
     def forward_backward(
@@ -246,6 +247,7 @@ class TrainingEngine:
             self.skipped_in_a_row += 1
         metrics = Metrics.merged(self._sums.metrics) | routed
         self._forget_gradients()
+        trim_heap()
         allowed = self.config.max_skipped_steps
         if self.skipped_in_a_row > allowed:
             raise GradientNotFinite(

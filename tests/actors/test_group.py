@@ -242,6 +242,15 @@ def test_a_call_may_last_while_its_rank_makes_progress(in_group):
     assert failure.kind == "silent"
 
 
+def test_only_the_end_of_a_long_log_is_read(tmp_path):
+    log = tmp_path / "moody-0.log"
+    log.touch()
+    os.truncate(log, 2**40)  # takes no room on the disk
+    with open(log, "a") as file:
+        file.write("\nlast words\n")
+    assert _tail(log).endswith("\nlast words")
+
+
 def test_a_message_repeats_only_the_begin_of_a_long_line_of_a_log(tmp_path):
     log = tmp_path / "moody-0.log"
     log.write_text(f"{'x' * 10**6}\nlast words\n")

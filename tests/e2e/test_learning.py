@@ -51,7 +51,8 @@ def test_generators_die_join_and_leave_while_training_goes_on(replicas):
 
 METRICS = (
     "loss/mean trainer/grad_norm entropy/mean timing/generate timing/train tokens_per_s "
-    "advantage/std generator/queue_max generator/running_mean memory/peak trainer/tflop"
+    "advantage/std generator/queue_max generator/running_mean memory/peak memory/resident "
+    "trainer/tflop"
 )
 FILES = (
     f"curves.png events.jsonl digests.jsonl rollouts/step-{QUICK_STEPS}.parquet "

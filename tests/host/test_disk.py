@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from rl.host import disk
+from rl.host.disk import shorten
 
 KILLED = """
 import os, shutil, sys
@@ -83,3 +84,21 @@ def test_a_link_is_replaced_and_its_target_stays(tmp_path):
     assert (tmp_path / "latest" / "state").read_text() == "new"
     assert (target / "state").read_text() == "old"
     assert sorted(os.listdir(tmp_path)) == ["latest", "target"]
+
+
+def test_a_long_log_keeps_its_end_while_a_process_appends(tmp_path):
+    log = tmp_path / "log"
+    shorten(log, 100, 20)
+    assert not log.exists()
+    with open(log, "ab", buffering=0) as file:
+        file.write(b"".join(b"line %d\n" % number for number in range(12)))
+        shorten(log, 100, 20)
+        assert log.read_bytes().startswith(b"line 0\n")
+        file.write(b"line 12 is longer than the others\n")
+        shorten(log, 100, 34)
+        file.write(b"end\n")
+    assert log.read_text().splitlines() == [
+        "[86 bytes before this line were dropped]",
+        "line 12 is longer than the others",
+        "end",
+    ]

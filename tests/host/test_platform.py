@@ -34,14 +34,15 @@ def test_a_thread_stays_on_the_cores_beside_its_device_that_it_may_use(tmp_path,
     assert found == [[core for core in own if core in near]] * 2
 
 
-@pytest.mark.parametrize("name", ["", *platform.ALLOCATOR, *platform.HEAP])
+@pytest.mark.parametrize("name", ["", *platform.ALLOCATOR, *platform.HEAP, platform.PRIMITIVES])
 def test_trainers_have_allocator_variables_unless_the_environment_has_them(name, monkeypatch):
-    for each in (*platform.ALLOCATOR, *platform.HEAP):
+    for each in (*platform.ALLOCATOR, *platform.HEAP, platform.PRIMITIVES):
         monkeypatch.delenv(each, raising=False)
     if name:
         monkeypatch.setenv(name, "1")
     grows = set() if name in platform.ALLOCATOR else {"PYTORCH_ALLOC_CONF"}
-    assert allocator_variables().keys() == grows | platform.HEAP.keys() - {name}
+    own = {*platform.HEAP, platform.PRIMITIVES}
+    assert allocator_variables().keys() == grows | own - {name}
 
 
 KEEPS = """
@@ -76,6 +77,42 @@ def test_a_forked_trainer_keeps_memory_that_it_frees_until_it_is_released():
     first, last, given_back = map(int, found.stdout.split())
     assert last < first / 10
     assert given_back > 60_000, "release_cached_memory kept the 64 MiB"
+
+
+GROWS = """
+import random
+import torch
+from rl.host import platform
+
+MIB = 2**20
+rng = random.Random(0)
+kept = []  # small tensors between the large ones, so that the heap cannot shrink
+
+def step():
+    tensors = []
+    for _ in range(8):
+        tensors.append(torch.ones(rng.randint(8, 64) * MIB // 4))
+        kept.append(torch.ones(16))
+
+begun = platform.resident_memory()
+most = 0
+for _ in range(12):
+    step()
+    platform.trim_heap()
+    most = max(most, platform.resident_memory() - begun)
+print(most // MIB)
+"""
+
+
+def test_fragments_of_freed_memory_do_not_grow_beyond_what_the_heap_may_keep():
+    done = subprocess.run(
+        [sys.executable, "-c", GROWS],
+        env=os.environ | {name: str(value) for name, (_, value) in platform.HEAP.items()},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert int(done.stdout) < platform.KEPT / 2**20 + 8 * 64  # what is kept, and one step
 
 
 def test_the_memory_of_a_host_is_what_the_hosts_of_the_job_have(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """One process at a time writes to a run folder."""
 
+import json
 import multiprocessing
 import os
 import signal
@@ -106,6 +107,22 @@ def test_a_killed_owner_on_this_host_is_replaced_at_once(tmp_path, writer, monke
     kill(first)
     monkeypatch.delattr(owners, "POLL_S")  # which a wait would read
     FolderOwner(tmp_path).release()
+
+
+def test_an_empty_file_of_a_killed_owner_delays_a_start_by_seconds(tmp_path, monkeypatch):
+    (tmp_path / "owner.json").touch()
+    monkeypatch.setattr(owners, "RENEW_S", 0.5)
+    monkeypatch.setattr(owners, "LEASE_S", 10**6)
+    FolderOwner(tmp_path).release()
+
+
+def test_a_host_that_changes_its_name_keeps_its_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(owners.socket, "gethostname", lambda: "a-long-name.of-a-host")
+    with FolderOwner(tmp_path) as owner:
+        monkeypatch.setattr(owners.socket, "gethostname", lambda: "short")
+        owner._renew()
+        owner._renew()
+        assert json.loads((tmp_path / "owner.json").read_text())["host"] == "a-long-name.of-a-host"
 
 
 def test_an_attempt_waits_for_the_owner_to_leave_and_no_longer_than_it_may(tmp_path, capsys):

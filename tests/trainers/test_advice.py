@@ -1,6 +1,7 @@
 """Advice after a failure: its cause by type, the field or line to change, and commands."""
 
 import errno
+import os
 import re
 import shlex
 
@@ -70,6 +71,14 @@ def full_disk():
             "generator.gpu_memory_utilization (now 0.5)",
         ),
         (of_process(cause=MemoryError()), "host memory", "python -m rl.plan --config "),
+        (of_process(cause=MemoryError()), "host memory", "Lower trainer.micro_batch_size"),
+        (
+            of_process(actor="generator-0", call="generate", cause=MemoryError()),
+            "host memory",
+            "generator.kv_cache_gib (now 0.125)",
+        ),
+        (OSError(errno.EMFILE, os.strerror(errno.EMFILE)), "open files", "ulimit -Hn"),
+        (of_process(cause=GroupLost("reward hung", "Too many open files")), "open files", "-Hn"),
         (of_process(cause=GradientNotFinite("nan")), "gradient", "--failed --lr"),
         (of_process("silent"), "deadline", "raise deadlines.call (now 600 s)"),
         (of_process("silent", call="heartbeat"), "deadline", "deadlines.heartbeat (now 60 s)"),

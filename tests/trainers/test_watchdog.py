@@ -23,6 +23,7 @@ GOOD = {
     "trainer/updates": 1.0,
     "trainer/lr/AdamW": 1e-3,
     "advantage/std": 1.0,
+    "memory/resident": 5.0,
 }
 LIMITS = {
     "zero_std_steps": 3,
@@ -58,6 +59,12 @@ CASES = [
         "logprob/error_mean is 0.003, above watchdog.mismatch_max=0.002",
     ),
     ("drift", {"kl/behaviour": 0.06}, 1, "kl/behaviour is 0.06, above watchdog.drift_max=0.05"),
+    (
+        "memory",
+        {"memory/resident": 7.6},
+        1,
+        "memory/resident is 7.6 GiB and was 5.0, a growth above watchdog.memory_growth=0.5",
+    ),
     ("non_finite", {"loss/mean": math.nan}, 1, "loss/mean is nan"),
     ("non_finite", {"trainer/grad_norm": math.inf}, 1, "trainer/grad_norm is inf"),
 ]
@@ -66,7 +73,7 @@ the beginning of the alarm.
 """
 NAMES = {
     *("stalled", "zero_std", "vanished", "starving", "entropy", "drift", "non_finite"),
-    *("mismatch", "reference"),
+    *("mismatch", "reference", "memory"),
 }
 EXPERTS = "--model.num_experts 4 --model.experts_per_token 2 --model.moe_hidden_dim 64"
 ROUNDING = {

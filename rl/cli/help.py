@@ -80,7 +80,9 @@ GROUPS = {
 }
 """Fields that a config's help shows, by group, each with a few words. ``*`` stands for one name."""
 
-RARE = {"task.max_open_episodes", "task.revision"}
+RARE = {
+    *("task.max_open_episodes", "task.revision", "task.dataset_config", "task.held_out_split"),
+}
 """Fields of GROUPS that a config's help leaves out."""
 
 CONFIGS = """\

@@ -143,7 +143,7 @@ class Watchdog:
         self._step = int(row["step"])
         self._present.discard("stalled")
         self._least = min(self._least, row.get("memory/resident", inf))
-        row = {**row, LEAST: self._least}
+        row = {**row, LEAST: self._least} if isfinite(self._least) else row
         findings = {}
         for condition in CONDITIONS:
             name = condition.name

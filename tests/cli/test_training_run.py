@@ -1,5 +1,6 @@
 """Configs that a run refuses before it has a folder."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 from configs.quickstart import quickstart
 from rl.algorithms.advantages import Advantages, GroupAdvantage
 from rl.config import PolicyGradientConfig, RLConfig
+from rl.config.frozen import frozen
 from rl.environments.task import Task
 from rl.observe.owner import FolderOwner
 from rl.tasks.copy_digits import CopyDigits
@@ -56,13 +58,14 @@ def test_a_resume_with_fewer_steps_than_the_checkpoint(tmp_path, capsys):
     checkpoint = tmp_path / "checkpoints" / "step-6"
     checkpoint.mkdir(parents=True)
     (checkpoint / ".metadata").touch()
-    (tmp_path / "config.json").write_text("of the run before")
+    content = json.dumps({"name": "quickstart", "config": frozen(quickstart())})
+    (tmp_path / "config.json").write_text(content)
     arguments = ["--config", "quickstart", "--steps", "4", "--output-dir", str(tmp_path)]
     assert main([*arguments, "--resume"]) == 2
     said = capsys.readouterr().err
     assert "the run takes 4 steps" in said
     assert "has a checkpoint of step 6; raise steps, or start a new run" in said
-    assert (tmp_path / "config.json").read_text() == "of the run before"
+    assert (tmp_path / "config.json").read_text() == content
 
 
 @pytest.mark.parametrize("place", ["run", "run/inside", "itself"])

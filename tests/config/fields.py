@@ -257,6 +257,8 @@ trainers/test_validation_at_start.py
   test_the_initial_weights_are_validated_once_although_the_run_is_left_and_fails:
     DatasetRunConfig validate_at_start
 trainers/test_watchdog.py
+  test_memory_that_grows_is_found_once_and_by_the_smallest_so_far:
+    WatchdogConfig memory memory_growth
   test_a_stall_ends_the_run_or_is_only_counted: WatchdogConfig stalled stalled_s
   test_a_failure_names_step_condition_value_and_the_field_to_change:
     WatchdogConfig zero_std zero_std_steps vanished vanished_steps starving starving_share

@@ -77,7 +77,7 @@ DAMAGED = {
     ),
     "another architecture": (
         lambda f: edit_config(f / "tiny", hidden_act="gelu"),
-        *("error", "model.hf_path", "hidden_act .* is 'gelu'", "trains 'silu' only"),
+        *("error", "model.hf_path", "hidden_act .* is 'gelu'", "trains 'silu' or 'swish' only"),
     ),
     "no tokenizer": (
         *(without("tiny/tokenizer.json"), "error", "model.hf_path", "has no tokenizer.json"),

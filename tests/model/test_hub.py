@@ -138,7 +138,8 @@ def test_what_is_wrong_with_a_name_is_said_with_its_fix(hub, here, files):
         ("tiller/pickled", None, "'tiller/pickled' has no model.safetensors on the Hub; name a"),
         (NAME, "v9", f"model.revision: {NAME} has no branch, tag or commit 'v9'; correct it"),
         (NAME, OTHER, f"model.revision: {NAME} has no branch, tag or commit '{OTHER}'; correct"),
-        *((path, None, no_folder) for path in ("../x", "/x", "x/y/z", "x", "~/x", "x/.y")),
+        *((path, None, no_folder) for path in ("../x", "/x", "x/y/z", "x", "x/.y")),
+        ("~/x", None, no_folder.format(str(Path("~/x").expanduser()))),
     ]
 
     def check(row) -> None:

@@ -23,7 +23,6 @@ GOOD = {
     "trainer/updates": 1.0,
     "trainer/lr/AdamW": 1e-3,
     "advantage/std": 1.0,
-    "memory/resident": 5.0,
 }
 LIMITS = {
     "zero_std_steps": 3,
@@ -59,12 +58,6 @@ CASES = [
         "logprob/error_mean is 0.003, above watchdog.mismatch_max=0.002",
     ),
     ("drift", {"kl/behaviour": 0.06}, 1, "kl/behaviour is 0.06, above watchdog.drift_max=0.05"),
-    (
-        "memory",
-        {"memory/resident": 7.6},
-        1,
-        "memory/resident is 7.6 GiB and was 5.0, a growth above watchdog.memory_growth=0.5",
-    ),
     ("non_finite", {"loss/mean": math.nan}, 1, "loss/mean is nan"),
     ("non_finite", {"trainer/grad_norm": math.inf}, 1, "trainer/grad_norm is inf"),
 ]
@@ -139,6 +132,20 @@ def test_an_ignored_condition_is_counted(name, bad, steps, says):
     watchdog = watch(**{name: "ignore"})
     assert not any(go(watchdog, 1, *[bad] * (steps + 3)))
     assert counts(watchdog) == {name: 4}
+
+
+def test_memory_that_grows_is_found_once_and_by_the_smallest_so_far():
+    watchdog = watch()
+    seen = [{"memory/resident": gib} for gib in (6.0, 5.0, 7.0, 7.4, 7.6, 8.0, 7.4)]
+    *before, found, again, less = go(watchdog, 1, *seen)
+    assert before == [[]] * 4
+    says = "memory/resident is 7.6 GiB and was 5.0, a growth above watchdog.memory_growth=0.5"
+    assert found == [f"step 5: memory: {says}"]
+    assert again == less == []
+    assert counts(watchdog) == {"memory": 2}
+    small = [{"memory/resident": gib} for gib in (0.5, 1.4)]  # below 1 GiB
+    assert go(watch(), 1, *small) == [[], []]
+    assert go(watch(memory_growth=0.0), 1, *seen) == [[]] * 7
 
 
 def test_a_healthy_run_raises_no_alarm():

@@ -1,4 +1,4 @@
-"""Which answers of problems are right, and that no comparison takes long."""
+"""Right and wrong answers of problems, and the limit of a comparison."""
 
 import os
 import signal

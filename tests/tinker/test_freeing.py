@@ -1,4 +1,4 @@
-"""What no client can use any more is freed; what a client sends cannot spoil what others read."""
+"""Freed: state without a client. Kept: what others read, whatever a client sends."""
 
 import asyncio
 import json

@@ -46,7 +46,7 @@ def main() -> int:
     if name not in PROGRAMS:
         hint = nearest(name, PROGRAMS)
         known = ", ".join(PROGRAMS)
-        print(f"error: {name!r} is no program; {hint}there are {known}", file=sys.stderr)
+        print(f"error: unknown program {name!r}; {hint}there are {known}", file=sys.stderr)
         return EXIT_CONFIG
     if not sys.flags.safe_path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # like python -m: for imports of the user's modules

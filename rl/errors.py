@@ -136,7 +136,7 @@ def name_of(function: Any) -> str:
     return str(getattr(function, "__name__", type(function).__name__))
 
 
-def said_by(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Return type and text of an exception, even if its ``str()`` raises; with the limit, if it is
     a lack of open files.
     """
@@ -210,7 +210,7 @@ def naming(code: str) -> Iterator[None]:
     except RunError:
         raise
     except BaseException as error:  # SystemExit too
-        raise UserCodeFailed(f"{code} raised {said_by(error)}\n{trace_of(error)}") from error
+        raise UserCodeFailed(f"{code} raised {error_text(error)}\n{trace_of(error)}") from error
 
 
 class Interrupted(RunError):

@@ -22,7 +22,7 @@ Train a model as a config describes, on this host; what the run writes is in its
 common options:
 {{common}}
 
-Ctrl-C finishes the step, saves a checkpoint and leaves; a second Ctrl-C leaves at once.
+Ctrl-C finishes the step, saves a checkpoint and exits; a second Ctrl-C quits immediately.
 
 exit codes: 0 done, 1 failed, 2 the config or its input cannot work,
 75 ended early and can be resumed (SIGTERM, SIGUSR1, SIGHUP, a lost node), 130 Ctrl-C"""

@@ -110,6 +110,6 @@ def test_an_unknown_program_is_refused(tiller):
     done = tiller("tarin")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        "error: 'tarin' is no program; did you mean train? there are train, plan, doctor, launch, "
-        "evaluate, view, play, serve, replay, compare, export\n"
+        "error: unknown program 'tarin'; did you mean train? there are train, plan, doctor, "
+        "launch, evaluate, view, play, serve, replay, compare, export\n"
     )

@@ -18,7 +18,7 @@ from rl.actors.fork_server import LOG
 from rl.actors.hosts import Hosts
 from rl.actors.processes import stop_procs
 from rl.compat.torch_rendezvous import EXISTING_STORE
-from rl.errors import ActorFailure, RankLost, RunError, said_by
+from rl.errors import ActorFailure, RankLost, RunError, error_text
 from rl.host.disk import end_of, shorten
 from rl.host.listening import is_loopback, listen
 from rl.host.platform import memory_domain, resident_memory
@@ -347,7 +347,7 @@ class ActorGroup:
             answer = await getattr(self._one(actor, rank), endpoint).call_one(*args)
         except ActorError as error:
             cause = error.exception
-            what = str(cause) if isinstance(cause, RunError) else said_by(cause)
+            what = str(cause) if isinstance(cause, RunError) else error_text(cause)
             failure = self._failure([rank], endpoint, "raised", f"{what}\n{error}")
             failure.__cause__ = cause
             return failure

@@ -19,7 +19,7 @@ from rl.actors.hosts import Hosts
 from rl.actors.mesh import Deadlines
 from rl.environments.protocol import EnvironmentTask
 from rl.environments.task import Task
-from rl.errors import ActorFailure, GroupLost, RankLost, RunError, WorkerLost, said_by
+from rl.errors import ActorFailure, GroupLost, RankLost, RunError, WorkerLost, error_text
 from rl.host.threads import DaemonThread
 from rl.model.shape import ModelConfig
 from rl.observe.events import Events
@@ -126,7 +126,7 @@ class _Job:
     alone: bool = False
     """Whether this is the second try, because the worker that had the job first was lost."""
 
-    def settle(self, answer: Scored | Exception) -> None:
+    def set_answer(self, answer: Scored | Exception) -> None:
         """Set the result unless it is already set."""
         if self.scored.done():
             return
@@ -307,7 +307,7 @@ class RewardWorkers:
             answers = [error] * len(jobs)
         self._held -= {*jobs}
         for job, answer in zip(jobs, answers, strict=False):
-            job.settle(answer)
+            job.set_answer(answer)
         left = [job for job in reversed(jobs) if not job.scored.done()]
         self._again.extendleft(job for job in left if job.alone)
         self._waiting.extendleft(job for job in left if not job.alone)
@@ -387,14 +387,14 @@ class RewardWorkers:
         except RunError as failure:  # of the start, or of a record that cannot be written
             self._give_up(failure)
         except Exception as error:
-            self._give_up(RunError(f"{name} cannot be started again: {said_by(error)}"))
+            self._give_up(RunError(f"{name} cannot be started again: {error_text(error)}"))
 
     def _give_up(self, error: RunError) -> None:
         """Fail all calls from now on."""
         self._broken = error
         self._started.set()
         for job in [*self._held, *self._again, *self._waiting]:
-            job.settle(error)
+            job.set_answer(error)
 
     def _create_task(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

@@ -144,7 +144,7 @@ class ModelWorker(Actor):
         """Put an adapter into the model, or its weights while the block runs: see ``_endpoint``."""
         if adapter == "used":
             self.engine.adapters.use(source)
-        return self.engine.adapters.wearing(source) if adapter == "worn" else nullcontext()
+        return self.engine.adapters.active_adapter(source) if adapter == "worn" else nullcontext()
 
     def _start(self) -> None:
         from rl.training.checkpoint import Checkpointer
@@ -220,7 +220,7 @@ class ModelWorker(Actor):
         adapters = self.engine.adapters
         try:
             adapters.merge(adapter)
-            with adapters.wearing(adapter):
+            with adapters.active_adapter(adapter):
                 self.checkpointer.export_hf(folder)
         finally:
             adapters.merge(None)

@@ -125,7 +125,7 @@ def turn_ends(rollouts: Sequence[Rollout]) -> torch.Tensor:
     return ends
 
 
-def in_time(rollouts: Sequence[Rollout]) -> torch.Tensor:
+def time_order(rollouts: Sequence[Rollout]) -> torch.Tensor:
     """Return the indices, int64 [C], that bring the C sampled tokens of each rollout into the order
     in which they were sampled.
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from rl.dialects.dialect import ConversationError
 from rl.dialects.plain_text import ControlTokens
-from rl.errors import said_by, shown
+from rl.errors import error_text, shown
 from rl.model.tokenizer import read_stop_token_ids
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def template_text(
         return str(tokenizer.apply_chat_template(messages, tokenize=False, **given))
     except Exception as error:
         line = f" in line {error.lineno}" if hasattr(error, "lineno") else ""
-        raise ConversationError(f"the chat template fails: {said_by(error)}{line}") from None
+        raise ConversationError(f"the chat template fails: {error_text(error)}{line}") from None
 
 
 def template_stops(tokenizer: "PreTrainedTokenizerFast") -> list[int]:

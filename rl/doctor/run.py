@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rl.config import RLConfig, RunConfig
 from rl.doctor.findings import Finding, error, refused, warning
-from rl.errors import RunError, said_by
+from rl.errors import RunError, error_text
 from rl.observe.checkpoint_folders import ROLLOUTS, StepFolders
 from rl.observe.owner import LEASE_S, read_owner
 from rl.observe.record import rows_of
@@ -54,7 +54,7 @@ def _damages(path: Path, *, of_rl: bool) -> Iterator[str]:
     try:
         stored = read_metadata(path).storage_data
     except Exception as damage:  # of many kinds, from pickle
-        yield f"{path / '.metadata'} cannot be read: {said_by(damage)}"
+        yield f"{path / '.metadata'} cannot be read: {error_text(damage)}"
         return
     sizes: dict[str, int] = {}
     for item in stored.values():
@@ -97,5 +97,5 @@ def _check_failure(folder: Path) -> Iterator[Finding]:
         what = f"the run failed: {failure['error']}; at {failure['place']}"
         command = failure.get("command") or command
     except (OSError, ValueError, KeyError, TypeError) as damage:
-        what = f"cannot be read: {said_by(damage)}"
-    yield warning("run", str(path), what, f"mend the cause, then go on with: {command}")
+        what = f"cannot be read: {error_text(damage)}"
+    yield warning("run", str(path), what, f"fix the cause, then resume with: {command}")

@@ -16,7 +16,7 @@ from rl.environments.protocol import (
     Reply,
     SeededTask,
 )
-from rl.errors import ConfigError, RunError, require_value, said_by, shown
+from rl.errors import ConfigError, RunError, error_text, require_value, shown
 from rl.host.process import without_proxy
 from rl.model.shape import ModelConfig
 from rl.types import Prompt
@@ -219,7 +219,7 @@ class _OpenEnvEpisode(MessageEnvironment):
             # task.step_s bounds the wait; a server that computes may answer no ping
             self._socket = await connect(self._url, max_size=MAX_BYTES, ping_interval=None)
         except (OSError, WebSocketException) as error:
-            raise RunError(f"task.url {self._url}: cannot connect: {said_by(error)}") from None
+            raise RunError(f"task.url {self._url}: cannot connect: {error_text(error)}") from None
         return Opening([self._message(await self._ask("reset", {"seed": self._seed}))])
 
     async def step(self, message: Message) -> Reply:
@@ -246,7 +246,7 @@ class _OpenEnvEpisode(MessageEnvironment):
                 await self._socket.send(request)
             text = await self._socket.recv()
         except ConnectionClosed as error:
-            raise RunError(f"the connection to {self._url} ended: {said_by(error)}") from None
+            raise RunError(f"the connection to {self._url} ended: {error_text(error)}") from None
         try:
             answer = json.loads(text)
             found = answer["data"]

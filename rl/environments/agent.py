@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Self
 
 from rl.environments.protocol import EnvironmentTask, Reply, TokenEnvironment, TokenReply
-from rl.errors import RunError, said_by, shown
+from rl.errors import RunError, error_text, shown
 from rl.gateway.gateway import Ask, Gateway
 from rl.gateway.http import serving
 from rl.gateway.protocol import ApiError, Limits, context_exceeded
@@ -212,7 +212,7 @@ class AgentEpisode(TokenEnvironment):
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(self._thread, act, self._prompt, api)
         except (SystemExit, KeyboardInterrupt) as error:  # which would end the event loop
-            raise RunError(f"the agent raised {said_by(error)}") from None
+            raise RunError(f"the agent raised {error_text(error)}") from None
 
     async def _sample(self, ask: Ask) -> Completion:
         """Wait for the answer to a request of the agent. Raises ApiError at a limit."""
@@ -284,7 +284,7 @@ class AgentEpisode(TokenEnvironment):
             return limits[0] if all(limits) else None
         if error is None:
             return None
-        said = said_by(error)
+        said = error_text(error)
         if isinstance(error, CommandFailed):  # its traceback ends with its exception
             said = said.splitlines()[-1]
         found = (limit for text, limit in self._refusals.items() if text in said)

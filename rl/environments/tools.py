@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
-from rl.errors import ConfigError, RunError, name_of, said_by, shown
+from rl.errors import ConfigError, RunError, error_text, name_of, shown
 from rl.host.threads import in_thread
 from rl.sandbox.sandbox import open_sandbox
 from rl.sandbox.sandboxed_program import Limits, Result
@@ -102,7 +102,7 @@ class Tools:
         except RunError:  # such as a sandbox that cannot start a program
             raise
         except (Exception, SystemExit, asyncio.CancelledError) as error:
-            return self._bounded(f"error: {said_by(error)}")
+            return self._bounded(f"error: {error_text(error)}")
 
     def _bounded(self, text: str) -> str:
         if len(text) <= self.max_chars:

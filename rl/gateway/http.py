@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Mount, Route
 
-from rl.errors import RunError, said_by
+from rl.errors import RunError, error_text
 from rl.gateway.answers import DONE, Choice, event
 from rl.gateway.gateway import Gateway, Reply
 from rl.gateway.protocol import ApiError
@@ -295,5 +295,5 @@ async def _unknown_route(request: Request, error: Exception) -> Response:
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:
-    message = f"{request.url.path} failed: {said_by(error)}"
+    message = f"{request.url.path} failed: {error_text(error)}"
     return await _refused(request, ApiError(500, message, code="internal_error"))

@@ -163,7 +163,7 @@ class EngineLoop:
             ids = self._calls.keys() & (request_ids or self._calls)
             for call in {self._calls[name] for name in ids}:
                 self._abort(call)
-                _settle(call.done, error=error)
+                _set_outcome(call.done, error=error)
 
     async def pull(self, version: int) -> Pulled:
         """Make every rank pull policy ``version`` before the same step. Requests in flight follow
@@ -273,7 +273,7 @@ class EngineLoop:
                 self._ended.set_exception(error)
             self._calls.clear()
             for done in list(self._pending):
-                _settle(done, error=error or RunError("the generation loop was closed"))
+                _set_outcome(done, error=error or RunError("the generation loop was closed"))
 
     def _turn(self, engine: GenerationEngine) -> None:
         """Repeat until closed: call the visitors, execute the commands, step once."""
@@ -282,7 +282,7 @@ class EngineLoop:
         while True:
             commands, visits = self._take(engine)
             for fn, done in visits:
-                _settle(done, fn(engine))
+                _set_outcome(done, fn(engine))
             for kind, argument in engine.share(commands):
                 if kind == "close":
                     return
@@ -375,7 +375,7 @@ class EngineLoop:
             served = [done for wanted, done in self._pulls if wanted <= version]
             self._pulls = [(wanted, done) for wanted, done in self._pulls if wanted > version]
         for done in served:
-            _settle(done, pulled)
+            _set_outcome(done, pulled)
 
     def _deliver(self, request_id: str, completion: Completion) -> None:
         with self._changed:
@@ -384,10 +384,10 @@ class EngineLoop:
             return
         call.completions[request_id] = completion
         if len(call.completions) == len(call.ids):
-            _settle(call.done, [call.completions[name] for name in call.ids])
+            _set_outcome(call.done, [call.completions[name] for name in call.ids])
 
 
-def _settle(done: Future, result: Any = None, error: BaseException | None = None) -> None:
+def _set_outcome(done: Future, result: Any = None, error: BaseException | None = None) -> None:
     """Set the result or the error, unless the waiting caller was cancelled."""
     if not done.set_running_or_notify_cancel():
         return

@@ -5,7 +5,7 @@ import ipaddress
 import os
 import socket
 
-from rl.errors import ConfigError, require, require_value, said_by
+from rl.errors import ConfigError, error_text, require, require_value
 
 KEY = "TILLER_API_KEY"
 """Variable of the environment with the key that clients have to give."""
@@ -69,7 +69,7 @@ def listen(host: str, port: int, given: str = "") -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=2048)
     except (OSError, OverflowError) as error:
         given = given or f"--host {host} --port {port}"
-        raise ConfigError(f"{given}: {said_by(error)}") from None
+        raise ConfigError(f"{given}: {error_text(error)}") from None
 
 
 def url_of(listener: socket.socket) -> str:

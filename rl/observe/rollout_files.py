@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rl.errors import RunError, said_by
+from rl.errors import RunError, error_text
 from rl.host.disk import steps_in, write_whole
 from rl.metrics import Value
 from rl.types import Prompt, Rollout
@@ -116,7 +116,7 @@ def read_rollouts(path: Path) -> list[Chunk]:
         sequences = _sequences(table["sequences"].combine_chunks())
         rollouts = [_rollout(row, tokens) for row, (tokens, _) in zip(rows, sequences, strict=True)]
     except (OSError, KeyError, ValueError, TypeError, pa.ArrowException) as error:
-        raise RunError(f"{path} cannot be read: {said_by(error)}") from error
+        raise RunError(f"{path} cannot be read: {error_text(error)}") from error
     numbers = [row["chunk"] for row in rows]
     found = []
     for number in dict.fromkeys(numbers):

@@ -13,7 +13,7 @@ from typing import Any
 
 from torchtitan.config import Configurable
 
-from rl.errors import require, said_by
+from rl.errors import error_text, require
 from rl.observe.events import Event
 
 WAITING = 10_000
@@ -172,7 +172,7 @@ class _SinkThread:
         except Exception as error:  # the user's code, or another library
             self._has_failed = True
             if not self._is_left:
-                self._warn(f"sink {self._name} gets no more events: {said_by(error)}")
+                self._warn(f"sink {self._name} gets no more events: {error_text(error)}")
             with contextlib.suppress(Exception):  # it has been warned of
                 self._close()
 

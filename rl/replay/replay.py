@@ -284,7 +284,7 @@ class RolloutReplay(Replay[RLConfig]):
         self._algorithm.restore(state.get("algorithm", {}))
         folders = StepFolders(session.folder / config.trainer.checkpoint.folder)
         self._auxiliary = AuxiliaryModels(config, session, session.folder / "reference", folders)
-        await self._auxiliary.load(self.first, state.get("companions", {}))
+        await self._auxiliary.load(self.first, state)
 
     async def take_step(
         self, session: Session, number: int, recorded: list[Chunk]

@@ -21,7 +21,7 @@ from rl.environments.protocol import (
     TokenReply,
 )
 from rl.environments.task import Score
-from rl.errors import GroupLost, name_of, said_by, shown, trace_of
+from rl.errors import GroupLost, error_text, name_of, shown, trace_of
 from rl.host.threads import DaemonThread
 from rl.rollout.scoring import InvalidScore, plain_score
 from rl.types import (
@@ -279,7 +279,7 @@ class Environments:
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
                 raise
             if not clock.expired():
-                message = f"{where} raised {said_by(error)}; {episode}\n{trace_of(error)}"
+                message = f"{where} raised {error_text(error)}; {episode}\n{trace_of(error)}"
                 raise GroupLost("environment raised", message, type(error).__name__) from None
             episode.is_hung = not inspect.iscoroutinefunction(method)
             self.hung += episode.is_hung

@@ -6,22 +6,22 @@ from operator import attrgetter
 from rl.metrics import Metrics
 from rl.types import Rollout
 
-Seen = Callable[[Rollout], Hashable]
+RewardKey = Callable[[Rollout], Hashable]
 """Function that returns what the reward of a rollout in training depends on."""
 
 
-def all_equal(group: Sequence[Rollout], seen: Seen) -> bool:
+def all_equal(group: Sequence[Rollout], reward_key: RewardKey) -> bool:
     """Whether training sees equal rewards of all rollouts of ``group``, so that it learns
     nothing.
     """
-    return len({seen(rollout) for rollout in group}) == 1
+    return len({reward_key(rollout) for rollout in group}) == 1
 
 
 def rollout_metrics(
-    groups: list[list[Rollout]], seen: Seen = attrgetter("reward")
+    groups: list[list[Rollout]], reward_key: RewardKey = attrgetter("reward")
 ) -> dict[str, float]:
     """Return the metrics of a step's rollouts: rewards, lengths, and the share of groups of equal
-    rewards, which teach nothing. ``seen`` is :meth:`rl.trainers.algorithm.Algorithm.seen`.
+    rewards, which teach nothing. ``reward_key`` is that of the algorithm.
 
     Rewards are ``reward/NAME`` for all rollouts and ``reward/TASK/NAME`` for each task of a
     mixture.
@@ -29,14 +29,14 @@ def rollout_metrics(
     rollouts = [rollout for group in groups for rollout in group]
     lengths = [rollout.sampled_count for rollout in rollouts]
     metrics = {
-        **_reward_metrics("reward", groups, seen),
+        **_reward_metrics("reward", groups, reward_key),
         "completion/length_mean": sum(lengths) / len(rollouts),
         "completion/length_max": float(max(lengths)),
         "completion/cut_off": sum(map(_is_cut, rollouts)) / len(rollouts),
     }
     for task in sorted({r.prompt.task for r in rollouts} - {""}):
         own = [group for group in groups if group[0].prompt.task == task]
-        metrics |= _reward_metrics(f"reward/{task}", own, seen)
+        metrics |= _reward_metrics(f"reward/{task}", own, reward_key)
     return metrics
 
 
@@ -45,9 +45,11 @@ def _is_cut(rollout: Rollout) -> bool:
     return rollout.cut_turns > 0 or rollout.stop_reason == "length"
 
 
-def _reward_metrics(prefix: str, groups: list[list[Rollout]], seen: Seen) -> dict[str, float]:
+def _reward_metrics(
+    prefix: str, groups: list[list[Rollout]], reward_key: RewardKey
+) -> dict[str, float]:
     rollouts = [rollout for group in groups for rollout in group]
-    flat = sum(len(group) > 1 and all_equal(group, seen) for group in groups)
+    flat = sum(len(group) > 1 and all_equal(group, reward_key) for group in groups)
     metrics = {
         f"{prefix}/mean": sum(r.reward for r in rollouts) / len(rollouts),
         f"{prefix}/zero_std_groups": flat / len(groups),

@@ -11,7 +11,7 @@ from rl.model.hub import Snapshot, locate
 from rl.model.shape import ModelConfig, shape_of
 from rl.session.hardware import HardwareConfig
 from rl.training.hugging_face_files import check_folder
-from rl.training.trainer_config import TrainerConfig, settle
+from rl.training.trainer_config import TrainerConfig, fill_defaults
 from rl.types import Head
 from rl.types.rules import NUMERICS, SECONDS, YEAR_S, at_least
 from rl.weights.transport import WeightPushConfig
@@ -84,7 +84,7 @@ class Role:
     head: Head = "logprobs"
 
     def __post_init__(self) -> None:
-        settle(self.trainer.parallelism)
+        fill_defaults(self.trainer.parallelism)
 
     @property
     def parallelism_field(self) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rl.environments.task import RESERVED_METRICS, Score
-from rl.errors import RunError, name_of, nearest, require, require_value, said_by
+from rl.errors import RunError, error_text, name_of, nearest, require, require_value
 from rl.host.threads import in_thread
 from rl.types import Completion, Prompt
 
@@ -72,4 +72,4 @@ async def _value(function: Callable[..., Any], *args: Any) -> float:
         value = await asyncio.wrap_future(in_thread(function, *args))
         return float(await value if inspect.isawaitable(value) else value)
     except (SystemExit, KeyboardInterrupt) as error:  # which would end the event loop
-        raise RunError(f"{name_of(function)} raised {said_by(error)}") from None
+        raise RunError(f"{name_of(function)} raised {error_text(error)}") from None

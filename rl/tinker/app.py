@@ -33,7 +33,7 @@ from rl.tinker.protocol import (
     read,
 )
 from rl.tinker.server import Server
-from rl.tinker.store import Accepted, Answer, Fact
+from rl.tinker.store import Accepted, Answer, Record
 from rl.tinker.wire import MEDIA_TYPE, parse_forward_backward
 from rl.tinker.wire import read_body as decoded
 
@@ -270,7 +270,7 @@ class _Handlers:
         self._store.get("session", session_id)
         id = f"{session_id}:loss:{custom_loss_seq_id}"
         self._futures.require_same(f"{id}:0", request.state.body)
-        fact: Fact = {"graph": graph, "inputs": [each.model_dump() for each in inputs]}
+        fact: Record = {"graph": graph, "inputs": [each.model_dump() for each in inputs]}
         answer = Answer.of(loss_id=id, type="create_custom_loss")
         try:
             Graph.of(**fact)

@@ -16,7 +16,7 @@ from rl.tinker.checkpoints import until, when
 from rl.tinker.errors import BadRequest, UserError
 from rl.tinker.protocol import Seconds
 from rl.tinker.server import Server
-from rl.tinker.store import Fact
+from rl.tinker.store import Record
 
 PAGE = 1000
 """Maximum number of rows of an answer."""
@@ -104,7 +104,7 @@ class Catalog:
         urls = {file: f"{base}/{quote(file)}" for file in self._files(fact)}
         return {"urls": urls, "expires": when(expires)}
 
-    def _files(self, fact: Fact) -> dict[str, Path]:
+    def _files(self, fact: Record) -> dict[str, Path]:
         folder = self._checkpoints.at(fact["folder"])
         found = (each for each in folder.rglob("*") if each.is_file())
         return {str(each.relative_to(folder)): each for each in found}
@@ -120,7 +120,7 @@ class Catalog:
         raise BadRequest(404, "there is no such file, or its URL has expired")
 
 
-def adapter_facts(fact: Fact) -> dict[str, Any]:
+def adapter_facts(fact: Record) -> dict[str, Any]:
     """Return what clients are told about the adapter of a model or checkpoint."""
     rank = fact["lora"]["rank"] if fact["lora"] else None
     return {"is_lora": True, "lora_rank": rank, "optimizer_config": {"type": "adamw"}}

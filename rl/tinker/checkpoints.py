@@ -12,7 +12,7 @@ from typing import Any
 
 from rl.tinker.errors import UserError
 from rl.tinker.protocol import NAME
-from rl.tinker.store import Fact, Store
+from rl.tinker.store import Record, Store
 
 TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 """Type of a checkpoint in answers, by the kind in its path."""
@@ -77,7 +77,7 @@ class Checkpoints:
         """Add or replace a checkpoint; return its size. ``fields`` are facts about it."""
         before = self._facts.get(path, {})
         sizes = [file.stat().st_size for file in folder.rglob("*") if file.is_file()]
-        own: Fact = {
+        own: Record = {
             "folder": folder.name,
             "time": time.time(),
             "size": sum(sizes),
@@ -87,7 +87,7 @@ class Checkpoints:
         self.release(before.get("folder", ""))
         return own["size"]
 
-    def find(self, path: str, *kinds: str) -> Fact:
+    def find(self, path: str, *kinds: str) -> Record:
         """Return the facts about a checkpoint. Raises UserError if it does not exist, has expired,
         or is of none of ``kinds``, by default all.
         """

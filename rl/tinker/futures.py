@@ -32,7 +32,7 @@ class Futures:
     """Futures by the ids of their requests. The oldest results make room for new ones. ::
 
     future = futures.open("sess-1:sample:0:1", sample_sequence_ids=ids)
-    futures.settle(future, Answer.of(path="tinker://..."))
+    futures.resolve(future, Answer.of(path="tinker://..."))
     futures.get("sess-1:sample:0:1").answer
     """
 
@@ -65,7 +65,7 @@ class Futures:
         self._all[id] = Future({"request_id": id, **more})
         return self._all[id]
 
-    def settle(self, future: Future, answer: Answer) -> None:
+    def resolve(self, future: Future, answer: Answer) -> None:
         """Set the answer of a future."""
         future.answer = answer
         future.known.set()

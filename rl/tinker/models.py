@@ -8,7 +8,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from rl.errors import ConfigError, RankLost, RunError, said_by
+from rl.errors import ConfigError, RankLost, RunError, error_text
 from rl.session.concurrency import Signal
 from rl.tinker.errors import BadRequest, UserError
 from rl.tinker.futures import Future
@@ -202,12 +202,12 @@ class Models:
             model.next_seq += 1
             keep = request.verb in REPLAYED and request.seq > self._verbs.fact(model)["state_seq"]
             self._store.answer(model.id, request.seq, answer, keep=keep and not answer.is_failure)
-            self._parts.futures.settle(future, answer)
+            self._parts.futures.resolve(future, answer)
             if request.verb == "optim_step":
                 try:
                     await asyncio.to_thread(self._record, model, request.seq, answer)
                 except Exception as error:  # training goes on
-                    self._warn(model, f"its metrics cannot be written: {said_by(error)}")
+                    self._warn(model, f"its metrics cannot be written: {error_text(error)}")
                 break
         if model.steps >= self._parts.state_every:
             await self._try_write_state(model)
@@ -227,7 +227,7 @@ class Models:
             raise
         except Exception as error:  # the server goes on
             is_users = isinstance(error, UserError | ConfigError)
-            text = str(error) if is_users else said_by(error)
+            text = str(error) if is_users else error_text(error)
             has_part = request.verb in REPLAYED and not isinstance(error, UserError)
         if not is_users:
             self._parts.events.warn(f"{model.id}: {request.verb} {request.seq} failed: {text}")
@@ -263,7 +263,7 @@ class Models:
         except RankLost:
             raise
         except Exception as error:  # the other models go on
-            model.failed = f"{UNRESTORED}: {said_by(error)}; a restart of the server tries again"
+            model.failed = f"{UNRESTORED}: {error_text(error)}; a restart of the server tries again"
             self._warn(model, model.failed)
         model.is_restoring = False
 
@@ -287,7 +287,7 @@ class Models:
             raise
         except Exception as error:  # training goes on
             model.steps = 0  # tried again later
-            self._warn(model, f"its state cannot be written: {said_by(error)}")
+            self._warn(model, f"its state cannot be written: {error_text(error)}")
 
     def _warn(self, model: Model, text: str) -> None:
         if text != model.said:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rl.errors import ConfigError, RankLost, RunError, said_by
+from rl.errors import ConfigError, RankLost, RunError, error_text
 from rl.session.concurrency import Signal
 from rl.tinker.errors import BadRequest, UserError
 from rl.tinker.forward_backward import batch_of, target_logprobs
@@ -31,7 +31,7 @@ from rl.tinker.protocol import (
     Tops,
     read,
 )
-from rl.tinker.store import Accepted, Answer, Fact
+from rl.tinker.store import Accepted, Answer, Record
 from rl.tinker.wire import MEDIA_TYPE, array_of, encode_sample, tensor_from_json, tensor_like
 from rl.types import MIN_TEMPERATURE, Completion, GenerationRequest, Sampling
 
@@ -93,11 +93,11 @@ class Samplers:
         """Note the samples that a process before promised, and that no client has fetched."""
         for name, seq in await self._store.of_verb("sample"):
             future = self._futures.open(f"{name}:{seq}", sample_sequence_ids=[])
-            self._settle(future, LOST)
+            self._resolve(future, LOST)
 
     # Samplers.
 
-    def fact(self, name: str) -> Fact:
+    def fact(self, name: str) -> Record:
         """Return the facts about a sampler. Raises BadRequest if it is unknown."""
         fact = self._store.get("sampler", name)
         self.hear(name)
@@ -234,7 +234,7 @@ class Samplers:
         rows = [*itertools.islice(ready.values(), ROWS)]
         return [row for _, row in rows], rows[-1][0] if rows else cursor
 
-    async def _work(self, future: Future, fact: Fact, body: bytes) -> None:
+    async def _work(self, future: Future, fact: Record, body: bytes) -> None:
         try:
             ids = future.promise["sample_sequence_ids"]
             content = await self._sample(
@@ -247,16 +247,16 @@ class Samplers:
             is_lost = future.task is None
             answer = LOST if is_lost else Answer.failure("the sample was cancelled", "user")
         except Exception as error:  # the server goes on
-            answer = Answer.failure(said_by(error), "server")
+            answer = Answer.failure(error_text(error), "server")
         session = _session_of(future.promise["request_id"])
         self._working[session].discard(future)
         if not self._working[session]:
             del self._working[session]
             self.hear(session)
-        self._settle(future, answer)
+        self._resolve(future, answer)
 
-    def _settle(self, future: Future, answer: Answer) -> None:
-        self._futures.settle(future, answer)
+    def _resolve(self, future: Future, answer: Answer) -> None:
+        self._futures.resolve(future, answer)
         id = future.promise["request_id"]
         name, _, seq = id.rpartition(":")
         row: dict[str, Any] = {"request_id": id, "state": "failed"}
@@ -271,7 +271,7 @@ class Samplers:
     async def _sample(
         self,
         ids: list[str],
-        fact: Fact,
+        fact: Record,
         *,
         prompt: Prompt,
         sampling_params: SamplingParams,
@@ -339,13 +339,13 @@ class Samplers:
             top_logprobs=top,
         )
 
-    def _weights(self, fact: Fact) -> Path | str:
+    def _weights(self, fact: Record) -> Path | str:
         """Return the folder of a sampler's weights now, or "base"."""
         live = fact.get("model") and self._store.facts["model"][fact["model"]]["live"]
         folder = live or fact["folder"]
         return self._parts.checkpoints.at(folder) if folder else "base"
 
-    async def _complete(self, requests: list[GenerationRequest], fact: Fact) -> list[Completion]:
+    async def _complete(self, requests: list[GenerationRequest], fact: Record) -> list[Completion]:
         while True:
             await self.running.wait()
             weights = self._weights(fact)

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rl.errors import RunError, said_by
+from rl.errors import RunError, error_text
 from rl.session.concurrency import Signal
 from rl.tinker.errors import BadRequest, UserError
 
@@ -28,7 +28,7 @@ FAILED = b'{"error"'
 RETRY_S = 1.0
 """Time between attempts to write to a disk that is full or lost."""
 
-Fact = dict[str, Any]
+Record = dict[str, Any]
 
 
 class Accepted(NamedTuple):
@@ -85,7 +85,7 @@ class Store:
         self._thread = ThreadPoolExecutor(1, "store")
         self.make_room: Callable[[str], object] = str
         """Function that drops facts of a kind which are not in use, if there are too many."""
-        self.facts: dict[str, dict[str, Fact]] = {kind: {} for kind in KINDS}
+        self.facts: dict[str, dict[str, Record]] = {kind: {} for kind in KINDS}
         try:
             self._database = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
             self._database.executescript(TABLES)
@@ -93,9 +93,9 @@ class Store:
                 self.facts[kind][name] = json.loads(fact, parse_constant=lambda _: None)
         except (sqlite3.Error, ValueError, LookupError) as error:
             fix = "make it readable and writable, or restore it from a backup"
-            raise RunError(f"{path} cannot be used: {said_by(error)}; {fix}") from error
+            raise RunError(f"{path} cannot be used: {error_text(error)}; {fix}") from error
 
-    def get(self, kind: str, name: str) -> Fact:
+    def get(self, kind: str, name: str) -> Record:
         """Return a fact. Raises BadRequest if it is unknown."""
         if name not in self.facts[kind]:
             raise BadRequest(404, f"there is no {kind} {name!r}, or it was forgotten")
@@ -103,7 +103,7 @@ class Store:
 
     # Changes.
 
-    def put(self, kind: str, name: str, fact: Fact) -> None:
+    def put(self, kind: str, name: str, fact: Record) -> None:
         """Set a fact, which is JSON. Raises BadRequest if there are too many."""
         if name not in self.facts[kind] and len(self.facts[kind]) >= MAX_FACTS:
             self.make_room(kind)
@@ -118,7 +118,7 @@ class Store:
         self._write("INSERT OR REPLACE INTO facts VALUES (?, ?, ?)", kind, name, text)
         self.facts[kind][name] = fact
 
-    def drop(self, kind: str, name: str) -> Fact:
+    def drop(self, kind: str, name: str) -> Record:
         """Forget a fact; return it, or {} if it is unknown."""
         self._write("DELETE FROM facts WHERE kind = ? AND name = ?", kind, name)
         return self.facts[kind].pop(name, {})
@@ -178,7 +178,7 @@ class Store:
         except sqlite3.ProgrammingError:  # it is closed
             return ""
         except sqlite3.Error as error:
-            return said_by(error)
+            return error_text(error)
         return ""
 
     def require_written(self) -> None:
@@ -233,7 +233,7 @@ class Store:
         try:
             return await self._in_thread(lambda: self._database.execute(sql, values).fetchall())
         except sqlite3.Error as error:
-            raise RunError(f"the server's database cannot be read: {said_by(error)}") from error
+            raise RunError(f"the server's database cannot be read: {error_text(error)}") from error
 
     async def _in_thread(self, call: Callable[..., Any], *arguments: Any) -> Any:
         loop = asyncio.get_running_loop()

@@ -18,7 +18,7 @@ from rl.tinker.futures import Future
 from rl.tinker.graph import Graph
 from rl.tinker.parts import Parts
 from rl.tinker.protocol import Adam, Lora, Metadata, Number, Optimizer, Seconds, Text
-from rl.tinker.store import Accepted, Answer, Fact
+from rl.tinker.store import Accepted, Answer, Record
 from rl.tinker.wire import MEDIA_TYPE, parse_forward_backward
 from rl.training.trainer_config import TINKER_NAMES, AdapterConfig
 
@@ -68,7 +68,7 @@ class Verbs:
         self._store = parts.store
         self._checkpoints = parts.checkpoints
 
-    def fact(self, model: Model) -> Fact:
+    def fact(self, model: Model) -> Record:
         """Return the facts about a model."""
         return self._store.facts["model"][model.id]
 
@@ -94,7 +94,7 @@ class Verbs:
         model.changed = request.seq
         return Answer.of(model_id=model.id, type="create_model")
 
-    async def _create(self, model: Model, lora: Fact) -> None:
+    async def _create(self, model: Model, lora: Record) -> None:
         if lora["seed"] is None:
             digest = hashlib.blake2b(model.id.encode(), digest_size=4).digest()
             lora = lora | {"seed": int.from_bytes(digest)}
@@ -213,7 +213,7 @@ class Verbs:
         self._store.put("sampler", id, sampler)
 
 
-def adapter_of(lora: Fact) -> AdapterConfig:
+def adapter_of(lora: Record) -> AdapterConfig:
     """Return the config of a model's adapter."""
     has = {ours: lora[theirs] for ours, theirs in TINKER_NAMES.items()}
     return AdapterConfig(rank=lora["rank"], seed=lora["seed"], **has)

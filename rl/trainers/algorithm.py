@@ -12,7 +12,14 @@ import torch
 from torchtitan.config import Configurable
 
 from rl.algorithms.advantages import Scored, advantages_of, overlong_penalty
-from rl.algorithms.batch import counts_of, in_time, make_batch, turn_ends, turn_rewards, whole_texts
+from rl.algorithms.batch import (
+    counts_of,
+    make_batch,
+    time_order,
+    turn_ends,
+    turn_rewards,
+    whole_texts,
+)
 from rl.algorithms.corrections import correction_weights
 from rl.algorithms.kl import kl
 from rl.algorithms.loss_results import moments
@@ -88,7 +95,7 @@ class Algorithm(Configurable, ABC):
     def loss(self, role: str) -> Configurable.Config:
         """Return the loss of ``trainer`` or ``critic``."""
 
-    def seen(self, rollout: Rollout) -> Hashable:
+    def reward_key(self, rollout: Rollout) -> Hashable:
         """Return all that the reward of ``rollout`` in training depends on, without KL penalties.
 
         A group whose rollouts have one value teaches nothing. The score of a reward model depends
@@ -210,7 +217,7 @@ class PolicyGradient(Algorithm):
         metrics = dict[str, Entry]()
         penalty, token_rewards = self._penalty(batch)
         values = batch.columns.get("old_values")
-        order = in_time(rollouts)
+        order = time_order(rollouts)
         scored = Scored(
             rewards=rewards,
             groups=torch.tensor([rollout.prompt.prompt_id for rollout in rollouts]),
@@ -231,11 +238,11 @@ class PolicyGradient(Algorithm):
             metrics |= self._correct(batch, scored.sequence)
         return metrics
 
-    def seen(self, rollout: Rollout) -> Hashable:
+    def reward_key(self, rollout: Rollout) -> Hashable:
         """Return all that the reward of ``rollout`` in training depends on: see
-        :meth:`Algorithm.seen`.
+        :meth:`Algorithm.reward_key`.
         """
-        return super().seen(rollout), float(self._overlong(counts_of([rollout])))
+        return super().reward_key(rollout), float(self._overlong(counts_of([rollout])))
 
     def minibatches(self, batch: Batch, step: int) -> list[Batch]:
         """Return the whole batch for a step of one update, otherwise a new split in each epoch."""

@@ -27,13 +27,16 @@ class AuxiliaryModels:
         self._reference = 0  # step of the policy that the reference copies
 
     async def load(self, step: int, state: dict[str, Any]) -> None:
-        """Load all models as of ``step``. ``state`` is what ``to_dict`` returned then."""
+        """Load all models as of ``step``. ``state`` is that of the checkpoint, with the result of
+        ``to_dict`` as ``auxiliary``.
+        """
+        own = state.get("auxiliary", state.get("companions", {}))  # an older name
         for role in self._frozen:
             await self._session.init_model(role)
         if self._session.has("critic"):
             await self._session.load(step, role="critic")
         if self._session.has("reference"):
-            await self._load_reference(state.get("reference", 0))
+            await self._load_reference(own.get("reference", 0))
 
     async def save(self, step: int) -> None:
         """Write checkpoint ``step``. The policy's checkpoint follows and completes the step."""

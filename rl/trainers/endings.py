@@ -16,7 +16,7 @@ from rl.errors import (
     Interrupted,
     RunError,
     end_program,
-    said_by,
+    error_text,
     trace_of,
 )
 from rl.host.process import Signals
@@ -43,12 +43,12 @@ class Interrupts(Signals):
         return super().__enter__()
 
     async def train(self, step: int = -1) -> dict[str, Any]:
-        """Return the summary of :meth:`rl.trainers.run.Run.live`.
+        """Return the summary of :meth:`rl.trainers.run.Run.train_until_done`.
 
         Raises Interrupted after ``leave`` and after a signal.
         """
         try:
-            summary = await self._run.live(step)
+            summary = await self._run.train_until_done(step)
         except asyncio.CancelledError:
             if not self.name:
                 raise  # the caller's, or the loop ends
@@ -72,7 +72,7 @@ class Interrupts(Signals):
     def _end(self, number: int) -> None:
         if number == signal.SIGINT:
             text = (
-                f"\nleft at once: what came after step {self._folder.saved} is lost; "
+                f"\nquit immediately: the work after step {self._folder.saved} is lost; "
                 f"{self._folder.how_to_resume()}\n"
             )
             with contextlib.suppress(OSError):  # the terminal is gone
@@ -91,7 +91,7 @@ class Interrupts(Signals):
         elif self._task is not None:
             self._task.cancel()
         again = "again " if self.name == "SIGINT" else ""
-        self._folder.progress.note(f"{self.name}: {first}; Ctrl-C {again}leaves at once")
+        self._folder.progress.note(f"{self.name}: {first}; Ctrl-C {again}quits immediately")
 
 
 def fail(error: BaseException, run: RunFolder, trainer: Trained | None = None) -> int:
@@ -145,4 +145,4 @@ def facts_of(error: BaseException) -> dict[str, Any]:
 
 def detail_of(error: BaseException) -> str:
     """Return the whole text of ``error``."""
-    return str(error) if isinstance(error, RunError) else said_by(error)
+    return str(error) if isinstance(error, RunError) else error_text(error)

@@ -38,7 +38,7 @@ class Report:
         self.evaluated = -1
         """Step of the newest evaluation on the way; -1 before the first."""
 
-    def go_back(self, step: int, state: dict[str, Any]) -> None:
+    def resume_after(self, step: int, state: dict[str, Any]) -> None:
         """Forget all rows after ``step``; ``state`` is what ``to_dict`` returned then."""
         self._take_digests()  # of a step that was not finished
         self._record.drop_after(step)

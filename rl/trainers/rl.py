@@ -73,7 +73,7 @@ class RLTrainer(Trainer[RLConfig]):
             self.session,
             self.run.changed,
             self.evaluations.evaluate_if_due,
-            self.algorithm.seen,
+            self.algorithm.reward_key,
         )
 
     def work(self) -> list[Coroutine[Any, Any, None]]:
@@ -85,7 +85,7 @@ class RLTrainer(Trainer[RLConfig]):
         self.ledger.restore(state.get("ledger", {}), finished, self.session.version, keep=keep)
         self.rollouts.restore(state.get("scheduler", {}))
         self.algorithm.restore(state.get("algorithm", {}))
-        await self.auxiliary.load(self.step, state.get("companions", {}))
+        await self.auxiliary.load(self.step, state)
 
     async def saved_groups(self) -> dict[int, Group]:
         """Return the groups of the checkpoint that the policy has loaded."""
@@ -107,7 +107,7 @@ class RLTrainer(Trainer[RLConfig]):
             "ledger": self.ledger.to_dict(),
             "scheduler": self.rollouts.to_dict(),
             "algorithm": self.algorithm.to_dict(),
-            "companions": self.auxiliary.to_dict(),
+            "auxiliary": self.auxiliary.to_dict(),
         }
         await self.run.record.rollouts_written()  # a resume needs those of all steps before it
         checkpoints = self.run.checkpoints
@@ -170,7 +170,7 @@ class RLTrainer(Trainer[RLConfig]):
             | self.session.push_metrics
             | self.session.restarts
             | dict(self.session.take_generator_load())
-            | rollout_metrics(groups, self.algorithm.seen)
+            | rollout_metrics(groups, self.algorithm.reward_key)
             | {f"ledger/{name}": count for name, count in ledger.items() if isinstance(count, int)}
             | {
                 "rollout/staleness_max": max(staleness),

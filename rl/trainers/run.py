@@ -62,7 +62,7 @@ class Run:
     """Run of a trainer, from the first step or the newest checkpoint to the last step.
 
     - ``open`` claims the run folder and makes the session.
-    - ``live`` trains. If a model is lost, it goes back to the newest checkpoint.
+    - ``train_until_done`` trains. If a model is lost, it goes back to the newest checkpoint.
     - ``end`` ends all processes and gives the run folder back.
     """
 
@@ -188,11 +188,11 @@ class Run:
                 folder.release()
 
     def leave(self) -> None:
-        """Finish the step under way, save if the trainer allows, and end ``live``."""
+        """Finish the step under way, save if the trainer allows, and end ``train_until_done``."""
         self.leaving = True
         self.changed.notify()
 
-    async def live(self, step: int = -1) -> dict[str, Any] | None:
+    async def train_until_done(self, step: int = -1) -> dict[str, Any] | None:
         """Train to the last step from checkpoint ``step``, the newest for -1; return the summary,
         None if ``leave`` ended the run before.
 
@@ -219,7 +219,7 @@ class Run:
         trainer = self.trainer
         while True:
             try:
-                await self.go_back(step)
+                await self.restore_checkpoint(step)
                 step = -1
                 async with self.session.running():
                     await trainer.prepare()
@@ -229,7 +229,7 @@ class Run:
             except ActorFailure as failure:
                 self.session.recover(failure)
 
-    async def go_back(self, step: int = -1) -> None:
+    async def restore_checkpoint(self, step: int = -1) -> None:
         """Start the processes that do not run; load checkpoint ``step``, the newest for -1."""
         self.is_training = False  # nothing is lost by leaving at once
         self._calls_step = False
@@ -241,7 +241,7 @@ class Run:
         self.trainer.step = self._saved = state.get("step", 0)
         await self.trainer.restore(state)
         self.claim().begin()
-        self.report.go_back(self._saved, state.get("watchdog", {}))
+        self.report.resume_after(self._saved, state.get("watchdog", {}))
         if self._saved:
             self.events.note(f"resumed after step {self._saved}")
         plan = await session.connect()
@@ -357,13 +357,13 @@ class Run:
         return await self.changed.unless(lambda: self.leaving, work)
 
     @asynccontextmanager
-    async def holding(self, step: int | None, version: int = 0) -> AsyncIterator[None]:
+    async def with_weights_of(self, step: int | None, version: int = 0) -> AsyncIterator[None]:
         """Have all processes hold the weights of checkpoint ``step``, policy ``version``, inside
         the block; None for the present weights.
         """
         await self.open()
         if not self._is_ready:
-            await self.go_back()
+            await self.restore_checkpoint()
         if step is None or step == self.trainer.step:
             yield
             return

@@ -9,7 +9,7 @@ from typing import Any
 from rl.config import RunConfig
 from rl.config.frozen import UNCHANGED, changed_fields, frozen, read_config_file
 from rl.data.sources import SourceConfig, is_hub_name, newest_commit
-from rl.errors import counted, require, said_by
+from rl.errors import counted, error_text, require
 from rl.host.process import oom_kills
 from rl.observe.checkpoint_folders import StepFolders
 from rl.observe.curves import write_curves_png
@@ -98,7 +98,7 @@ class RunFolder:
         try:
             write_curves_png(record.folder / "curves.png", record.read_metrics(), evaluations)
         except Exception as error:  # a picture is no reason to fail a finished run
-            self.events.warn(f"no curves.png: {said_by(error)}")
+            self.events.warn(f"no curves.png: {error_text(error)}")
         self.events.emit("ended", summary=summary)
         start = next((row for row in evaluations if row["step"] == 0), {})
         self.progress.note(summary_text(summary, start))

@@ -10,7 +10,7 @@ from rl.config import RLConfig
 from rl.environments.task import Task
 from rl.errors import GroupLost, RunError
 from rl.rollout.prompts import training_prompt
-from rl.rollout.rollout_metrics import Seen, all_equal
+from rl.rollout.rollout_metrics import RewardKey, all_equal
 from rl.rollout.rollouter import Generate
 from rl.session.concurrency import Signal, background
 from rl.session.session import Session
@@ -44,16 +44,16 @@ class RolloutScheduler:
         session: Session,
         changed: Signal,
         evaluate: Callable[[int], Awaitable[bool]],
-        seen: Seen,
+        reward_key: RewardKey,
     ):
-        """``seen`` is :meth:`rl.trainers.algorithm.Algorithm.seen`."""
+        """``reward_key`` is :meth:`rl.trainers.algorithm.Algorithm.reward_key`."""
         self._config = config
         self._task = task
         self._sampling = config.rollout.sampling(task.stop_token_ids)
         self._session = session
         self._changed = changed
         self._evaluate = evaluate
-        self._seen = seen
+        self._reward_key = reward_key
         self._size = config.rollout.prompts_per_step
         self._replicas = config.generator.replicas
         # Share that each of the newest groups lost: its episodes, or all of it.
@@ -166,7 +166,7 @@ class RolloutScheduler:
             verdicts |= {prompt_id: self._judge(outcomes[prompt_id]) for prompt_id in prompt_ids}
         # All at once: a checkpoint has the whole batch, or samples it again.
         for prompt_id, verdict in verdicts.items():
-            _settle(ledger, prompt_id, verdict)
+            _record_verdict(ledger, prompt_id, verdict)
         self._before_batch = [*self._recent]
 
     async def _run_free(self, ledger: Ledger, step: int) -> None:
@@ -177,7 +177,7 @@ class RolloutScheduler:
             answer = await self._sample(
                 [prompt_id], partial(self._session.sample, affinity=prompt_id)
             )
-            _settle(ledger, prompt_id, self._judge(answer[prompt_id]))
+            _record_verdict(ledger, prompt_id, self._judge(answer[prompt_id]))
             self._changed.notify()
 
         async def pull_newest() -> None:
@@ -232,13 +232,13 @@ class RolloutScheduler:
             ) from cause
         if isinstance(outcome, GroupLost):
             return outcome.reason
-        if self._resampled < rollout.max_resampled_groups and all_equal(outcome, self._seen):
+        if self._resampled < rollout.max_resampled_groups and all_equal(outcome, self._reward_key):
             self._resampled += 1
             return "rewards all equal"
         return outcome
 
 
-def _settle(ledger: Ledger, prompt_id: int, verdict: Group | str) -> None:
+def _record_verdict(ledger: Ledger, prompt_id: int, verdict: Group | str) -> None:
     """Store the group of a prompt, or drop the prompt for a reason."""
     if isinstance(verdict, str):
         ledger.drop(prompt_id, verdict)

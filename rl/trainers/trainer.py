@@ -125,7 +125,7 @@ class Trainer(ABC, Generic[Arguments]):
         states and the order of the data are the same afterwards. ``metric_calculator`` gets what
         the trainer evaluates, and returns metrics of its own.
         """
-        async with self.run.holding(*_point(state)), self.session.running():
+        async with self.run.with_weights_of(*_point(state)), self.session.running():
             return await self.scores(metric_calculator)
 
     async def save_pretrained(self, path: str | Path, state: TrainerState | None = None) -> None:
@@ -133,7 +133,7 @@ class Trainer(ABC, Generic[Arguments]):
 
         The weights are the present ones, or those of the checkpoint of ``state``.
         """
-        async with self.run.holding(*_point(state)):
+        async with self.run.with_weights_of(*_point(state)):
             await self.run.export(Path(path))
 
     async def close(self) -> None:

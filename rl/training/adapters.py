@@ -49,7 +49,7 @@ class Adapters:
 
         adapters.create("a", AdapterConfig(rank=8))
         adapters.use("a")                   # the engine's calls are about it from now on
-        with adapters.wearing(folder):      # the model has other weights in this block
+        with adapters.active_adapter(folder):      # the model has other weights in this block
             engine.forward(batch)
 
     One adapter is in the model. The others are in host memory. The adapter of ``trainer.lora``
@@ -116,7 +116,7 @@ class Adapters:
         wanted = self._known(name)
         engine = self._engine
         engine.require_resident("use", "model", "optimizer")
-        self._settle()
+        self._release_parameters()
         self._put_aside(self._adapters[self.current])
         self.current = name
         self._wear(wanted.weights, wanted.config)
@@ -150,15 +150,15 @@ class Adapters:
         engine.schedule.load_state_dict({"last_epoch": 0})
 
     @contextmanager
-    def wearing(self, source: Source) -> Iterator[None]:
+    def active_adapter(self, source: Source) -> Iterator[None]:
         """Give the model the weights of an adapter by its name, of a snapshot by its folder, or of
         the base model, while the block runs. Gradients, moments and counts stay as they are.
         """
         if source == self.current:
             yield
             return
-        self._engine.require_resident("wearing", "model")
-        self._settle()
+        self._engine.require_resident("active_adapter", "model")
+        self._release_parameters()
         own = [each.clone() for each in self._local()]
         config = self.worn
         try:
@@ -174,14 +174,14 @@ class Adapters:
             self._wear(own, config)
 
     def merge(self, source: Source) -> None:
-        """Have ``engine.shards`` return the weights of ``source``: see ``wearing``.
+        """Have ``engine.shards`` return the weights of ``source``: see ``active_adapter``.
 
         The policy's own, None, follow its steps. An adapter that has a name does not: merge the
         policy before another adapter.
         """
         self.merged.shards()  # which makes room for them
         if source != self.merged.source:
-            with self.wearing(source):
+            with self.active_adapter(source):
                 self.merged.refresh()
             self.merged.source = source
 
@@ -198,7 +198,7 @@ class Adapters:
     def _local(self) -> list[torch.Tensor]:
         return [local_tensor(each).detach() for each in self._parameters.values()]
 
-    def _settle(self) -> None:
+    def _release_parameters(self) -> None:
         """Have the parameters ready for other values."""
         reshard(self._engine.model)  # a call that raised may have left gathered parameters
         if self.storage is not None:

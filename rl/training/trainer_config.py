@@ -49,7 +49,7 @@ def one_rank() -> titan.ParallelismConfig:
     return titan.ParallelismConfig(data_parallel_shard_degree=1, spmd_backend="partial_dtensor")
 
 
-def settle(parallelism: titan.ParallelismConfig) -> None:
+def fill_defaults(parallelism: titan.ParallelismConfig) -> None:
     """Replace two defaults of torchtitan, under which no run works, by those of ``one_rank``."""
     if parallelism.data_parallel_shard_degree == -1:  # "the other ranks"; the degrees say how many
         parallelism.data_parallel_shard_degree = 1

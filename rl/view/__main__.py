@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 from rl.cli.program import as_program
-from rl.errors import ConfigError, end_program, require, said_by
+from rl.errors import ConfigError, end_program, error_text, require
 from rl.host.listening import KEY, require_key
 
 PROGRAM = "python -m rl.view"
@@ -55,7 +55,7 @@ def main(arguments: list[str]) -> None:
     try:
         export(runs, own.export)
     except OSError as error:
-        raise ConfigError(f"--export {own.export}: {said_by(error)}") from None
+        raise ConfigError(f"--export {own.export}: {error_text(error)}") from None
     print(f"{own.export}: {own.export.stat().st_size / 1e6:.1f} MB")
 
 

@@ -8,7 +8,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from rl.errors import said_by
+from rl.errors import error_text
 from rl.observe.events import finite
 from rl.view.rollouts import shortened
 
@@ -48,7 +48,7 @@ def changes(before: Path, after: Path) -> dict[str, Any]:
         try:
             found.append(_read(path, path.stat().st_mtime_ns))
         except Exception as error:
-            message = f"{path.parent.name}/{path.name} cannot be read: {said_by(error)}"
+            message = f"{path.parent.name}/{path.name} cannot be read: {error_text(error)}"
             return {"error": message, "rows": [], "tasks": []}
     (old, left_before), (new, left_after) = found
     pairs = {key: (old[key], new[key]) for key in old if key in new}

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from rl.errors import said_by
+from rl.errors import error_text
 from rl.host.disk import steps_in
 from rl.observe.events import finite
 
@@ -45,7 +45,7 @@ class Rollouts:
         try:
             return _table(path, path.stat().st_mtime_ns, self._tokenizer)
         except Exception as error:
-            return {"error": f"{path.name} cannot be read: {said_by(error)}", "rows": []}
+            return {"error": f"{path.name} cannot be read: {error_text(error)}", "rows": []}
 
     def last_answers(self, step: int, indices: Sequence[int]) -> list[str | None]:
         """Return the beginning of the last answer of each rollout of ``indices``; None for a
@@ -64,7 +64,7 @@ class Rollouts:
         try:
             found = _one(path, index)
         except Exception as error:
-            return {"error": f"{path.name}, rollout {index}, cannot be read: {said_by(error)}"}
+            return {"error": f"{path.name}, rollout {index}, cannot be read: {error_text(error)}"}
         for sequence in found["sequences"]:
             sequence["texts"] = [self._text([token]) for token in sequence["tokens"]]
             sequence["control"] = [token in self._control for token in sequence["tokens"]]

@@ -23,7 +23,7 @@ from starlette.responses import FileResponse, PlainTextResponse, RedirectRespons
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from rl.errors import said_by
+from rl.errors import error_text
 from rl.host.http_server import server_config
 from rl.host.listening import is_loopback, listen, url_of
 from rl.view.run import POINTS, Run
@@ -110,7 +110,7 @@ def make_app(runs: Sequence[Run], key: str | None = None) -> Starlette:
         except LookupError as error:
             return _json({"error": str(error.args[0])}, 404)
         except (ValueError, OverflowError) as error:
-            return _json({"error": said_by(error)}, 400)
+            return _json({"error": error_text(error)}, 400)
         return _json(content)
 
     async def profile(request: Request) -> Response:

@@ -240,5 +240,5 @@ class Lane(Link):
         ends = time.monotonic() + self._stall
         while not work.is_completed():  # NCCL does not notice that the other end has gone
             if self._is_shut or time.monotonic() > ends:
-                raise RuntimeError("the other end stands still")
+                raise RuntimeError("the peer stopped responding")
             time.sleep(POLL_S)

@@ -66,7 +66,7 @@ def _pieces_of(buffer: Buffer, size: int) -> list[Piece]:
 class Link:
     """Connection of a reader and a server, over which runs of pieces travel.
 
-    All methods raise OSError if the other end has gone or stands still.
+    All methods raise OSError if the peer has gone or stopped responding.
     """
 
     def __init__(self, connection: socket.socket):

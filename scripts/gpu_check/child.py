@@ -5,7 +5,7 @@ import sys
 from argparse import ArgumentParser
 from pathlib import Path
 
-from rl.errors import end_program, said_by, trace_of
+from rl.errors import end_program, error_text, trace_of
 from scripts.gpu_check.checks import CHECKS
 from scripts.gpu_check.processes import write_verdict
 from scripts.gpu_check.setting import Setting
@@ -25,7 +25,7 @@ def main() -> int:
         verdict = asyncio.run(check.load()(setting, **check.options))  # type: ignore[arg-type]
     except Exception as error:
         print(trace_of(error), file=sys.stderr)
-        verdict = Verdict(wrong=said_by(error).splitlines()[0])
+        verdict = Verdict(wrong=error_text(error).splitlines()[0])
     write_verdict(own.folder, verdict)
     return 0
 

@@ -27,13 +27,13 @@ def test_ctrl_c_says_what_will_happen_and_a_second_one_leaves_at_once_without_a_
     run.until_step(2)
     run.strike("generator-0", signal.SIGSTOP)  # so that the step cannot be finished
     run.interrupt()
-    run.until(lambda: re.search(r"SIGINT: .*sav.*; Ctrl-C again leaves at once", run.stdout))
+    run.until(lambda: re.search(r"SIGINT: .*sav.*; Ctrl-C again quits immediately", run.stdout))
     with pytest.raises(subprocess.TimeoutExpired):
         run.process.wait(0.3)
     run.interrupt()
     assert run.process.wait(PATIENCE_S) == 130
     how = r"(?:go on from step \d|nothing is saved; start again) with: (.*)"
-    said = re.fullmatch(rf"\nleft at once: what came after step \d is lost; {how}\n", run.stderr)
+    said = re.fullmatch(rf"\nquit immediately: the work after step \d is lost; {how}\n", run.stderr)
     assert said[1] == f"{run.json('config.json')['command']} --resume"
     run.assert_nothing_left()
     temporary.rmdir()  # which fails if the run left a file

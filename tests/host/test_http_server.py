@@ -9,7 +9,7 @@ import threading
 import pytest
 import uvicorn
 
-from rl.errors import said_by
+from rl.errors import error_text
 from rl.host.http_server import server_config
 from rl.host.listening import listen
 from rl.host.process import allow_open_files
@@ -74,7 +74,7 @@ def test_a_lack_of_open_files_names_the_limit(limited):
     with pytest.raises(OSError, match="Too many open files") as raised:
         files = [open("/dev/null") for _ in range(300)]  # noqa: SIM115
         del files
-    assert "this process may open 256 files, at most " in said_by(raised.value)
+    assert "this process may open 256 files, at most " in error_text(raised.value)
 
 
 def test_a_program_raises_its_limit_of_open_files(limited):

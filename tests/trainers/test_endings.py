@@ -262,7 +262,7 @@ def test_a_second_ctrl_c_leaves_at_once_though_the_loop_is_blocked(first, record
     code, said = interrupted(record, 11, blocked=True, numbers=[first, signal.SIGINT])
     how = f"go on from step 8 with: train --output-dir {record.folder} --resume"
     assert code == 130
-    assert said == f"\nleft at once: what came after step 8 is lost; {how}\n"
+    assert said == f"\nquit immediately: the work after step 8 is lost; {how}\n"
 
 
 def test_a_resumed_run_that_has_not_loaded_yet_is_interrupted_after_its_checkpoint(record, folder):

@@ -76,13 +76,13 @@ def step(engine: TrainingEngine, name: str, **options: Any) -> Any:
 
 
 def logprobs_of(engine: TrainingEngine, source: Any = None) -> torch.Tensor:
-    with engine.adapters.wearing(source):
+    with engine.adapters.active_adapter(source):
         return engine.forward(share(engine, ragged_batch(seed=9)))["logprobs"]
 
 
 def trained(engine: TrainingEngine, name: str | None) -> dict[str, torch.Tensor]:
     """Return the whole parameters of an adapter."""
-    with engine.adapters.wearing(name):
+    with engine.adapters.active_adapter(name):
         return {key: each for key, each in weights_of(engine).items() if is_adapter(key)}
 
 

@@ -64,7 +64,7 @@ export async function failure(view) {
       found.push(el("h2", {}, "What to do"), el("div", { class: "panel" },
         el("ol", { id: "advice" }, ...advice.map((each) => el("li", {}, visible(each))))));
     } else if (cause.command) {
-      found.push(el("h2", {}, "What to do"), note("Mend the cause, then go on with:"),
+      found.push(el("h2", {}, "What to do"), note("Fix the cause, then resume with:"),
         el("div", { class: "panel" }, el("pre", {}, visible(String(cause.command)))));
     }
     for (const name of ["detail", "traceback"]) {

@@ -18,6 +18,7 @@ EXIT_AGAIN = 75
 EXIT_INTERRUPTED = 130
 CLEAN_UP_S = 5
 LONGEST_REPR = 200
+TOO_MANY_FILES = "TooManyOpenFiles"
 CONTROLS = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), *range(127, 160))}
 
 at_end: list[Callable[[], None]] = []
@@ -136,12 +137,26 @@ def name_of(function: Any) -> str:
     return str(getattr(function, "__name__", type(function).__name__))
 
 
+def type_of(error: BaseException) -> str:
+    """Return the name of an exception's type, or TOO_MANY_FILES if it or one of its causes is a
+    lack of open files.
+    """
+    links = list[BaseException]()
+    link: BaseException | None = error
+    while link is not None and link not in links:  # an exception may be its own cause
+        if isinstance(link, OSError) and link.errno in (errno.EMFILE, errno.ENFILE):
+            return TOO_MANY_FILES
+        links.append(link)
+        link = link.__cause__ or link.__context__
+    return type(error).__name__
+
+
 def error_text(error: BaseException) -> str:
     """Return type and text of an exception, even if its ``str()`` raises; with the limit, if it is
     a lack of open files.
     """
     text = printable("".join(traceback.format_exception_only(error)).strip())
-    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+    if type_of(error) == TOO_MANY_FILES:
         most, highest = resource.getrlimit(resource.RLIMIT_NOFILE)
         text += f" (this process may open {most:,} files, at most {highest:,}: see ulimit -Hn)"
     return text

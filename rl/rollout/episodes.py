@@ -21,7 +21,7 @@ from rl.environments.protocol import (
     TokenReply,
 )
 from rl.environments.task import Score
-from rl.errors import GroupLost, error_text, name_of, shown, trace_of
+from rl.errors import GroupLost, error_text, name_of, shown, trace_of, type_of
 from rl.host.threads import DaemonThread
 from rl.rollout.scoring import InvalidScore, plain_score
 from rl.types import (
@@ -280,7 +280,7 @@ class Environments:
                 raise
             if not clock.expired():
                 message = f"{where} raised {error_text(error)}; {episode}\n{trace_of(error)}"
-                raise GroupLost("environment raised", message, type(error).__name__) from None
+                raise GroupLost("environment raised", message, type_of(error)) from None
             episode.is_hung = not inspect.iscoroutinefunction(method)
             self.hung += episode.is_hung
             message = f"{where} took longer than task.step_s={limit:g}; {episode}"

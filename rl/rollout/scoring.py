@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from rl.environments.task import RESERVED_METRICS, Score, Task
-from rl.errors import GroupLost, error_text, shown, trace_of
+from rl.errors import GroupLost, error_text, shown, trace_of, type_of
 from rl.metrics import Entry, Reduction, Value
 from rl.types import Completion, Prompt, Rollout
 
@@ -144,7 +144,7 @@ def _lost(task: Task, prompt: Prompt, sample: int, text: str, error: BaseExcepti
     if isinstance(error, InvalidScore):
         return GroupLost("reward was invalid", f"{reward} returned {error}; {where}", "")
     what = f"{reward} raised {error_text(error)}; {where}\n{trace_of(error)}"
-    return GroupLost("reward raised", what, type(error).__name__)
+    return GroupLost("reward raised", what, type_of(error))
 
 
 def _plain_text(text: object) -> str:

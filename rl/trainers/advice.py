@@ -1,7 +1,5 @@
 """Causes of failures that are known by the types of exceptions, and what to do after each."""
 
-import errno
-import os
 import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,6 +9,7 @@ from torch import OutOfMemoryError
 from rl.config import RLConfig
 from rl.config.users_code import is_users, place_of
 from rl.errors import (
+    TOO_MANY_FILES,
     ActorFailure,
     AlarmRaised,
     GradientNotFinite,
@@ -20,6 +19,7 @@ from rl.errors import (
     StorageFull,
     UserCodeFailed,
     is_full,
+    type_of,
 )
 from rl.trainers.failed_call import FailedCall
 from rl.trainers.run_folder import RunFolder
@@ -82,7 +82,7 @@ def _cause_of(links: list[BaseException], run: RunFolder) -> tuple[str, BaseExce
     it.
     """
     for link in links:
-        if os.strerror(errno.EMFILE) in str(link):
+        if TOO_MANY_FILES in (type_of(link), getattr(link, "kind", "")):
             return "open files", link
         for kind, cause in BY_TYPE.items():
             if isinstance(link, kind):

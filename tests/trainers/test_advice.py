@@ -12,6 +12,7 @@ from rl.cli.arguments import find_config
 from rl.config import SampledEvaluationConfig
 from rl.config.frozen import frozen
 from rl.errors import (
+    TOO_MANY_FILES,
     ActorFailure,
     AlarmRaised,
     GradientNotFinite,
@@ -78,7 +79,7 @@ def full_disk():
             "generator.kv_cache_gib (now 0.125)",
         ),
         (OSError(errno.EMFILE, os.strerror(errno.EMFILE)), "open files", "ulimit -Hn"),
-        (of_process(cause=GroupLost("reward hung", "Too many open files")), "open files", "-Hn"),
+        (caused_by(GroupLost("reward raised", "x", TOO_MANY_FILES)), "open files", "-Hn"),
         (of_process(cause=GradientNotFinite("nan")), "gradient", "--failed --lr"),
         (of_process("silent"), "deadline", "raise deadlines.call (now 600 s)"),
         (of_process("silent", call="heartbeat"), "deadline", "deadlines.heartbeat (now 60 s)"),

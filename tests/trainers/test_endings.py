@@ -243,17 +243,17 @@ def interrupted(
 @pytest.mark.parametrize(
     ("number", "state", "code", "said"),
     [
-        ("SIGINT", {"in_step": True}, 130, "finishing step 12, then saving; Ctrl-C again leaves "),
-        ("SIGINT", {}, 130, "saving step 11; Ctrl-C again leaves "),
-        ("SIGHUP", {"in_step": True}, 75, "finishing step 12, then saving; Ctrl-C leaves "),
-        ("SIGTERM", {}, 75, "saving step 11; Ctrl-C leaves "),
-        ("SIGUSR1", {"training": False}, 75, "leaving; Ctrl-C leaves "),
+        ("SIGINT", {"in_step": True}, 130, "finishing step 12, then saving; Ctrl-C again quits "),
+        ("SIGINT", {}, 130, "saving step 11; Ctrl-C again quits "),
+        ("SIGHUP", {"in_step": True}, 75, "finishing step 12, then saving; Ctrl-C quits "),
+        ("SIGTERM", {}, 75, "saving step 11; Ctrl-C quits "),
+        ("SIGUSR1", {"training": False}, 75, "leaving; Ctrl-C quits "),
     ],
 )
 def test_the_first_signal_prints_how_the_run_will_end(number, state, code, said, record):
     found = interrupted(record, 11, **state, numbers=[signal.Signals[number]])
     cancelled = "" if state.get("training", True) else "cancelled\n"
-    assert found == (code, f"{number}: {said}at once\n{cancelled}")
+    assert found == (code, f"{number}: {said}immediately\n{cancelled}")
 
 
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])

@@ -64,7 +64,7 @@ async def _supervised(trainer: Trainer[Any], folder: RunFolder) -> int:
             folder.progress.error(str(error))
             return error.exit_code
         except Exception as error:
-            code = fail(error, folder, trainer)
+            code = fail(error, folder, trainer.run)
             if isinstance(error, NodeLost) and trainer.run.is_open:
                 end_program(code)  # the node's ranks cannot answer; the launcher ends the others
             return code

@@ -28,7 +28,7 @@ SCORES = ("eval/exact_match", "eval/reward_mean", "eval/loss")
 NO_SCORES = ("prompts", "lost", "version_min", "version_max", "skipped", "tokens")
 """Numbers of an evaluation that are no scores, without ``eval/``."""
 INTERNAL = (
-    *("steps_learned", "policy_version", "policy_digest", "restarts"),
+    *("steps_learned", "policy_version", "policy_digest", "restarts", "ledger"),
     *("eval/version_min", "eval/version_max"),
 )
 """Entries of a summary that only its file shows."""

@@ -22,7 +22,6 @@ from rl.model.reward_model import describe_stops
 from rl.model.shape import shape_of
 from rl.model.tokenizer import missing_stop_tokens, require_room
 from rl.session.session import Session
-from rl.trainers.failed_call import FailedCall
 from rl.trainers.trainer import Trainer
 from rl.trainers.trial import reading
 
@@ -87,6 +86,7 @@ class DatasetTrainer(Trainer[Config], Generic[Config, Item]):
         )
 
     def assemble(self) -> None:
+        self.run.describe = lambda path: describe_stops(path, self.stop_token_ids)
         for text in self.warnings() if self.run.folder is not None else []:
             self.run.events.warn(text)
 
@@ -114,10 +114,6 @@ class DatasetTrainer(Trainer[Config], Generic[Config, Item]):
         self._resumed = (step, seen)
         self._digest_before = state.get("data_digest", self.data_digest)
         self.require_same_data()
-
-    async def prepare(self) -> None:
-        if self.step > self.report.evaluated:  # the start, or the run was left meanwhile
-            await self.evaluate_if_due()
 
     def require_same_data(self) -> None:
         """Raise RunError if steps after the checkpoint would repeat or leave out examples."""
@@ -157,14 +153,11 @@ class DatasetTrainer(Trainer[Config], Generic[Config, Item]):
         step, seen = self._resumed
         return seen + (self.step - step) * self.arguments.examples_per_step
 
-    def describe(self, path: Path) -> None:
-        describe_stops(path, self.stop_token_ids)
-
     def facts(self) -> dict[str, Any]:
-        """Return restarts, and the number of examples that are trained on, that were dropped for
-        their length, and that were truncated, those held out by ``held_out_fraction`` included.
+        """Return the number of examples that are trained on, that were dropped for their length,
+        and that were truncated, those held out by ``held_out_fraction`` included.
         """
-        return super().facts() | {
+        return {
             "examples": len(self.dataset_train),
             "examples_dropped": self.dropped,
             "examples_truncated": self.truncated,
@@ -204,21 +197,23 @@ class DatasetTrainer(Trainer[Config], Generic[Config, Item]):
             **self.session.restarts,
         }
 
-    def keep_step(self) -> FailedCall:
-        return FailedCall("step")  # its examples are those of the data set
-
-    async def after_step(self) -> None:
-        await self.evaluate_if_due()
-
-    async def evaluate_if_due(self) -> None:
-        """Do the evaluations that are due after this step, unless the run is left meanwhile."""
-        due = self.due() if self.step < self.total_steps else []
+    async def between_steps(self) -> None:
+        """Do the evaluations that are due after this step, unless the run is left meanwhile or has
+        done them before.
+        """
+        if not self.report.evaluated < self.step < self.total_steps:
+            return
+        due = self.due()
         if not due:
             return
+
+        async def all_of(due: list[Evaluate]) -> dict[str, float]:
+            return {name: value for each in due for name, value in (await each()).items()}
+
         if self.step == 0:
             self.run.progress.stage("evaluating the initial weights")
         with self.run.watch.span("evaluate"):
-            scores = await self.run.unless_leaving(self._all_of(due))
+            scores = await self.run.unless_leaving(all_of(due))
         if scores is None:
             await self.session.abort()
         elif scores:
@@ -237,9 +232,6 @@ class DatasetTrainer(Trainer[Config], Generic[Config, Item]):
         if self.step == 0:
             return at_start
         return every > 0 and self.step % every == 0
-
-    async def _all_of(self, due: list[Evaluate]) -> dict[str, float]:
-        return {name: value for each in due for name, value in (await each()).items()}
 
 
 def stops_of(items: Sequence[HasExamples], dialect: Dialect) -> list[int]:

@@ -22,7 +22,7 @@ from rl.errors import (
 from rl.host.process import Signals
 from rl.trainers.advice import advice_after
 from rl.trainers.failed_call import FailedCall, lost_group
-from rl.trainers.run import Run, Trained
+from rl.trainers.run import Run
 from rl.trainers.run_folder import RunFolder
 
 
@@ -83,7 +83,7 @@ class Interrupts(Signals):
         trainer = self._run.trainer
         first = "leaving"
         if self._run.is_training:
-            if trainer.is_in_step:
+            if self._run.is_in_step:
                 first = f"finishing step {trainer.step + 1}, then saving"
             elif 0 < trainer.step < trainer.total_steps:
                 first = f"saving step {trainer.step}"
@@ -94,39 +94,39 @@ class Interrupts(Signals):
         self._folder.progress.note(f"{self.name}: {first}; Ctrl-C {again}quits immediately")
 
 
-def fail(error: BaseException, run: RunFolder, trainer: Trained | None = None) -> int:
+def fail(error: BaseException, folder: RunFolder, run: Run | None = None) -> int:
     """Show what failed and what to do, and write ``failure.json``; return the exit code."""
-    progress = run.progress
+    progress = folder.progress
     facts = facts_of(error)
     detail = detail_of(error)
-    when = f"after step {trainer.step}" if trainer else "outside the steps"
+    when = f"after step {run.trainer.step}" if run else "outside the steps"
     progress.error(f"failed {when}: {detail}\nat {facts['place']}")
-    failed_call = _kept(error, trainer)
-    cause, advice = advice_after(error, run, failed_call)
-    facts |= {"cause": cause, "advice": advice, "again": failed_call.call, "command": run.command}
-    facts |= trainer.failure_facts() if trainer else {}
+    try:
+        failed_call = run.keep_failed(error) if run else FailedCall.outside_steps(error, 0)
+    except Exception as unwritten:  # the failure itself is reported in any case
+        why_not = f"The failing call cannot be made again: {detail_of(unwritten)}"
+        failed_call = FailedCall(why_not=why_not)
+    cause, advice = advice_after(error, folder, failed_call)
+    facts |= {"cause": cause, "advice": advice, "again": failed_call.call}
+    facts["command"] = folder.command
+    if run is not None:
+        facts["step"] = run.trainer.step
+    if run is not None and run.is_open:
+        session = run.session
+        facts["policy_version"] = session.version
+        facts |= {"generator_versions": session.generator_versions, **run.trainer.facts()}
     lost = lost_group(error)
     facts |= {"lost_group": facts_of(lost)} if lost is not None else {}
     try:
-        run.record.write_failure(facts | {"detail": detail, "traceback": trace_of(error)})
-        run.events.emit("failed", text=detail)
-        progress.error(f"details: {run.folder / 'failure.json'}")
+        folder.record.write_failure(facts | {"detail": detail, "traceback": trace_of(error)})
+        folder.events.emit("failed", text=detail)
+        progress.error(f"details: {folder.folder / 'failure.json'}")
     except RunError as unwritten:
         progress.error(f"no details: {unwritten}")
     for sentence in advice[:-1]:
         progress.error(f"- {sentence}")
-    progress.error(run.how_to_go_on())
+    progress.error(folder.how_to_go_on())
     return error.exit_code if isinstance(error, RunError) else EXIT_FAILED
-
-
-def _kept(error: BaseException, trainer: Trained | None) -> FailedCall:
-    """Return the failing call, and write the files that a repetition needs."""
-    if trainer is None:
-        return FailedCall.outside_steps(error, 0)
-    try:
-        return trainer.keep_failed(error)
-    except Exception as unwritten:  # the failure itself is reported in any case
-        return FailedCall(why_not=f"The failing call cannot be made again: {detail_of(unwritten)}")
 
 
 def facts_of(error: BaseException) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 import asyncio
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
 from functools import partial
 
 from rl.config import EvaluationConfig, RLConfig, SamplingRunConfig
@@ -14,6 +13,7 @@ from rl.observe.rollout_files import Chunk
 from rl.rollout.prompts import eval_prompts
 from rl.session.concurrency import background
 from rl.session.session import Session
+from rl.trainers.hooks import MetricCalculator
 from rl.trainers.ledger import Group
 from rl.trainers.run import Run
 from rl.types import Completion, GenerationRequest, Prompt, Sampling
@@ -50,9 +50,7 @@ class Evaluation:
         self._in_order = config.rollout.pipeline == "deterministic"
         self._chunks: list[Chunk] = []
 
-    async def scores(
-        self, metric_calculator: Callable[[list[Group]], Mapping[str, float]] | None = None
-    ) -> dict[str, float]:
+    async def scores(self, metric_calculator: MetricCalculator | None = None) -> dict[str, float]:
         """Return ``eval/exact_match`` of greedy completions. Of k samples of each prompt,
         ``eval/mean@k`` is the share that is correct, and ``eval/pass@k`` the share of prompts that
         one of them solves. ``eval/reward/NAME`` is a metric of the task's scores of greedy
@@ -193,9 +191,15 @@ class EvaluationSchedule:
             await run.session.abort()
         return scores is not None
 
-    async def final_scores(self, step: int) -> dict[str, float]:
-        """Return the scores of the weights after ``step``, the last one."""
-        scores = await self._evaluation.scores()
+    async def scores(
+        self, step: int, metric_calculator: MetricCalculator | None = None
+    ) -> dict[str, float]:
+        """Return the scores of the present weights. At the end of a run, after ``step``, also write
+        their rollouts.
+        """
+        scores = await self._evaluation.scores(metric_calculator)
+        if not self._run.is_training:
+            return scores
         await self._record(step)
         skipped = self._count_due(step)
         return scores | ({"eval/skipped": skipped} if skipped else {})

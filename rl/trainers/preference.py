@@ -30,8 +30,8 @@ from rl.dialects.dialect import Dialect
 from rl.errors import RunError
 from rl.metrics import Metrics
 from rl.trainers.dataset import DatasetTrainer
+from rl.trainers.hooks import MetricCalculator
 from rl.trainers.reference_scores import ReferenceScores, data_digest, source_digest
-from rl.trainers.trainer import MetricCalculator
 from rl.types import Batch
 
 Preference = Pair | Labelled
@@ -85,10 +85,10 @@ class PreferenceTrainer(DatasetTrainer[PreferenceConfig, Preference]):
         if self.session.has("reference") and self.cache is None:
             await self.session.init_model("reference")
 
-    async def prepare(self) -> None:
+    async def between_steps(self) -> None:
         if self.cache is not None:
             await self.cache.fill("eval", "train")
-        await super().prepare()
+        await super().between_steps()
 
     async def train_step(self) -> bool:
         if self.leaving:
@@ -292,7 +292,8 @@ class CachedReference:
         """Return the number of entries of ``part`` that the run needs."""
         trainer = self._trainer
         if part == "eval":
-            return sum(map(len, trainer.held_out_batches()))
+            count = len(trainer.dataset_eval)
+            return count - (trainer.is_unpaired and count % self._config.examples_per_step == 1)
         seen = trainer.total_steps * self._config.examples_per_step
         return seen if trainer.is_unpaired else min(seen, len(trainer.dataset_train))
 

@@ -2,10 +2,10 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Coroutine, Sequence
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from itertools import chain
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -13,17 +13,18 @@ from rl.config import RLConfig
 from rl.environments.task import Task
 from rl.errors import RunError
 from rl.observe.checkpoint_folders import ROLLOUTS
-from rl.observe.rollout_files import Chunk, read_groups
+from rl.observe.rollout_files import read_groups
 from rl.rollout.rollout_metrics import rollout_metrics
+from rl.session.concurrency import background
 from rl.trainers.algorithm import Step
 from rl.trainers.auxiliary_models import AuxiliaryModels
 from rl.trainers.evaluation import Evaluation, EvaluationSchedule, held_out_prompts
-from rl.trainers.failed_call import FailedCall, lost_group
+from rl.trainers.hooks import MetricCalculator
 from rl.trainers.ledger import Group, Ledger
 from rl.trainers.scheduler import RolloutScheduler
-from rl.trainers.trainer import MetricCalculator, Trainer
+from rl.trainers.trainer import Trainer
 from rl.trainers.trial import build_algorithm, build_task, try_task
-from rl.types import Prompt, Rollout
+from rl.types import Prompt
 
 
 class RLTrainer(Trainer[RLConfig]):
@@ -62,6 +63,7 @@ class RLTrainer(Trainer[RLConfig]):
             updates_per_step=config.updates_per_step,
         )
         record.keep_tokenizer(self.dataset_train.tokenizer)
+        self.run.describe = self.dataset_train.describe
         self.auxiliary = AuxiliaryModels(
             config, self.session, record.folder / "reference", self.run.checkpoints
         )
@@ -76,32 +78,35 @@ class RLTrainer(Trainer[RLConfig]):
             self.algorithm.reward_key,
         )
 
-    def work(self) -> list[Coroutine[Any, Any, None]]:
-        return [self.rollouts.run(self.ledger, self.step)]
+    @asynccontextmanager
+    async def working(self) -> AsyncIterator[None]:
+        async with background(self.rollouts.run(self.ledger, self.step)):
+            yield
+            await self.run.record.rollouts_written()
+            await self.run.changed.until(lambda: self.leaving or self.rollouts.is_done)
+            if not self.leaving:
+                await self.session.settle()
 
     async def restore(self, state: dict[str, Any]) -> None:
         keep = self.arguments.rollout.pipeline == "asynchronous"
-        finished = await self.saved_groups() if state else {}
+        finished = dict[int, Group]()
+        if state:
+            folder = self.session.trainer.loaded
+            assert folder is not None, "a state comes from a checkpoint"
+            finished = await asyncio.to_thread(read_groups, folder / ROLLOUTS)
         self.ledger.restore(state.get("ledger", {}), finished, self.session.version, keep=keep)
         self.rollouts.restore(state.get("scheduler", {}))
         self.algorithm.restore(state.get("algorithm", {}))
         await self.auxiliary.load(self.step, state)
 
-    async def saved_groups(self) -> dict[int, Group]:
-        """Return the groups of the checkpoint that the policy has loaded."""
-        folder = self.session.trainer.loaded
-        assert folder is not None, "a state comes from a checkpoint"
-        return await asyncio.to_thread(read_groups, folder / ROLLOUTS)
-
-    async def may_save(self) -> bool:
-        """Wait until nothing needs older weights than those of this step. Return False if an
+    async def snapshot(self) -> dict[str, Any] | None:
+        """Wait until nothing needs older weights than those of this step. Return None if an
         evaluation of older weights is repeated by the resumed run.
         """
         rollouts = self.rollouts
         await self.run.changed.until(lambda: rollouts.is_left or rollouts.may_save(self.step))
-        return rollouts.may_save(self.step)
-
-    async def snapshot(self) -> dict[str, Any]:
+        if not rollouts.may_save(self.step):
+            return None
         finished = self.ledger.finished()
         state = {  # of the same moment: sampling goes on while files are written
             "ledger": self.ledger.to_dict(),
@@ -109,34 +114,23 @@ class RLTrainer(Trainer[RLConfig]):
             "algorithm": self.algorithm.to_dict(),
             "auxiliary": self.auxiliary.to_dict(),
         }
-        await self.run.record.rollouts_written()  # a resume needs those of all steps before it
-        checkpoints = self.run.checkpoints
-        await asyncio.to_thread(self.run.record.write_groups, checkpoints, self.step, finished)
-        await self.auxiliary.save(self.step)
+        record = self.run.record
+        with self.run.watch.span("checkpoint"):
+            await record.rollouts_written()  # a resume needs those of all steps before it
+            write = record.write_groups
+            await asyncio.to_thread(write, self.run.checkpoints, self.step, finished)
+            await self.auxiliary.save(self.step)
         return state
 
     def facts(self) -> dict[str, Any]:
-        """Return restarts, dropped prompts, lost groups and recovered episodes."""
-        return super().facts() | {
+        """Return the ledger's counts, dropped prompts, lost groups and recovered episodes."""
+        return {
+            "ledger": self.ledger.counts(),
             "dropped": dict(self.ledger.dropped),
             "lost": dict(self.session.rollouter.lost),
             "lost_episodes": dict(self.session.rollouter.lost_episodes),
             "recovered_episodes": dict(self.session.rollouter.recovered_episodes),
         }
-
-    def failure_facts(self) -> dict[str, Any]:
-        ledger = {"ledger": self.ledger.counts()} if self.run.is_open else {}
-        return super().failure_facts() | ledger
-
-    @property
-    def is_in_step(self) -> bool:
-        return self.ledger.room < self.arguments.rollout.prompts_per_step
-
-    async def wind_down(self) -> None:
-        await self.run.record.rollouts_written()
-        await self.run.changed.until(lambda: self.leaving or self.rollouts.is_done)
-        if not self.leaving:
-            await self.session.settle()
 
     async def train_step(self) -> bool:
         chunk = await self.take()
@@ -148,9 +142,9 @@ class RLTrainer(Trainer[RLConfig]):
         """Take a step on ``chunk`` and the rest of the batch as it finishes; start the push."""
         groups = list[Group]()
         staleness = Counter[int]()
-        self.tried = step = Step(self.algorithm, self.session, self.step)
+        step = Step(self.algorithm, self.session, self.step)
         trained = self.session.version
-        with self.run.step_calls():
+        with self.run.step_calls(step.begun):
             while chunk:
                 staleness += self.staleness(chunk)
                 await step.train([*chain.from_iterable(chunk)])
@@ -177,44 +171,20 @@ class RLTrainer(Trainer[RLConfig]):
                 "rollout/staleness_mean": sum(age * n for age, n in staleness.items()) / tokens,
             }
         )
-        await self.record_step(step, trained)
+        record = self.arguments.record
+        if record.rollouts != "none":
+            await self.run.record.begin_rollouts(
+                self.step,
+                step.chunks,
+                version=trained,
+                only=record.kept(self.step, sum(len(chunk.rollouts) for chunk in step.chunks)),
+                max_bytes=record.max_bytes,
+            )
         samples = self.arguments.rollout.samples_per_prompt
         lost = {"episodes_lost_now": sum(samples - len(group) for group in groups)}
         states = {"step": self.step, **ledger, **lost, "staleness": staleness}
         self.run.record.append(self.run.record.ledger_path, states)
         self.report.step(row, step.updates, tokens=tokens)
-
-    async def record_step(self, step: Step, version: int) -> None:
-        """Begin to write the rollouts of the step, in a thread."""
-        config = self.arguments.record
-        if config.rollouts != "none":
-            kept = config.kept(self.step, sum(len(chunk.rollouts) for chunk in step.chunks))
-            await self.run.record.begin_rollouts(
-                self.step, step.chunks, version=version, only=kept, max_bytes=config.max_bytes
-            )
-
-    def keep_failed(self, error: BaseException) -> FailedCall:
-        """Write the group whose reward failed, or the rollouts of the failing step."""
-        lost = lost_group(error)
-        if lost is not None and lost.rollouts:
-            return self.keep_rollouts("reward", [lost.rollouts])
-        return super().keep_failed(error)
-
-    def keep_step(self) -> FailedCall:
-        return self.keep_rollouts("step", self.tried.begun)
-
-    def keep_rollouts(
-        self, call: Literal["step", "reward"], chunks: Sequence[Sequence[Rollout]]
-    ) -> FailedCall:
-        """Write the rollouts with which ``call`` failed, unless the config records none."""
-        if self.arguments.record.rollouts == "none":
-            return FailedCall(
-                why_not="The rollouts of the failing call are not kept, since record.rollouts is "
-                "'none'; a resumed run with --record.rollouts all keeps them if it fails again."
-            )
-        bare = [Chunk(rollouts=rollouts, columns={}) for rollouts in chunks]
-        self.run.record.write_failed_rollouts(bare, version=self.session.version)
-        return FailedCall(call)
 
     async def take(self) -> list[Group]:
         """Return the next chunk of the batch once it has finished; [] if the run is left before."""
@@ -248,7 +218,7 @@ class RLTrainer(Trainer[RLConfig]):
             raise RunError(f"a token of policy version {oldest} reached version {now}: {bound=}")
         return Counter(dict(zip((now - version for version in versions), counts, strict=True)))
 
-    async def after_step(self) -> None:
+    async def between_steps(self) -> None:
         await self.evaluations.keep(self.step)
 
     async def scores(self, metric_calculator: MetricCalculator | None = None) -> dict[str, float]:
@@ -256,10 +226,4 @@ class RLTrainer(Trainer[RLConfig]):
 
         ``metric_calculator`` gets the groups of rollouts.
         """
-        return await self.evaluation.scores(metric_calculator)
-
-    async def final_scores(self) -> dict[str, float]:
-        return await self.evaluations.final_scores(self.step)
-
-    def describe(self, path: Path) -> None:
-        self.dataset_train.describe(path)
+        return await self.evaluations.scores(self.step, metric_calculator)

@@ -1,26 +1,27 @@
 """Life cycle of a run: claim, start, resume, step, save, leave, recover, end."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from rl.config import RunConfig
-from rl.environments.task import Task
+from rl.config import RolloutRecordConfig, RunConfig
 from rl.errors import ActorFailure, NothingLearned, RunError, require
 from rl.observe.checkpoint_folders import StepFolders
 from rl.observe.events import Events
 from rl.observe.progress import Progress
 from rl.observe.record import RunRecord
+from rl.observe.rollout_files import Chunk
 from rl.observe.spans import Stopwatch
 from rl.session.concurrency import Signal, background
 from rl.session.profiles import profiled
 from rl.session.session import Session
-from rl.session.session_config import SessionConfig
-from rl.trainers.failed_call import FailedCall
+from rl.trainers.failed_call import FailedCall, lost_group
+from rl.trainers.hooks import Hooks
 from rl.trainers.report import Report
 from rl.trainers.run_folder import RunFolder, claim_run
+from rl.types import Rollout
 
 NOTHING_LEARNED = (
     "every gradient was 0 or not finite, the learning rate was 0, or bfloat16 parameters rounded "
@@ -30,40 +31,11 @@ NOTHING_LEARNED = (
 )
 
 
-class Trained(Protocol):
-    """Part of a trainer that its run calls: see :class:`rl.trainers.trainer.Trainer`."""
-
-    arguments: Any
-    task: Task.Config | None
-    step: int
-    session_config: SessionConfig
-
-    @property
-    def total_steps(self) -> int: ...
-    @property
-    def is_in_step(self) -> bool: ...
-    def assemble(self) -> None: ...
-    async def restore(self, state: dict[str, Any]) -> None: ...
-    async def prepare(self) -> None: ...
-    def work(self) -> list[Coroutine[Any, Any, None]]: ...
-    async def train_step(self) -> bool: ...
-    async def after_step(self) -> None: ...
-    async def may_save(self) -> bool: ...
-    async def snapshot(self) -> dict[str, Any]: ...
-    async def wind_down(self) -> None: ...
-    async def final_scores(self) -> dict[str, float]: ...
-    def describe(self, path: Path) -> None: ...
-    def facts(self) -> dict[str, Any]: ...
-    def failure_facts(self) -> dict[str, Any]: ...
-    def keep_failed(self, error: BaseException) -> FailedCall: ...
-
-
 class Run:
     """Run of a trainer, from the first step or the newest checkpoint to the last step.
 
-    - ``open`` claims the run folder and makes the session.
-    - ``train_until_done`` trains. If a model is lost, it goes back to the newest checkpoint.
-    - ``end`` ends all processes and gives the run folder back.
+    ``open`` claims the run folder and makes the session. ``train_until_done`` trains; if a model is
+    lost, it goes back to the newest checkpoint. ``end`` ends all processes.
     """
 
     record: RunRecord
@@ -78,10 +50,12 @@ class Run:
     """Times of the session's calls."""
     report: Report
     """Report of each step."""
+    describe: Callable[[Path], None] = staticmethod(lambda path: None)
+    """Function that adds files without weights, such as the tokenizer, to an exported folder."""
 
     def __init__(
         self,
-        trainer: Trained,
+        trainer: Hooks[Any],
         folder: RunFolder | None,
         make_session: Callable[..., Awaitable[Session]],
     ):
@@ -96,7 +70,7 @@ class Run:
         self._is_ready = False
         self._shown = AsyncExitStack()
         self._saved = 0
-        self._calls_step = False
+        self._step_rollouts: Sequence[Sequence[Rollout]] | None = None
         self._step_error: BaseException | None = None
         if folder is not None:
             self._use(folder)
@@ -203,8 +177,11 @@ class Run:
         folder.is_complete = False
         await self.open()
         self.progress.stage(self.session.describe())
-        async with background(self.session.lost_node()):
-            summary = await self._attempts(step)
+        try:
+            async with background(self.session.lost_node()):
+                summary = await self._attempts(step)
+        finally:
+            self.is_training = False
         if summary is None:
             return None
         folder.conclude(summary)
@@ -222,17 +199,17 @@ class Run:
                 await self.restore_checkpoint(step)
                 step = -1
                 async with self.session.running():
-                    await trainer.prepare()
-                    async with background(*trainer.work()):
+                    async with trainer.working():
+                        await trainer.between_steps()
                         await self._steps()
-                        return None if self.leaving else await self._finish()
+                    return None if self.leaving else await self._finish()
             except ActorFailure as failure:
                 self.session.recover(failure)
 
     async def restore_checkpoint(self, step: int = -1) -> None:
         """Start the processes that do not run; load checkpoint ``step``, the newest for -1."""
         self.is_training = False  # nothing is lost by leaving at once
-        self._calls_step = False
+        self._step_rollouts = None
         session = self.session
         await session.start()
         state, ignored = await session.load(step)
@@ -257,12 +234,10 @@ class Run:
             await self._profile(profile)
             while trainer.step < trainer.total_steps and await trainer.train_step():
                 await self._profile(profile)
-                await trainer.after_step()
-                if self._is_due(trainer.step):
-                    await self.save_checkpoint()
-                await self._export_if_due(trainer.step)
+                await trainer.between_steps()
+                if trainer.step < trainer.total_steps:
+                    await self._save_and_export(trainer.step)
         await self.save_checkpoint()
-        await trainer.wind_down()
 
     async def _profile(self, profile: AsyncExitStack) -> None:
         """End the profile of the step before; begin that of the next one if the config says so."""
@@ -275,36 +250,62 @@ class Run:
             self.events.note(f"profiling step {step} into {folder}")
 
     @contextmanager
-    def step_calls(self) -> Iterator[None]:
-        """Mark the block as the calls of a step, which ``rl.replay --failed`` can make again."""
-        self._calls_step = True
+    def step_calls(self, rollouts: Sequence[Sequence[Rollout]] = ()) -> Iterator[None]:
+        """Mark the block as the calls of a step, which ``rl.replay --failed`` can make again: with
+        ``rollouts``, which the block may add to, or else with the examples of the data set.
+        """
+        self._step_rollouts = rollouts
         try:
             yield
         except Exception as error:  # not a cancellation, which another component caused
             self._step_error = error
             raise
-        self._calls_step = False
+        self._step_rollouts = None
 
-    def failed_in_step(self, error: BaseException) -> bool:
-        """Whether ``error`` comes from the calls of a step.
+    @property
+    def is_in_step(self) -> bool:
+        """Whether a run that is left now finishes a step first."""
+        return self._step_rollouts is not None
 
-        The loss of a model may cancel the block before its calls raise.
+    def keep_failed(self, error: BaseException) -> FailedCall:
+        """Return the call that raised ``error``, and write the rollouts that a repetition needs,
+        unless the config records none.
+
+        Raises RunError if a file cannot be written.
         """
-        if not self._calls_step or self._session is None:
-            return False
-        of_model = isinstance(error, ActorFailure) and self._session.has(error.actor)
-        return error is self._step_error or of_model
+        lost = lost_group(error)
+        if lost is not None and lost.rollouts:
+            call = FailedCall("reward")
+            rollouts: Sequence[Sequence[Rollout]] = [lost.rollouts]
+        # the loss of a model may cancel the calls of a step before they raise
+        elif self._step_rollouts is not None and (
+            error is self._step_error
+            or (isinstance(error, ActorFailure) and self.session.has(error.actor))
+        ):
+            call = FailedCall("step")
+            rollouts = self._step_rollouts
+        else:
+            saved = self.folder.saved if self.folder else 0
+            return FailedCall.outside_steps(error, self.trainer.step, saved=saved)
+        record = self.config.record
+        if rollouts and isinstance(record, RolloutRecordConfig) and record.rollouts == "none":
+            return FailedCall(
+                why_not="The rollouts of the failing call are not kept, since record.rollouts is "
+                "'none'; a resumed run with --record.rollouts all keeps them if it fails again."
+            )
+        if rollouts:
+            chunks = [Chunk(rollouts=each, columns={}) for each in rollouts]
+            self.record.write_failed_rollouts(chunks, version=self.session.version)
+        return call
 
-    def _is_due(self, step: int) -> bool:
-        """Whether the config asks for a checkpoint after ``step``, which is not the last step."""
+    async def _save_and_export(self, step: int) -> None:
+        """Save a checkpoint and export the model if the config says so after ``step``."""
         checkpoint = self.config.trainer.checkpoint
         first = checkpoint.enable_first_step_checkpoint and step == 1
-        due = first or step % checkpoint.interval == 0
-        return checkpoint.enable and due and step < self.trainer.total_steps
-
-    async def _export_if_due(self, step: int) -> None:
+        if checkpoint.enable and (first or step % checkpoint.interval == 0):
+            await self.save_checkpoint()
         every = self.config.export_every
-        if every and step % every == 0 and step < self.trainer.total_steps:
+        if every and step % every == 0:
             with self.watch.span("checkpoint"):
                 await self.export(self.record.folder / "exports" / f"step-{step}")
 
@@ -313,18 +314,21 @@ class Run:
         saved.
         """
         step = self.trainer.step
-        if step in (self._saved, 0) or not await self.trainer.may_save():
+        if step in (self._saved, 0):
+            return
+        state = await self.trainer.snapshot()
+        if state is None:
             return
         with self.watch.span("checkpoint"):
-            state = {"step": step, "watchdog": self.report.to_dict()}
-            await self.session.save(step, state | await self.trainer.snapshot())
+            own = {"step": step, "watchdog": self.report.to_dict()}
+            await self.session.save(step, own | state)
         self._saved = step
         self.events.emit("checkpoint", step=step)
 
     async def export(self, path: Path) -> None:
         """Write the model as a Hugging Face folder."""
         await self.session.export_hf(path)
-        self.trainer.describe(path)
+        self.describe(path)
 
     async def _finish(self) -> dict[str, Any] | None:
         """Export, then evaluate; return the summary, None if ``leave`` ended the evaluation.
@@ -340,15 +344,19 @@ class Run:
             "steps": trainer.step,
             "steps_learned": sum(row["trainer/updates"] > 0 for row in rows),
             "policy_version": self.session.version,
-            **trainer.facts(),
+            **self._facts(),
             "policy_digest": await self.session.weight_digest(),
             "export": str(export),
         }
         self.record.write_summary(summary)
         self.events.note(f"exported to {export}")
         self.progress.stage("evaluating on held-out data")
-        scores = await self.unless_leaving(trainer.final_scores())
-        return None if scores is None else summary | scores | trainer.facts()
+        scores = await self.unless_leaving(trainer.scores())
+        return None if scores is None else summary | scores | self._facts()
+
+    def _facts(self) -> dict[str, Any]:
+        restarts = self.session.restarts
+        return {"restarts": sum(restarts.values()), **restarts, **self.trainer.facts()}
 
     async def unless_leaving(
         self, work: Coroutine[Any, Any, dict[str, float]]

@@ -11,7 +11,7 @@ from rl.data.jsonl import Source
 from rl.dialects.dialect import Dialect
 from rl.trainers.dataset import DatasetTrainer, Evaluate
 from rl.trainers.evaluation import Evaluation
-from rl.trainers.trainer import MetricCalculator
+from rl.trainers.hooks import MetricCalculator
 from rl.trainers.trial import build_task, try_task
 
 MAX_EXPONENT = 700.0

@@ -3,32 +3,28 @@
 import asyncio
 import functools
 import inspect
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Self
 
 import torch
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer
 from torchtitan.config import TORCH_DTYPE_MAP
 
 from rl.config import RunConfig
-from rl.environments.task import Task
 from rl.errors import ConfigError, Interrupted
 from rl.host.threads import DaemonThread
 from rl.session.session import Session
 from rl.session.session_config import SessionConfig
 from rl.trainers.endings import Interrupts, fail
-from rl.trainers.failed_call import FailedCall
+from rl.trainers.hooks import Arguments, Hooks, MetricCalculator
 from rl.trainers.report import Report
 from rl.trainers.run import Run
 from rl.trainers.run_folder import RunFolder, pin_datasets
 from rl.validation import validate
-
-Arguments = TypeVar("Arguments", bound=RunConfig)
-MetricCalculator = Callable[[Any], Mapping[str, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +39,7 @@ class TrainerState:
     """Numbers of the summary; empty before the end of the run."""
 
 
-class Trainer(ABC, Generic[Arguments]):
+class Trainer(Hooks[Arguments]):
     """Base of all trainers. ::
 
         async with rl.RLTrainer(config) as trainer:
@@ -60,12 +56,8 @@ class Trainer(ABC, Generic[Arguments]):
 
     A trainer of your own overrides one of ``configure_model``, ``configure_dataloaders`` and
     ``configure_functions``, which the constructor calls once and in this order, or ``train_step``.
-    The other methods are hooks of the run, for trainers with more than a model to start, save or
-    evaluate.
+    The hooks of its base are for trainers with more than a model to start, save or evaluate.
     """
-
-    task: Task.Config | None = None
-    """Task with the reward of completions; None for trainers without rollouts."""
 
     def __init__(
         self,
@@ -88,7 +80,6 @@ class Trainer(ABC, Generic[Arguments]):
         self.dataset_train = dataset_train
         self.dataset_eval = dataset_eval
         self.step = 0
-        """Number of completed steps."""
         self.run = Run(self, folder, make_session)
         self._metrics: Mapping[str, float] = {}
         self.session_config = self.configure_model()
@@ -111,7 +102,7 @@ class Trainer(ABC, Generic[Arguments]):
             except (ConfigError, Interrupted):
                 raise
             except Exception as error:
-                fail(error, folder, self)
+                fail(error, folder, self.run)
                 raise
         self._metrics = {name: each for name, each in summary.items() if isinstance(each, float)}
         return self.state
@@ -224,95 +215,6 @@ class Trainer(ABC, Generic[Arguments]):
     @abstractmethod
     def configure_functions(self) -> None:
         """Set the functions of a step, such as the loss."""
-
-    @abstractmethod
-    async def train_step(self) -> bool:
-        """Take one step and count it in ``step``; return False if the run is left before it."""
-
-    # Hooks of the run.
-
-    @property
-    def total_steps(self) -> int:
-        """Number of steps of the whole run."""
-        return self.arguments.steps
-
-    def assemble(self) -> None:
-        """Make the parts that need the session and the run folder. Called once both exist."""
-
-    async def restore(self, state: dict[str, Any]) -> None:
-        """Go back to ``state``, which ``snapshot`` returned; {} is the start of the run."""
-
-    async def prepare(self) -> None:
-        """Prepare training, once all models hold their weights. Return early if the run is
-        left.
-        """
-
-    def work(self) -> list[Coroutine[Any, Any, None]]:
-        """Return the coroutines that run beside the steps."""
-        return []
-
-    async def after_step(self) -> None:
-        """Do the work that is due between a step and its checkpoint, such as an evaluation."""
-
-    async def may_save(self) -> bool:
-        """Wait until a checkpoint of this step is complete in itself; return whether a run may
-        resume from it.
-        """
-        return True
-
-    async def snapshot(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps beside model, optimizer and step, as JSON.
-
-        Files go to the folder of the checkpoint first.
-        """
-        return {}
-
-    async def wind_down(self) -> None:
-        """Wait for what still runs after the last step."""
-
-    async def scores(self, metric_calculator: MetricCalculator | None = None) -> dict[str, float]:
-        """Return metrics of the weights on ``dataset_eval``, named ``eval/…``; {} without it."""
-        return {}
-
-    async def final_scores(self) -> dict[str, float]:
-        """Return ``scores`` of the weights after the last step, for the summary."""
-        return await self.scores()
-
-    def describe(self, path: Path) -> None:
-        """Add files without weights, such as the tokenizer, to the exported folder ``path``."""
-
-    def facts(self) -> dict[str, Any]:
-        """Return counts for the summary."""
-        restarts = self.session.restarts
-        return {"restarts": sum(restarts.values()), **restarts}
-
-    @property
-    def is_in_step(self) -> bool:
-        """Whether a run that is left now finishes a step first."""
-        return self.run.is_training
-
-    def failure_facts(self) -> dict[str, Any]:
-        """Return where the run stands, for ``failure.json``."""
-        facts: dict[str, Any] = {"step": self.step}
-        if self.run.is_open:
-            facts["policy_version"] = self.session.version
-            facts["generator_versions"] = self.session.generator_versions
-        return facts
-
-    def keep_failed(self, error: BaseException) -> FailedCall:
-        """Return the call that raised ``error``, and write the files that a repetition needs.
-
-        Raises RunError if a file cannot be written.
-        """
-        if self.run.failed_in_step(error):
-            return self.keep_step()
-        folder = self.run.folder
-        return FailedCall.outside_steps(error, self.step, saved=folder.saved if folder else 0)
-
-    def keep_step(self) -> FailedCall:
-        """Write the files that a repetition of the failing step needs: see ``keep_failed``."""
-        name = type(self).__name__
-        return FailedCall(why_not=f"{name} has no steps that rl.replay can take again.")
 
 
 class BlockingTrainer:

@@ -81,7 +81,7 @@ class Run:
     def __init__(self, kind: str, config: RunConfig):
         self.kind = kind
         self.called: list[str] = []
-        self.leaves_after = 0
+        self.leaves_after = -1
         self.is_cracked = False
         """Whether the weights of tokens in the loss are infinite."""
         module, _, name = config.trainer_class.partition(":")
@@ -145,8 +145,8 @@ def watched(base: type[Trainer[Any]], run: Run) -> type[Trainer[Any]]:
 
             self.session.forward_backward = forward_backward
 
-        async def after_step(self):
-            await super().after_step()
+        async def between_steps(self):
+            await super().between_steps()
             if self.step == run.leaves_after:
                 self.leave()
 

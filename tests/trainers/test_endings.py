@@ -199,10 +199,14 @@ def interrupted(
     async def main():
         left = asyncio.Event()
         config = find_config("quickstart")()
-        trainer = SimpleNamespace(total_steps=config.steps, step=steps, is_in_step=in_step)
+        trainer = SimpleNamespace(total_steps=config.steps, step=steps)
         folder = RunFolder(config, record, Progress(9, quiet=False), command="train")
         run = SimpleNamespace(
-            trainer=trainer, is_training=training, leave=left.set, claim=lambda: folder
+            trainer=trainer,
+            is_training=training,
+            is_in_step=in_step,
+            leave=left.set,
+            claim=lambda: folder,
         )
         with Interrupts(run) as interrupts:
             print("ready", flush=True)

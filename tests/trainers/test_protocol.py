@@ -14,9 +14,9 @@ from tests.trainers.loops import evaluating
 class Leaves(RLTrainer):
     leaves_after = 0
 
-    async def after_step(self):
-        await super().after_step()
-        if self.step == self.leaves_after:
+    async def between_steps(self):
+        await super().between_steps()
+        if self.run.is_training and self.step == self.leaves_after:
             self.leave()
 
 
@@ -63,12 +63,12 @@ def test_a_script_and_a_cell_train_leave_go_on_and_evaluate(run, within):
 class Interrupts(RLTrainer):
     interrupts = 0
 
-    async def after_step(self):
-        await super().after_step()
-        if self.interrupts:
+    async def between_steps(self):
+        await super().between_steps()
+        if self.run.is_training and self.interrupts:
             interrupt_main_thread()
             await self.run.changed.until(lambda: self.run.leaving)
-        if self.interrupts > 1:
+        if self.run.is_training and self.interrupts > 1:
             interrupt_main_thread()
             await asyncio.Event().wait()
 

@@ -86,7 +86,7 @@ def summary_of(trainer):
 class Leaves(SFTTrainer):
     """Leaves after step 3."""
 
-    async def after_step(self):
+    async def between_steps(self):
         if self.step == 3:
             self.leave()
 

@@ -7,7 +7,7 @@ import shutil
 import pytest
 from transformers import AutoTokenizer, GenerationConfig
 
-from rl.model.reward_model import describe_reward_model
+from rl.model.reward_model import describe_reward_model, describe_stops
 from rl.model.shape import ModelConfig
 from rl.model.tokenizer import read_stop_token_ids
 from rl.tasks.calculator import Calculator
@@ -74,7 +74,7 @@ def test_an_export_of_a_base_model_stops_at_what_was_trained(
     assert bool(warned) == isinstance(stops, list)
     assert all("the examples stop with" in text for text in warned)
     export = shutil.copytree(base_model, tmp_path / "export")
-    trainer.describe(export)
+    describe_stops(export, trainer.stop_token_ids)
     assert GenerationConfig.from_pretrained(export).eos_token_id == stops
     tokenizer = AutoTokenizer.from_pretrained(export)
     assert tokenizer.eos_token == eos
@@ -99,7 +99,7 @@ def test_stop_tokens_of_config_json_count_unless_generation_config_names_some(
 def test_an_export_of_a_chat_model_keeps_its_files(trainer_of, chat_model, tmp_path):
     trainer = trainer_of("sft_jsonl", SFTTrainer, chat_model, CHATS)
     export = shutil.copytree(chat_model, tmp_path / "export")
-    trainer.describe(export)
+    describe_stops(export, trainer.stop_token_ids)
     assert warnings_of(trainer) == []
     for path in chat_model.glob("*.json"):
         assert (export / path.name).read_bytes() == path.read_bytes()
@@ -139,7 +139,7 @@ def test_a_reward_model_of_conversations_has_a_pad_token_that_stops_none(
     trainer = trainer_of("reward_model_jsonl", PreferenceTrainer, folder, rows)
     export = shutil.copytree(folder, tmp_path / "export")
     describe_reward_model(export, "Qwen3ForSequenceClassification")  # as the ranks do
-    trainer.describe(export)
+    describe_stops(export, trainer.stop_token_ids)
     pad = json.loads((export / "config.json").read_text())["pad_token_id"]
     assert pad == AutoTokenizer.from_pretrained(export).pad_token_id
     assert pad is not None and pad not in (TEXT, END)

@@ -75,7 +75,8 @@ def _forward(model: Any, tokens: int) -> torch.Tensor:
 
 @torch.no_grad()
 def _sample(model: Any, hidden: torch.Tensor) -> None:
-    model.compute_logits(hidden).float().log_softmax(-1)
+    logits = model.compute_logits(hidden)  # which stay beside both copies, as in vLLM
+    logits.float().log_softmax(-1)
 
 
 def _no_kernel(*arguments: Any) -> None:

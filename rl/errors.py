@@ -19,6 +19,7 @@ EXIT_INTERRUPTED = 130
 CLEAN_UP_S = 5
 LONGEST_REPR = 200
 TOO_MANY_FILES = "TooManyOpenFiles"
+MOST_FILES = 2**20
 CONTROLS = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), *range(127, 160))}
 
 at_end: list[Callable[[], None]] = []
@@ -157,9 +158,18 @@ def error_text(error: BaseException) -> str:
     """
     text = printable("".join(traceback.format_exception_only(error)).strip())
     if type_of(error) == TOO_MANY_FILES:
-        most, highest = resource.getrlimit(resource.RLIMIT_NOFILE)
-        text += f" (this process may open {most:,} files, at most {highest:,}: see ulimit -Hn)"
+        limit, most = open_file_limits()
+        text += f" (this process may open {limit:,} files, at most {most:,}: see ulimit -Hn)"
     return text
+
+
+def open_file_limits() -> tuple[int, int]:
+    """Return the number of files that this process may open, and up to which number it can raise
+    this limit. Both are at most MOST_FILES, also for "unlimited".
+    """
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit, most = (MOST_FILES if each < 0 else min(each, MOST_FILES) for each in limits)
+    return limit, most
 
 
 def trace_of(error: BaseException) -> str:

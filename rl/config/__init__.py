@@ -11,6 +11,7 @@ from rl.config.run import RunConfig, SamplingRunConfig, SinksConfig, WatchdogCon
 from rl.config.serve import ServeConfig
 from rl.config.sft import SampledEvaluationConfig, SFTConfig, SFTDataConfig
 from rl.config.unknown_fields import refuse_unknown
+from rl.session.session_config import SessionConfig
 
 __all__ = [
     "AlgorithmConfig",
@@ -41,5 +42,6 @@ __all__ = [
 for _kind in (
     *(Configurable.Config, RunConfig, SamplingRunConfig, DatasetRunConfig, DatasetConfig),
     *(RLConfig, SFTConfig, PreferenceConfig, RewardModelConfig, ServeConfig),
+    SessionConfig,
 ):
     refuse_unknown(_kind)

@@ -25,15 +25,22 @@ def refusal(kind: type, name: str) -> str:
 
 
 def refuse_unknown(kind: Any) -> None:
-    """Let configs of ``kind``, of its subclasses, and of the kinds of its fields refuse to set
-    unknown attributes, with or without ``slots``.
+    """Let configs of ``kind``, of its subclasses, and of the kinds of its fields refuse unknown
+    attributes and arguments, with or without ``slots``.
     """
     if dataclasses.is_dataclass(kind) and "__setattr__" not in vars(kind):
         kind.__setattr__ = _set  # type: ignore[method-assign, assignment]
+        kind.__new__ = _new  # type: ignore[method-assign, assignment]
         for inner in get_type_hints(kind).values():
             refuse_unknown(inner)
     for argument in get_args(kind):
         refuse_unknown(argument)
+
+
+def _new(kind: Any, *_: Any, **given: Any) -> Any:
+    for text in filter(None, (refusal(kind, name) for name in given)):
+        raise TypeError(text)
+    return object.__new__(kind)
 
 
 def _set(config: Any, name: str, value: Any) -> None:

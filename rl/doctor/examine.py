@@ -12,14 +12,14 @@ from rl.doctor.config import check_cluster, check_config, check_settings
 from rl.doctor.data import check_inputs, check_prompts, check_template, check_trainer
 from rl.doctor.findings import Finding, error, refused
 from rl.doctor.host import Host
-from rl.doctor.resources import check_memory, check_output, check_room
+from rl.doctor.resources import check_output, check_plan, check_room
 from rl.doctor.reward import check_reward
 from rl.doctor.run import check_run
 from rl.errors import ConfigError
 from rl.model.hub import Snapshot, title_of
 from rl.plan.plan import Plan
 from rl.validation import checks
-from rl.validation.folders import models_of
+from rl.validation.folders import check_numbers, models_of
 
 
 def check_given(host: Host, arguments: list[str], program: str) -> Iterator[Finding]:
@@ -82,10 +82,11 @@ def _check_valid(host: Host, name: str, config: RunConfig) -> Iterator[Finding]:
     yield from check_room(host, config)
     yield from check_output(name, config)
     try:
+        check_numbers(config)
         plan = Plan(config)
     except ConfigError as reason:
         yield refused("config", reason)
         return
     for lack in plan.lacks:
         yield error("config", lack.where, lack.what, lack.fix)
-    yield from check_memory(host, config, plan)
+    yield from check_plan(host, config, plan)

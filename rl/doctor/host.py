@@ -3,7 +3,6 @@
 import os
 import platform
 import re
-import resource
 import shutil
 import socket
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from packaging.utils import canonicalize_name
 
 from rl.cli.help import SHIPPED
 from rl.doctor.findings import Finding, error, warning
+from rl.errors import open_file_limits
 from rl.host.listening import NO_LOOPBACK, has_loopback
 from rl.host.platform import device_count, device_type, has_rdma
 
@@ -87,7 +87,7 @@ class Host:
     constraints: tuple[str, ...] = field(default_factory=_constraints)
     cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
     omp_num_threads: str = field(default_factory=lambda: os.environ.get("OMP_NUM_THREADS", ""))
-    open_files: int = field(default_factory=lambda: resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    open_files: int = field(default_factory=lambda: open_file_limits()[1])
     """Number of files that a process may open, up to which programs raise their own limit."""
     shared_free: int = field(default_factory=_shared_free)
     """Number of free bytes of /dev/shm; 0 if it cannot be written."""

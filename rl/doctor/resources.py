@@ -15,7 +15,6 @@ from rl.plan.plan import Plan
 from rl.plan.speed import sizes_of
 
 SHARED_BYTES = 256 * 2**20  # of each rank of a mesh; containers have 64 MiB by default
-FILES = (256, 32)  # open files of the controller, and for each process of a run
 
 
 def check_room(host: Host, config: RunConfig) -> Iterator[Finding]:
@@ -24,22 +23,15 @@ def check_room(host: Host, config: RunConfig) -> Iterator[Finding]:
         return
     meshes = [role.trainer.ranks for role in config.models().values()]
     compiles = config.trainer.compile.enable
-    workers = 0
     sampling = config.sampling_run()
     if sampling is not None:
         generator = sampling.generator
         meshes += [generator.tensor_parallel_degree] * generator.replicas
         compiles = compiles or not generator.enforce_eager
-        workers = sampling.rollout.reward_workers
     ranks = -(-sum(meshes) // config.nodes)
-    processes = ranks + workers + 1
     if not host.cuda and ranks > 2 * host.cores:
         what = f"{ranks} ranks share {host.cores} cores"
         yield warning("host", "cores", what, "lower generator.replicas or the trainer's degrees")
-    needed = FILES[0] + FILES[1] * processes
-    if host.open_files < needed:
-        what = f"{host.open_files} open files are allowed, and {processes} processes share hosts"
-        yield warning("host", "ulimit -n", what, f"run: ulimit -n {needed}")
     together = -(-sum(mesh for mesh in meshes if mesh > 1) // config.nodes)
     shared = SHARED_BYTES * together
     if host.shared_free < shared:
@@ -53,11 +45,17 @@ def check_room(host: Host, config: RunConfig) -> Iterator[Finding]:
     yield from _check_devices(host, config)
 
 
-def check_memory(host: Host, config: RunConfig, plan: Plan) -> Iterator[Finding]:
-    """Yield a warning if a run on this host alone needs more memory than is free now."""
+def check_plan(host: Host, config: RunConfig, plan: Plan) -> Iterator[Finding]:
+    """Yield a warning if a run needs more open files than this host allows, or on this host alone
+    more memory than is free now.
+    """
+    if (config.hardware.kind == "cuda") != host.cuda:
+        return
+    if host.open_files < (needed := plan.run.open_files):
+        what = f"{host.open_files} open files are allowed; a process of the run needs {needed}"
+        yield warning("host", "ulimit -Hn", what, f"run: ulimit -n {needed}, as root if need be")
     used = next(memory.used for memory in plan.memories if memory.kind == "host")
-    here = config.nodes == 1 and (config.hardware.kind == "cuda") == host.cuda
-    if here and used > host.memory:
+    if config.nodes == 1 and used > host.memory:
         what = f"{host.memory / GIB:.1f} GiB are free; the run needs up to {used / GIB:.1f}"
         fix = "end other processes, raise the container's limit, or take a smaller layout"
         yield warning("host", "memory", what, fix)

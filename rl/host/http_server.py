@@ -2,13 +2,14 @@
 
 import asyncio
 import logging
-import resource
 from collections import Counter
 from typing import Any
 
 import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from rl.errors import open_file_limits
 
 MAX_HEAD = 64 * 2**10
 """Maximum size of the head of a request, in bytes."""
@@ -68,7 +69,7 @@ class _Http(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._await_head()
-        if len(self.connections) > resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2:
+        if len(self.connections) > open_file_limits()[0] // 2:
             transport.abort()  # the other half of the descriptors is the program's own
 
     def data_received(self, data: bytes) -> None:

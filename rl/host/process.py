@@ -9,11 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self, TextIO
 
+from rl.errors import open_file_limits
+
 LEAVING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """Signals after which a program saves and leaves. The other processes of a run ignore the signals,
 since a launcher, a closing terminal or a user may send them to all processes."""
 
-MOST_FILES = 2**20
 """Maximum number of open files that a process asks for; some programs visit all numbers."""
 
 COLLECT_AT = (50_000, 20, 100)
@@ -87,12 +88,11 @@ def allow_open_files() -> int:
     """Raise this process's limit of open files, which the processes that it starts inherit, as far
     as the host allows. Return the limit.
     """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        soft = most
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return soft
+    limit, most = open_file_limits()
+    if limit < most:
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return most
 
 
 def steady(stream: TextIO | None, number: int) -> TextIO:

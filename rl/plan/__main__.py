@@ -57,6 +57,7 @@ def main(arguments: list[str]) -> int:
     from rl.cli.arguments import load_config, parse_config
     from rl.plan.plan import Plan
     from rl.plan.report import changes, describe, describe_changes
+    from rl.validation.folders import check_numbers
 
     try:
         name, config = parse_config(rest, program=PROGRAM)
@@ -68,6 +69,7 @@ def main(arguments: list[str]) -> int:
         if own.rehearse:
             return _rehearse(config, rest, rank=own.rank, as_json=own.json)
         require(own.rank is None, "--rank needs --rehearse")
+        check_numbers(config)
         plan = Plan(config)
     except ConfigError as error:
         if not own.json:

@@ -6,6 +6,7 @@ from typing import Any
 from torchtitan.config import CompileConfig
 
 from rl.config import RunConfig, SamplingRunConfig
+from rl.environments.agent import AgentTask
 from rl.environments.protocol import EnvironmentTask
 from rl.generation.generator_config import record_bytes_per_token
 from rl.model.shape import ModelShape, shape_of
@@ -22,6 +23,10 @@ LEARNING = ("trainer", "critic")
 GENERATOR = "generator-0"
 """Mesh of the first generator. The others are like it."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+OPEN_FILES = 256
+"""Number of files that a process of a run opens for itself."""
+FILES_OF_PROCESS = 32
+"""Number of files that the controller opens for each process of a run."""
 
 
 class PlannedRun:
@@ -100,6 +105,20 @@ class PlannedRun:
         """Config of the task if its rollouts are episodes, else None."""
         task = self.rl.task if self.generators else None
         return task if isinstance(task, EnvironmentTask.Config) else None
+
+    @property
+    def open_files(self) -> int:
+        """Estimated number of open files of the process that opens the most: the controller, or a
+        process of episodes, which has both ends of the connections of its agents.
+        """
+        ranks = sum(place.ranks for place in (*self.places.values(), *self.generators))
+        workers = self.rl.rollout.reward_workers if self.generators else 0
+        controller = FILES_OF_PROCESS * (-(-ranks // self.hosts) + workers + 1)
+        agents = 0
+        if isinstance(task := self.episodes, AgentTask.Config):
+            at_once = min(self.sequences_sampled, task.max_open_episodes or self.sequences_sampled)
+            agents = 2 * -(-at_once // max(1, workers))
+        return OPEN_FILES + (max(controller, agents) if workers else controller + agents)
 
     @property
     def record_bytes(self) -> int:

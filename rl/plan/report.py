@@ -8,7 +8,8 @@ from typing import Any
 
 from rl.config import RunConfig
 from rl.config.frozen import changed_fields, frozen
-from rl.errors import counted
+from rl.errors import counted, open_file_limits
+from rl.host.platform import device_type
 from rl.model.hub import title_of
 from rl.plan.memory import GIB, RankMemory, environment_workers, kv_bytes, kv_sequences
 from rl.plan.plan import Plan, degrees_of
@@ -174,6 +175,11 @@ def _memory(plan: Plan) -> Iterator[str]:
     if run.hardware.assumes_host:
         memory = f"{run.hardware.host_gib:,.0f} GiB of memory"
         yield f"  assumed: a host has {memory}; hardware.host_memory_gib says what it has"
+    if (
+        run.open_files > (most := open_file_limits()[1])
+        and run.config.hardware.kind == device_type()
+    ):
+        yield f"  open files: a process needs about {run.open_files:,}; this host allows {most:,}"
     if not run.generators:
         return
     longest = run.rl.longest

@@ -76,6 +76,21 @@ def check_folder(
         _check_tied_head(folder, stored)
 
 
+def check_finite(folder: Path, *, tied: bool) -> None:
+    """Raise ConfigError, naming file and tensor, if a tensor in ``folder`` holds NaN or infinity.
+    Reads all tensors.
+    """
+    for stored in stored_tensors(folder, tied=tied).values():
+        for rows in _rows(folder, stored) if stored.shape else ():
+            require_finite(folder / stored.file, stored.name, rows)
+
+
+def require_finite(path: Path, name: str, values: torch.Tensor) -> None:
+    """Raise ConfigError if ``values`` of tensor ``name`` in file ``path`` hold NaN or infinity."""
+    fix = "copy or download the file again, or name a model that has not diverged"
+    require(bool(values.isfinite().all()), f"{path}: {name} holds NaN or infinity", fix=fix)
+
+
 def has_biases(stored: Iterable[str]) -> bool:
     """Return whether the biases of routers are among the tensors ``stored``, by name."""
     return any(name.endswith(EXPERT_BIAS) for name in stored)

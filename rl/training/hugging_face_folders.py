@@ -26,6 +26,7 @@ from rl.training.hugging_face_files import (
     StoredTensor,
     check_tensors,
     has_biases,
+    require_finite,
     stored_tensors,
 )
 from rl.training.hugging_face_names import SCORE, HuggingFaceNames, Shapes, TensorPiece
@@ -124,11 +125,7 @@ class HuggingFaceFolders:
                     name = stored[piece.tensor].name
                     source = piece.in_tensor.slices_in(Box.whole(piece.shape))
                     found = tensors.get_slice(name)[source]
-                    if not found.isfinite().all():
-                        raise RunError(
-                            f"{folder / file}: {name} holds NaN or infinity; copy or download the "
-                            "file again, or name a model that has not diverged"
-                        )
+                    require_finite(folder / file, name, found)
                     values.copy_(found)
 
     def _headers(self, folder: Path) -> dict[str, StoredTensor]:

@@ -11,7 +11,7 @@ from rl.config.frozen import read_config_file
 from rl.errors import ConfigError, require_value
 from rl.model.hub import Snapshot, is_name, locate
 from rl.model.shape import ModelConfig, ModelShape, shape_of
-from rl.training.hugging_face_files import check_folder
+from rl.training.hugging_face_files import check_finite, check_folder
 from rl.types import Head
 from rl.validation.values import value_of, values
 
@@ -31,6 +31,20 @@ def models_of(config: RunConfig) -> dict[str, ModelConfig]:
     """Return the sections that name a model, by their names."""
     found = ((value.name, value.content) for value in values(config))
     return {name: content for name, content in found if isinstance(content, ModelConfig)}
+
+
+def check_numbers(config: RunConfig) -> None:
+    """Raise ConfigError, naming file and tensor, if the weights that a model starts from hold NaN.
+    Reads all of them: a run finds NaN when it loads them.
+    """
+    for section, model in models_of(config).items():
+        path = model.hf_path
+        if path is None or (isinstance(path, Snapshot) and path.missing()):
+            continue
+        try:
+            check_finite(Path(path), tied=shape_of(model).tie_embeddings)
+        except ConfigError as error:
+            raise error.inside(f"{section}.hf_path") from None
 
 
 def find_models(config: RunConfig) -> None:

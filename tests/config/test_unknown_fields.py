@@ -10,8 +10,9 @@ from functools import cached_property
 import pytest
 from torchtitan.config import Configurable
 
+import rl
 from rl.cli.arguments import find_config, load_config, parse_config, shipped_configs
-from rl.config import RunConfig
+from rl.config import RolloutConfig, RunConfig
 from rl.errors import ConfigError
 from rl.tasks.chat import ChatJsonl
 from rl.validation import validate
@@ -76,6 +77,20 @@ def test_every_config_class_refuses_an_unknown_attribute():
     for kind in config_classes():
         with pytest.raises(AttributeError, match=f"^{kind.__qualname__} has no attribute"):
             kind.__new__(kind).unknown_one = 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "text"),
+    [
+        (rl.SFTConfig, "trianer", "SFTConfig has no attribute 'trianer'; did you mean trainer"),
+        (rl.SessionConfig, "weigths", "did you mean weights"),
+        (RolloutConfig, "num_generations", "Tiller's name is rollout.samples_per_prompt"),
+        (rl.SFTConfig, "_own", "unexpected keyword argument '_own'"),
+    ],
+)
+def test_a_misspelt_argument_is_refused_with_the_nearest_field(kind, name, text):
+    with pytest.raises(TypeError, match=text):
+        kind(**{name: 1})
 
 
 @pytest.mark.parametrize(

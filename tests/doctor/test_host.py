@@ -9,8 +9,10 @@ import pytest
 from configs.quickstart import quickstart
 from rl.cli.arguments import find_config
 from rl.doctor.host import Host, check_host, driver_of
-from rl.doctor.resources import check_memory, check_output, check_room
+from rl.doctor.resources import check_output, check_plan, check_room
+from rl.environments.agent import AgentTask
 from rl.plan.plan import Plan
+from rl.plan.report import describe
 from rl.validation.values import value_of
 from tests.tables import check_rows
 
@@ -119,7 +121,7 @@ def test_a_good_host_has_room_for_the_quickstart(tmp_path):
     config = quickstart()
     config.output_dir = str(tmp_path / "run")
     assert [*check_room(GOOD, config)] == []
-    assert [*check_memory(GOOD, config, Plan(config))] == []
+    assert [*check_plan(GOOD, config, Plan(config))] == []
     assert [*check_output("quickstart", config)] == []
 
 
@@ -128,9 +130,6 @@ ROOM = {
     "too many ranks": (
         *({}, {"generator.replicas": 8}, "warning", "cores", "9 ranks share 2 cores"),
         "generator.replicas",
-    ),
-    "too few open files": (
-        *({"open_files": 256}, {}, "warning", "ulimit -n", "256 open files", "ulimit -n 384"),
     ),
     "the shared memory of a container": (
         *({"shared_free": 64 * 2**20}, {"generator.tensor_parallel_degree": 2}),
@@ -171,9 +170,40 @@ def test_a_node_that_lacks_something_has_its_finding(facts, expected, matches):
     matches([*check_room(host, config)], *expected)
 
 
+class Agents(AgentTask):
+    """Task that is never built."""
+
+    Config = AgentTask.Config
+
+
+@pytest.mark.parametrize(
+    ("prompts", "workers", "most", "needed"),
+    [(8, 1, 1024, 0), (64, 1, 1024, 1280), (64, 4, 1024, 0), (64, 0, 1024, 1376)],
+)
+def test_agents_that_need_more_open_files_than_the_host_allows_are_found(
+    prompts, workers, most, needed, matches, monkeypatch, tmp_path
+):
+    """Both ends of an agent's connections are in a reward worker, or in the controller."""
+    config = quickstart()
+    config.task = Agents.Config(max_prompt_tokens=8, max_episode_tokens=16)
+    config.rollout.prompts_per_step = prompts
+    config.rollout.samples_per_prompt = 8
+    config.rollout.reward_workers = workers
+    plan = Plan(config)
+    found = [*check_plan(replace(GOOD, open_files=most), config, plan)]
+    monkeypatch.setattr("rl.plan.report.open_file_limits", lambda: (most, most))
+    shown = f"needs about {plan.run.open_files:,}; this host allows 1,024" in describe("", plan)
+    assert shown == bool(needed)
+    if needed:
+        said = f"1024 open files are allowed; .* needs {needed}"
+        matches(found, "warning", "ulimit -Hn", said, f"ulimit -n {needed}")
+    else:
+        assert found == []
+
+
 def test_memory_that_other_processes_hold_is_found(matches):
     config = quickstart()
-    found = [*check_memory(replace(GOOD, memory=2**28), config, Plan(config))]
+    found = [*check_plan(replace(GOOD, memory=2**28), config, Plan(config))]
     matches(found, "warning", "memory", "0.2 GiB are free; the run needs", "end other processes")
 
 

@@ -13,6 +13,7 @@ from rl.config import RLConfig, RoleConfig
 from rl.errors import ConfigError, RunError
 from rl.model.shape import ModelConfig, hf_config, shape_of
 from rl.validation import validate
+from rl.validation.folders import check_numbers
 from tests.training.model_cases import EQUAL, HEAD, REFUSED, UP
 from tests.training.model_folders import (
     Folder,
@@ -133,8 +134,11 @@ def test_a_folder_of_another_model_or_a_damaged_one_is_refused(tmp_path, name):
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_weights_that_are_no_numbers_are_refused(tmp_path, value):
     folder = Folder(damage=tensors(**{UP: torch.full((48, 64), value)})).write(tmp_path / "in")
-    with pytest.raises(RunError, match=f"model.safetensors: {UP} holds NaN or infinity"):
+    text = f"model.safetensors: {UP} holds NaN or infinity"
+    with pytest.raises(RunError, match=text):
         open_folder(folder, tmp_path)
+    with pytest.raises(ConfigError, match=f"^model.hf_path: .*{text}"):  # of plan and doctor
+        check_numbers(config_of(folder))
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,8 @@ class RunRecord:
         self.ledger_path = self.folder / "ledger.jsonl"
         self.evaluations_path = self.folder / "evaluations.jsonl"
         self.profiles = StepFolders(self.folder / "profiles")
+        self.is_waiting = False
+        """Whether the folder stays as it is, except for logs, since a checkpoint is not loaded."""
         self.evaluated = RolloutFolder(self.folder / "evaluations")
         self._gathered: list[str] = []
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="rollouts")
@@ -102,10 +104,17 @@ class RunRecord:
     def write_summary(self, summary: dict) -> None:
         self._write_json("summary.json", summary)
 
+    @property
+    def failure_path(self) -> Path:
+        """File of the cause if the run fails now: ``failure.json``, or
+        ``logs/resume-failure.json`` if a resume has not loaded its checkpoint.
+        """
+        return self.folder / ("logs/resume-failure.json" if self.is_waiting else "failure.json")
+
     def write_failure(self, failure: dict) -> None:
-        """Write ``failure.json`` once the rollouts of all steps are on disk."""
+        """Write ``failure_path`` once the rollouts of all steps are on disk."""
         self._writer.submit(lambda: None).result()  # this thread has only one worker
-        self._write_json("failure.json", failure)
+        self._write_json(str(self.failure_path.relative_to(self.folder)), failure)
 
     def write_failed_rollouts(self, chunks: Sequence[Chunk], *, version: int) -> None:
         """Write the rollouts with which a call failed to ``rollouts/failed.parquet``."""
@@ -136,10 +145,12 @@ class RunRecord:
             replace_folder(folder, partial)
 
     def write_event(self, event: Event) -> None:
-        """Append ``event``; write the row of metrics or of an evaluation to the file of its own."""
+        """Append ``event``; write the row of metrics or of an evaluation to the file of its own.
+        While the run ``is_waiting``, events wait too.
+        """
         self._gathered.append(_line(event))
         kind = event["kind"]
-        if kind in GATHERED:
+        if kind in GATHERED or self.is_waiting:
             return
         lines = "".join(self._gathered)
         self._gathered.clear()

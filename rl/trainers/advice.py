@@ -57,6 +57,11 @@ class Failure:
         """Run folder, for a command."""
         return shlex.quote(str(self.run.folder))
 
+    @property
+    def file(self) -> str:
+        """File of the failure."""
+        return str(self.run.record.failure_path)
+
 
 def advice_after(error: BaseException, run: RunFolder, call: FailedCall) -> tuple[str, list[str]]:
     """Return the cause of ``error``, and sentences that say what to do; the last one has the
@@ -207,7 +212,7 @@ def _task(failure: Failure) -> list[str]:
     elif lost.kind:
         mend = f"Correct the task at {place_of(failure.error)}."
     else:
-        mend = "Correct the task; 'detail' in failure.json has what it returned or how it ended."
+        mend = f"Correct the task; 'detail' in {failure.file} has what it returned or how it ended."
     share = f" (now {config.rollout.max_lost:g})" if isinstance(config, RLConfig) else ""
     return [mend, f"If such groups may be lost, raise rollout.max_lost{share}."]
 
@@ -231,7 +236,7 @@ def _your_code(failure: Failure) -> list[str]:
 
 def _unknown(failure: Failure) -> list[str]:
     folder = failure.folder
-    return [f"Read 'detail' in {folder}/failure.json, and the logs in {folder}/logs."]
+    return [f"Read 'detail' in {failure.file}, and the logs in {folder}/logs."]
 
 
 ADVICE: dict[str, Callable[[Failure], list[str]]] = {

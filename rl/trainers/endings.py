@@ -120,7 +120,7 @@ def fail(error: BaseException, folder: RunFolder, run: Run | None = None) -> int
     try:
         folder.record.write_failure(facts | {"detail": detail, "traceback": trace_of(error)})
         folder.events.emit("failed", text=detail)
-        progress.error(f"details: {folder.folder / 'failure.json'}")
+        progress.error(f"details: {folder.record.failure_path}")
     except RunError as unwritten:
         progress.error(f"no details: {unwritten}")
     for sentence in advice[:-1]:

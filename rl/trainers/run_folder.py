@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,16 @@ from rl.validation.folders import saved_section
 from rl.validation.values import values
 
 
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Change that a resumed run makes to its folder once its checkpoint has loaded."""
+
+    config: dict[str, Any]
+    """Content of ``config.json``."""
+    as_before: str = ""
+    """Sentence that says how to resume without the changes of ``config``; empty without changes."""
+
+
 class RunFolder:
     """Record, progress, events and checkpoints of a run, and the command that resumes it."""
 
@@ -33,13 +43,10 @@ class RunFolder:
         *,
         command: str = "",
         release: Callable[[], None] = lambda: None,
-        begin: Callable[[], None] = lambda: None,
-        as_before: str = "",
+        resume: Resume | None = None,
     ):
-        """``command`` starts the run; empty for a script, which resumes by its config.
-
-        ``begin`` is called once the checkpoint to resume from has loaded. ``as_before`` says how to
-        resume without the changes of a config that has not loaded it.
+        """``command`` starts the run; empty for a script, which resumes by its config. ``resume``
+        is of a run whose folder stays as it is until ``begin``.
         """
         self.config = config
         self.record = record
@@ -49,13 +56,14 @@ class RunFolder:
         """Whether the last step is done and its summary written."""
         self.events = Events(record.write_event, progress.show)
         sinks = [sink.build() for sink in config.sinks.all()]
-        self._sinks = Sinks(sinks, record.folder, frozen(config), self.events.warn)
+        content = frozen(config)
+        self._sinks = Sinks(sinks, record.folder, content, self.events.warn)
         self.events.subscribe(self._sinks.write)
         self.checkpoints = StepFolders(record.folder / config.trainer.checkpoint.folder)
-        self.command = _resuming(command, config.output_dir, config.resume, record.folder)
+        self.command = _resuming(command, content, record.folder)
         self._release = release
-        self._begin = begin
-        self._as_before = as_before
+        self._resume = resume
+        record.is_waiting = resume is not None
         self._oom_kills = oom_kills()
 
     @property
@@ -70,16 +78,17 @@ class RunFolder:
         return oom_kills() - self._oom_kills
 
     def begin(self) -> None:
-        """Write the config of a run that is resumed, whose checkpoint has loaded."""
-        self._begin()
-        self._begin = lambda: None
-        self._as_before = ""
+        """Let a run that is resumed change the folder, since its checkpoint has loaded."""
+        self.record.is_waiting = False
+        if self._resume is not None:
+            self.record.write_config(self._resume.config)
+            self._resume = None
 
     def how_to_go_on(self) -> str:
         """Return what to do after a failure: ``how_to_resume``, or if the changes of a resumed run
         have not loaded its checkpoint, how to resume without the changes.
         """
-        return self._as_before or self.how_to_resume()
+        return (self._resume and self._resume.as_before) or self.how_to_resume()
 
     def how_to_resume(self) -> str:
         """Return the command that resumes the run, and from which step."""
@@ -125,34 +134,27 @@ def claim_run(config: RunConfig, total_steps: int, *, name: str, command: str) -
         progress = Progress(total_steps, quiet=config.quiet, log=record.run_log)
         content = {"name": name, "command": command, "config": frozen(config)}
         changes = dict[str, str]()
-        as_before = ""
+        resume = None
         if config.resume:
             path = record.folder / "config.json"
             before = read_config_file(path, f"--resume: {path}")
             found = changed_fields(before["config"], content["config"])
             changes = {field: how for field, how in found.items() if field not in UNCHANGED}
+            again = _resuming(before.get("command", ""), before["config"], record.folder)
+            as_before = (
+                f"the run did not resume with another {', '.join(changes)}, and its folder is as "
+                f"before; go on without the changes: {again}"
+            )
+            resume = Resume(content, as_before if changes else "")
         else:
             record.write_config(content)
-        if changes:
-            given = before["config"]
-            as_before = (
-                f"the run did not resume with another {', '.join(changes)}, and its config.json is "
-                "as before; go on without the changes: "
-                + _resuming(
-                    before.get("command", ""),
-                    given.get("output_dir", ""),
-                    given.get("resume", False),
-                    record.folder,
-                )
-            )
         run = RunFolder(
             config,
             record,
             progress,
             command=command,
             release=owner.release,
-            begin=partial(record.write_config, content) if config.resume else lambda: None,
-            as_before=as_before,
+            resume=resume,
         )
         require(
             run.saved <= total_steps,
@@ -170,12 +172,12 @@ def claim_run(config: RunConfig, total_steps: int, *, name: str, command: str) -
     return run
 
 
-def _resuming(command: str, output_dir: str, resume: bool, folder: Path) -> str:
-    """Return what resumes the run in ``folder`` that ``command`` and these two fields started."""
+def _resuming(command: str, config: dict[str, Any], folder: Path) -> str:
+    """Return what resumes the run in ``folder``, started by ``command`` with ``config``."""
     if not command:
         return f"config.output_dir = {str(folder)!r}; config.resume = True"
-    given = "" if output_dir else f" --output-dir {folder}"
-    return f"{command}{given}{'' if resume else ' --resume'}"
+    given = "" if config.get("output_dir") else f" --output-dir {folder}"
+    return f"{command}{given}{'' if config.get('resume') else ' --resume'}"
 
 
 def pin_datasets(config: RunConfig) -> None:

@@ -1,5 +1,6 @@
 """A run is a function of its config, also when the program is killed on the way (C6)."""
 
+import json
 import random
 import signal
 import time
@@ -8,7 +9,8 @@ import pytest
 
 from rl.observe.spans import STAGES
 from tests.e2e.pipelines import GROUPS, SHORT, SHORT_STEPS
-from tests.e2e.runs import Run, assert_same, check_ledger, start, strike
+from tests.e2e.runs import TINY, Run, assert_same, check_ledger, start, strike
+from tests.e2e.test_programs import answer_of
 from tests.tasks.held import Hold
 
 
@@ -56,6 +58,26 @@ def test_sampling_ahead_hides_what_it_overlaps(finished):
     assert max(hidden) > 0
     stages = sum(row.get(f"timing/{name}", 0.0) for row in rows for name in STAGES)
     assert stages - sum(hidden) <= 1.001 * sum(row["timing/step"] for row in rows)
+
+
+def test_a_resume_that_cannot_load_its_checkpoint_leaves_the_run_as_it_was(tmp_path):
+    command = (*TINY, "--steps", "2", "--trainer.checkpoint.interval", "1")
+    run = start(tmp_path, command)
+    assert run.wait() == 0, run.stderr
+    failure = run.folder / "failure.json"
+    failure.write_text('{"error": "of an earlier attempt"}')
+    files = [failure, *run.folder.glob("*.json*"), *run.folder.glob("checkpoints/*/*")]
+    files = [path for path in files if path.is_file() and path.name != "owner.json"]
+    before = {path: path.read_bytes() for path in files}
+    again = start(tmp_path, (*command, "--model.dim", "48"))
+    assert again.wait() == 1
+    assert "the run did not resume with another model.dim" in again.stderr
+    assert {path: path.read_bytes() for path in before} == before
+    cause = json.loads((run.folder / "logs" / "resume-failure.json").read_text())
+    assert cause["error"] in again.stderr
+    export, _ = answer_of("rl.export", run.folder, tmp_path / "a", str(tmp_path / "exported"))
+    replay, found = answer_of("rl.replay", run.folder, tmp_path / "b", "--step", "2")
+    assert (export.process.returncode, found["equal"]) == (0, True), export.stderr + replay.stderr
 
 
 MOMENTS = ["start", "start", "save", "save", "evaluation", "evaluation", *["step"] * 4]

@@ -102,7 +102,7 @@ def test_a_failure_says_from_which_step_to_go_on(record, ended, saved, said):
     assert f"\n{said}python -m rl.train " in ended(RunError("x"))[1]
 
 
-def test_a_resume_replaces_the_config_once_its_checkpoint_has_loaded(tmp_path, capsys):
+def test_a_resume_changes_the_folder_once_its_checkpoint_has_loaded(tmp_path, capsys):
     def claimed(**fields):
         config = find_config("quickstart")()
         set_fields(config, {"output_dir": str(tmp_path / "run"), **fields})
@@ -112,16 +112,26 @@ def test_a_resume_replaces_the_config_once_its_checkpoint_has_loaded(tmp_path, c
     path = tmp_path / "run" / "config.json"
     first = path.read_bytes()
     save(RunRecord(tmp_path / "run"), 8)
+    failure = tmp_path / "run" / "failure.json"
+    failure.write_text("{}")
+    events = failure.with_name("events.jsonl")
+    before = events.read_bytes() if events.exists() else b""
     folder = claimed(resume=True, **{"model.dim": 128})
     assert path.read_bytes() == first
     fail(RunError("the shapes differ"), folder)
+    assert (events.read_bytes() if events.exists() else b"") == before
+    assert failure.read_text() == "{}"
+    cause = json.loads((failure.parent / "logs" / "resume-failure.json").read_text())
+    assert cause["error"] == "the shapes differ"
     last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith("the run did not resume with another model.dim, and its config.json is")
+    assert last.startswith("the run did not resume with another model.dim, and its folder is as")
     assert last.endswith(f"go on without the changes: {COMMAND} --resume")
     assert path.read_bytes() == first
     folder.begin()
     assert json.loads(path.read_text())["config"]["model"]["dim"] == 128
     fail(RunError("another failure"), folder)
+    assert json.loads(failure.read_text())["error"] == "another failure"
+    assert "resuming with another model.dim" in events.read_text()
     assert "go on from step 8 with: " in capsys.readouterr().err.splitlines()[-1]
     folder.release()
 

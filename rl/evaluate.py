@@ -54,7 +54,8 @@ ONE_GPU = """\
   --generator.nodes 0
   --generator.replicas 1
   --generator.tensor_parallel_degree 1
-That is two GPUs: one for the trainer, one for the generator. On one GPU, add
+That is one GPU for a model. For a checkpoint, it is two GPUs: one for the trainer, one for
+the generator. On one GPU, add
   --colocate all
   --rollout.max_staleness 0"""
 

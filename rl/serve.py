@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from rl.dialects.dialect import Dialect
     from rl.gateway.gateway import Gateway
     from rl.session.session import Session
-    from rl.session.session_config import SessionConfig
     from rl.types import Sampling
 
 PROGRAM = "python -m rl.serve"
@@ -75,7 +74,7 @@ def main(arguments: list[str]) -> None:
 
     fork_server.start()
     from rl.cli.arguments import parse_config
-    from rl.cli.saved_run import open_run, run_session
+    from rl.cli.saved_run import SavedRun, open_run, run_session
     from rl.config import ServeConfig
     from rl.gateway.http import serving
     from rl.observe.prometheus import Numbers
@@ -90,7 +89,7 @@ def main(arguments: list[str]) -> None:
         if isinstance(config, ServeConfig):
             _serve_clients(name, config, host=own.host, port=own.port, key=key)
             return
-        session_config = _fresh(config)
+        session_config = SavedRun(config).session_config(evaluates=True)
     require(
         session_config.generator is not None and session_config.head == "logprobs",
         f"this {type(config).__name__} samples nothing; choose a config with generators",
@@ -239,16 +238,6 @@ def api_of(url: str, dialect: "Dialect") -> str:
 
     missing = " (no chats: there is no chat template)" if isinstance(dialect, TextDialect) else ""
     return f"{url}/v1{missing}"
-
-
-def _fresh(config: "RunConfig") -> "SessionConfig":
-    """Return a session with the weights that a run of ``config`` would start from."""
-    from rl.cli.saved_run import require_one_host
-
-    session = replace(config.session(), trainer=None, roles={})
-    nodes = 0 if session.generator is None else session.generator.nodes
-    require_one_host(config, generator_nodes=nodes)
-    return session
 
 
 def _dialect_of(config: "RunConfig") -> "tuple[Dialect, Sampling]":

@@ -18,6 +18,7 @@ from rl.model.activations import Activations, joined
 from rl.model.digest import digests
 from rl.model.shape import ModelConfig, shape_of
 from rl.model.shards import Shard, layout_of
+from rl.training.start_weights import StartWeights
 from rl.types import Completion, GenerationRequest, GivenSequence
 from rl.weights.transport import Subscriber, Transfer, open_subscriber
 
@@ -80,10 +81,16 @@ class Generator(Actor):
         )
 
     @concurrent_endpoint
-    async def connect(self, transfer: Transfer, addresses: list[Any], generator: int) -> None:
+    async def connect(
+        self, transfer: Transfer | StartWeights, addresses: list[Any], generator: int
+    ) -> None:
         if self._rank == 0:
             await self._loop.abort()
         shards = await self._loop.run_between_steps(self._disconnected)
+        if isinstance(transfer, StartWeights):
+            self._subscriber = transfer.subscriber(shards)
+            log(f"loads the {transfer.describe()}")
+            return
         self._subscriber = open_subscriber(
             transfer, addresses, shards, generator=generator, rank=self._rank
         )
@@ -181,8 +188,8 @@ class GeneratorMesh(Mesh):
         await super().start()
         self._group.watch("serve")
 
-    async def connect(self, transfer: Transfer, addresses: list[Any]) -> None:
-        """Plan the routes from the trainer's ranks.
+    async def connect(self, transfer: Transfer | StartWeights, addresses: list[Any]) -> None:
+        """Plan the routes from the trainer's ranks, or read weights without a trainer.
 
         Resets ``version`` and aborts requests in flight.
         """

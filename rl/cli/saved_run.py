@@ -17,6 +17,7 @@ from rl.host.process import Signals
 from rl.observe.checkpoint_folders import StepFolders
 from rl.session.session import Session
 from rl.session.session_config import SessionConfig
+from rl.training.start_weights import Start
 from rl.validation import validate
 from rl.validation.folders import validate_start
 
@@ -37,18 +38,28 @@ class SavedRun:
     def session_config(self, *, evaluates: bool = False) -> SessionConfig:
         """Return a session that loads the weights and saves nothing.
 
-        The session has the trained model. If ``evaluates`` is set, it also has generators and,
-        except for an RLConfig, the models beside the policy, such as the reference of DPO.
+        - With ``evaluates``, it has generators. The trained model is among its models, unless
+          the config is an RLConfig whose generators can load the weights themselves.
+        - With ``evaluates``, a config that is no RLConfig has the models beside the policy, such as
+          the reference of DPO.
+        - Without, it has the trained model alone.
+
         Raises ConfigError if this host alone cannot hold it.
         """
         config = self.config
         session = config.session()
         generator = session.generator if evaluates else None
         nodes = 0 if generator is None else generator.nodes
+        checkpoint = config.trainer.checkpoint
+        path = self.weights or checkpoint.initial_load_path
+        in_hf = is_model(self.weights) if self.weights else checkpoint.initial_load_in_hf
+        if evaluates and isinstance(config, RLConfig) and (in_hf or not path):
+            require_one_host(config, generator_nodes=nodes)
+            start = Start(folder=str(path) if path else None, dtype=config.trainer.training.dtype)
+            return replace(session, trainer=None, roles={}, generator=generator, start=start)
         require_one_host(config, trainer_nodes=config.trainer.nodes, generator_nodes=nodes)
-        checkpoint = replace(config.trainer.checkpoint, load_only=True)
+        checkpoint = replace(checkpoint, load_only=True)
         if self.weights is not None:
-            in_hf = is_model(self.weights)
             checkpoint = replace(
                 checkpoint,
                 initial_load_path=str(self.weights),

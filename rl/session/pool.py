@@ -11,9 +11,10 @@ from rl.errors import ActorFailure
 from rl.observe.events import Events
 from rl.session.concurrency import background, finish_all
 from rl.session.placement import Placement
-from rl.session.push import UNLIMITED, WeightPush
+from rl.session.push import UNLIMITED
 from rl.session.recovery import Recovery, unless_lost
 from rl.session.router import Router
+from rl.session.serving import Push
 from rl.session.session_config import SessionConfig
 
 LOOK_EVERY_S = 1.0
@@ -40,7 +41,7 @@ class GeneratorPool:
     config: SessionConfig
     make: Callable[[int], GeneratorMesh]
     router: Router
-    push: WeightPush
+    push: Push
     asked: Path
     events: Events
 

@@ -45,7 +45,10 @@ class PushChecks:
     devices, each side computes digests in the turn in which it has them.
     """
 
-    def __init__(self, config: SessionConfig, trainer: TrainerMesh, residency: Residency):
+    expected = "the trainer's"
+    """The side that generators are compared with, for messages."""
+
+    def __init__(self, config: SessionConfig, trainer: TrainerMesh | None, residency: Residency):
         self._digests = config.weights.digests
         self._trainer = trainer
         self._residency = residency
@@ -121,14 +124,14 @@ class PushChecks:
             return
         key = (version, answer.tokens, answer.experts)
         if self._scored is None or self._scored[0] != key:
-            self._scored = (key, await self._trained_logprobs(answer, source))
+            self._scored = (key, await self._source_logprobs(answer, source))
         difference = float((self._scored[1] - torch.tensor(answer.logprobs)).abs().max())
         metrics["push/canary"] = max(difference, metrics.get("push/canary", 0.0))
         if not difference <= self._tolerance:
             await self._compare_digests(arrival)
             raise RunError(
                 f"canary of policy version {version}: a log-prob of {generator.name} differs by "
-                f"{difference:.3g} from the trainer's, above weights.canary_tolerance="
+                f"{difference:.3g} from {self.expected}, above weights.canary_tolerance="
                 f"{self._tolerance}; all parameters are equal, so {self._suspects} makes the "
                 "difference"
             )
@@ -153,17 +156,22 @@ class PushChecks:
         return differing(self._trained, _merged(loaded, f"{owner}{generator.name}"))
 
     async def _digest(self, version: int, dtype: torch.dtype, source: Source, owner: str) -> None:
-        digests = await self._trainer.weight_digests(dtype, source)
+        digests = await self._source_digests(dtype, source)
         self._trained = _merged(digests, f"{owner}trainer")
         self._digested = (version, dtype)
 
-    async def _trained_logprobs(self, answer: Completion, source: Source) -> torch.Tensor:
+    async def _source_digests(self, dtype: torch.dtype, source: Source) -> list[ShardDigests]:
+        assert self._trainer is not None, "a session without one has other checks"
+        return await self._trainer.weight_digests(dtype, source)
+
+    async def _source_logprobs(self, answer: Completion, source: Source) -> torch.Tensor:
         """Return the trainer's log-probs of ``answer`` after the canary's prompt."""
         prompt = self._canary.prompt_tokens
         tokens = torch.tensor(prompt + answer.tokens)
         lengths, weights = torch.tensor([len(tokens)]), torch.ones(len(tokens))
         batch = Batch(tokens=tokens, lengths=lengths, loss_weights=weights, experts=answer.experts)
         temperature = self._canary.sampling.temperature
+        assert self._trainer is not None, "a session without one has other checks"
         async with self._residency.of("trainer", "model"):
             scored = await self._trainer.forward(batch, temperature=temperature, source=source)
         return scored["logprobs"][len(prompt) :]
@@ -174,7 +182,7 @@ class PushChecks:
             raise RunError(
                 f"{owner}{len(wrong)} of {len(self._trained)} parameters of "
                 f"{arrival.generator.name} "
-                f"differ from the trainer's; the first is {wrong[0]}"
+                f"differ from {self.expected}; the first is {wrong[0]}"
             )
 
 

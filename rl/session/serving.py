@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 from rl.session.concurrency import Signal
 from rl.session.push import WeightPush
+from rl.session.start_push import StartPush
 from rl.training.trainer_config import Source
+
+Push = WeightPush | StartPush
 
 
 @dataclass(eq=False)
@@ -32,7 +35,7 @@ class Serving:
       push loads new weights under them.
     """
 
-    def __init__(self, push: WeightPush):
+    def __init__(self, push: Push):
         self._push = push
         self._present = _Turn()
         self._waiting: dict[Source, _Turn] = {}

@@ -27,8 +27,9 @@ from rl.session.push import WeightPush
 from rl.session.push_checks import Arrival
 from rl.session.recovery import Recovery
 from rl.session.router import Router
-from rl.session.serving import Serving
+from rl.session.serving import Push, Serving
 from rl.session.session_config import SessionConfig
+from rl.session.start_push import StartPush
 from rl.session.task_rollouters import TaskRollouters, rollouter_of
 from rl.types import Completion, GenerationRequest, GivenSequence, Prompt, Rollout, Sampling
 
@@ -92,7 +93,11 @@ class Session(Models):
         super().__init__(groups, shared[config.colocate], Stopwatch(events), digests=config.digests)
         self._rewards = meshes.rewards(task, events) if task is not None else None
         self.router = Router(lambda: self._residency.of("generator", "model"), self.watch)
-        self._push = WeightPush(config, self.trainer, self._residency, self.watch, events)
+        self._push: Push
+        if config.trainer is None:
+            self._push = StartPush(config, self._residency, self.watch, events)
+        else:
+            self._push = WeightPush(config, self.trainer, self._residency, self.watch, events)
         self._serving = Serving(self._push)
         replicas = folder / "replicas"
         self.pool = GeneratorPool(
@@ -332,12 +337,6 @@ class Session(Models):
     async def settle(self) -> None:
         """Wait until the trainer's weights may change; ``optim_step`` calls it."""
         await self._push.settle()
-
-    async def optim_step(self, *, role: str = "trainer", **options: Any) -> Metrics:
-        """Take one optimizer step once nothing reads the weights: see :meth:`Models.optim_step`."""
-        trains = role != "trainer" or self.config.trainer is not None
-        require(trains, "this session trains no policy; set trainer in its config")
-        return await super().optim_step(role=role, **options)
 
     async def save(
         self, step: int, state: dict[str, Any] | None = None, *, role: str = "trainer"

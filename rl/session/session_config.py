@@ -11,6 +11,7 @@ from rl.model.hub import Snapshot, locate
 from rl.model.shape import ModelConfig, shape_of
 from rl.session.hardware import HardwareConfig
 from rl.training.hugging_face_files import check_folder
+from rl.training.start_weights import Start
 from rl.training.trainer_config import TrainerConfig, fill_defaults
 from rl.types import Head
 from rl.types.rules import NUMERICS, SECONDS, YEAR_S, at_least
@@ -105,8 +106,10 @@ class SessionConfig:
     """The policy, which is trained and generated from."""
 
     trainer: TrainerConfig | None = field(default_factory=TrainerConfig)
-    """Training of the policy. None trains nothing: one process holds the weights for the
-    generators."""
+    """Training of the policy. None trains nothing: the generators load the weights of ``start``."""
+
+    start: Start = field(default_factory=Start)
+    """Weights of a session without a trainer."""
 
     head: Head = "logprobs"
     """Output of the trained model; ``values`` for a reward model."""
@@ -154,10 +157,12 @@ class SessionConfig:
     @property
     def models(self) -> dict[str, Role]:
         """Models by role, in the order in which they take devices."""
-        return {
-            "trainer": Role("trainer", self.trainer or TrainerConfig(), self.model, self.head),
-            **self.roles,
-        }
+        policy = {} if self.trainer is None else {"trainer": self._policy}
+        return policy | self.roles
+
+    @property
+    def _policy(self) -> Role:
+        return Role("trainer", self.trainer or TrainerConfig(), self.model, self.head)
 
     @property
     def nodes(self) -> int:
@@ -169,10 +174,12 @@ class SessionConfig:
         """Replace names on the Hub by folders; download and check the weights that the models start
         from and that this host lacks. ``tell`` gets lines of progress. Raises ConfigError.
         """
-        for role in self.models.values():
+        for role in (self._policy, *self.roles.values()):
             locate(role.model, role.model_field)
             path = role.model.hf_path
-            replaced = role.trainer.checkpoint.initial_load_path
+            replaced = role.trainer.checkpoint.initial_load_path or (
+                self.trainer is None and role.field == "trainer" and self.start.folder
+            )
             if not isinstance(path, Snapshot) or replaced or not path.missing():
                 continue
             field = f"{role.model_field}.hf_path"

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from collections.abc import Iterable
 from itertools import chain, product
 from operator import mul
 from pathlib import Path
@@ -19,7 +20,7 @@ from rl.host.disk import replace_folder, sync_file
 from rl.model.hub import DESCRIPTIONS, INDEX, ONE_FILE
 from rl.model.reward_model import describe_reward_model
 from rl.model.shape import ModelShape, family_of, hf_config
-from rl.model.shards import Box, Shards
+from rl.model.shards import Box, Shard, Shards
 from rl.training.all_ranks import on_every_rank, on_first_rank
 from rl.training.engine import TrainingEngine
 from rl.training.hugging_face_files import (
@@ -29,7 +30,13 @@ from rl.training.hugging_face_files import (
     require_finite,
     stored_tensors,
 )
-from rl.training.hugging_face_names import SCORE, HuggingFaceNames, Shapes, TensorPiece
+from rl.training.hugging_face_names import (
+    EXPERT_BIAS,
+    SCORE,
+    HuggingFaceNames,
+    Shapes,
+    TensorPiece,
+)
 from rl.training.lora import peft_adapter, write_peft
 from rl.training.sharded_model import named_weights, shards_of
 from rl.training.value_head import ValueHead
@@ -99,34 +106,13 @@ class HuggingFaceFolders:
     def _has_values(self) -> bool:
         return isinstance(self._model.lm_head, ValueHead)
 
-    def _by_file(
-        self, shards: Shards, files: dict[str, str]
-    ) -> dict[str, list[tuple[TensorPiece, torch.Tensor]]]:
-        """Return the pieces of ``shards`` and views of their values, by file."""
-        by_file: dict[str, list[tuple[TensorPiece, torch.Tensor]]] = {}
-        for name, shard in shards.items():
-            for piece in self._names.pieces(name, shard.shape, shard.box):
-                entries = by_file.setdefault(files[piece.tensor], [])
-                entries.append((piece, shard.tensor[piece.in_shard]))
-        return by_file
-
     def _read(self, folder: Path) -> None:
         stored = self._headers(folder)
         shards = shards_of(self._model)
         if self._has_values and SCORE not in stored:  # a language model: the head stays 0
             del shards["lm_head.weight"]
-        if not has_biases(stored):  # they stay 0
-            shards = {name: shards[name] for name in shards if not name.endswith("expert_bias")}
-        check_tensors(folder, stored, self._tensors(shards))
-        files = {name: tensor.file for name, tensor in stored.items()}
-        for file, pieces in self._by_file(shards, files).items():
-            with safe_open(folder / file, framework="pt") as tensors:
-                for piece, values in pieces:
-                    name = stored[piece.tensor].name
-                    source = piece.in_tensor.slices_in(Box.whole(piece.shape))
-                    found = tensors.get_slice(name)[source]
-                    require_finite(folder / file, name, found)
-                    values.copy_(found)
+        check_parameters(folder, stored, self._names, {n: each.shape for n, each in shards.items()})
+        read_tensors(folder, stored, self._names, shards.values())
 
     def _headers(self, folder: Path) -> dict[str, StoredTensor]:
         return stored_tensors(folder, tied=self._shape.tie_embeddings)
@@ -158,7 +144,7 @@ class HuggingFaceFolders:
         weights = named_weights(self._model)
         first = {name: shard for name, shard in shards.items() if _is_first_replica(weights[name])}
         written = 0
-        for file, pieces in self._by_file(first, _files(layouts)).items():
+        for file, pieces in _by_file(self._names, first.values(), _files(layouts)).items():
             with (folder / file).open("r+b") as out:
                 for piece, part in pieces:
                     # A copy: memory that numpy shares can no longer be offloaded.
@@ -190,6 +176,56 @@ class HuggingFaceFolders:
             config.write_text(json.dumps(hf_config(self._shape), indent=2))
         if self._has_values:
             describe_reward_model(folder, family_of(self._shape).reward_class)
+
+
+def check_parameters(
+    folder: Path, stored: dict[str, StoredTensor], names: HuggingFaceNames, parameters: Shapes
+) -> None:
+    """Raise ConfigError, naming file and tensor, unless the tensors that are ``stored`` in
+    ``folder`` are those of ``parameters``. Biases of routers may be missing.
+    """
+    lacks = "" if has_biases(stored) else EXPERT_BIAS
+    wanted = names.tensors(parameters)
+    check_tensors(folder, stored, {n: wanted[n] for n in wanted if not lacks or lacks not in n})
+
+
+@torch.no_grad()
+def read_tensors(
+    folder: Path,
+    stored: dict[str, StoredTensor],
+    names: HuggingFaceNames,
+    shards: Iterable[Shard],
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Copy tensors that are ``stored`` in ``folder`` into ``shards``, cast to ``dtype`` first if
+    given. Biases of routers are 0 if the folder has none.
+    """
+    files = {name: tensor.file for name, tensor in stored.items()}
+    by_file = _by_file(names, shards, files)
+    for _, values in by_file.pop("", ()):
+        values.zero_()
+    for file, pieces in by_file.items():
+        with safe_open(folder / file, framework="pt") as tensors:
+            for piece, values in pieces:
+                name = stored[piece.tensor].name
+                source = piece.in_tensor.slices_in(Box.whole(piece.shape))
+                found = tensors.get_slice(name)[source]
+                require_finite(folder / file, name, found)
+                values.copy_(found.to(dtype or found.dtype))
+
+
+def _by_file(
+    names: HuggingFaceNames, shards: Iterable[Shard], files: dict[str, str]
+) -> dict[str, list[tuple[TensorPiece, torch.Tensor]]]:
+    """Return the pieces of ``shards`` and views of their values, by file; those of tensors without
+    a file under "".
+    """
+    by_file: dict[str, list[tuple[TensorPiece, torch.Tensor]]] = {}
+    for shard in shards:
+        for piece in names.pieces(shard.name, shard.shape, shard.box):
+            entries = by_file.setdefault(files.get(piece.tensor, ""), [])
+            entries.append((piece, shard.tensor[piece.in_shard]))
+    return by_file
 
 
 class _FileLayout(NamedTuple):

@@ -255,19 +255,24 @@ def _init_parameters(model: nn.Module, seed: int, *, from_file: bool) -> None:
     ``from_file``, only those of weights that a file may lack: one thread draws a large model in
     minutes.
     """
+    for name, module, parameter, init in initialized(model):
+        if from_file and not (is_adapter(name) or isinstance(module, ValueHead | Router)):
+            local_tensor(parameter).fill_(torch.nan)
+            continue
+        full = torch.empty(parameter.shape, dtype=torch.float32)
+        draw(full, init, f"{seed}:{name}")
+        local_tensor(parameter).copy_(own_part(parameter, full))
+
+
+def initialized(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter, Any]]:
+    """Yield name, module, parameter and initializer of all parameters that have one. A tied
+    parameter comes several times; the last initializer counts.
+    """
     for prefix, module in model.named_modules():
         initializers = titan.initializers(module)
         for name, parameter in module.named_parameters(recurse=False):
-            init = initializers.get(name, skip_param_init)
-            if init is skip_param_init:
-                continue
-            lacked = is_adapter(f"{prefix}.{name}") or isinstance(module, ValueHead | Router)
-            if from_file and not lacked:
-                local_tensor(parameter).fill_(torch.nan)
-                continue
-            full = torch.empty(parameter.shape, dtype=torch.float32)
-            draw(full, init, f"{seed}:{canonical_fqn(f'{prefix}.{name}')}")
-            local_tensor(parameter).copy_(own_part(parameter, full))
+            if (init := initializers.get(name, skip_param_init)) is not skip_param_init:
+                yield canonical_fqn(f"{prefix}.{name}"), module, parameter, init
 
 
 def draw(full: torch.Tensor, init: Callable[[torch.Tensor], object], key: str) -> None:

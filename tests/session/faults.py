@@ -36,6 +36,11 @@ def rotate(base: float) -> Any:
     return change
 
 
+def double_norm(engine: Any) -> None:
+    """Change a weight."""
+    titan(engine).layers["0"].attention_norm.weight.mul_(2)
+
+
 def drop_norm(engine: Any) -> None:
     """Leave out the norm of the queries."""
     attention(engine).q_norm.forward = lambda heads: heads

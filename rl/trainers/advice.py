@@ -1,8 +1,9 @@
 """Causes of failures that are known by the types of exceptions, and what to do after each."""
 
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import OutOfMemoryError
 
@@ -41,6 +42,34 @@ FEWEST_KEPT = 2
 """Lowest number of checkpoints that a run can keep."""
 
 
+SENTENCES: dict[str, tuple[str, ...]] = {
+    "alarm": (
+        "Look at the curves: python -m rl.view {folder}",
+        "If the condition is harmless here, set watchdog.{known.condition} to 'warn'.",
+    ),
+    "gradient": (
+        "Lower the learning rate trainer.optimizer.param_groups.0.optimizer_kwargs.lr (now {lr}), "
+        "or fix the loss if the first step already failed.",
+        "Try another rate on the same batches: python -m rl.replay {folder} --failed --lr 1e-7",
+    ),
+    "lost node": ("Start the run on other nodes; a launcher does so by itself.",),
+    "lost process": (
+        "Read {folder}/logs/{process.log}: the process ended without an exception. If the log ends "
+        "in the middle of work, see whether the kernel or a scheduler ended it: dmesg -T",
+        "If it is lost only now and then, raise max_restarts (now {config.max_restarts}).",
+    ),
+    "nothing learned": ("Look at the gradient norms and rewards: python -m rl.view {folder}",),
+    "open files": (
+        "Raise the number of files that a process may open, ulimit -Hn, or lower the number of "
+        "episodes at once, rollout.prompts_per_step times rollout.samples_per_prompt, and close "
+        "connections that nothing uses.",
+    ),
+    "unknown": ("Read 'detail' in {file}, and the logs in {folder}/logs.",),
+    "your code": ("Correct your code at {place}.",),
+}
+"""Sentences that say what to do, by cause. Those of other causes depend on the failure."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
     """Exception that ended a run, and what its type says."""
@@ -51,31 +80,37 @@ class Failure:
     process: ActorFailure | None
     """Failure of a process in the chain of causes, if there is one."""
     run: RunFolder
-
-    @property
-    def folder(self) -> str:
-        """Run folder, for a command."""
-        return shlex.quote(str(self.run.folder))
-
-    @property
-    def file(self) -> str:
-        """File of the failure."""
-        return str(self.run.record.failure_path)
+    folder: str
+    """Run folder, for a command."""
 
 
 def advice_after(error: BaseException, run: RunFolder, call: FailedCall) -> tuple[str, list[str]]:
     """Return the cause of ``error``, and sentences that say what to do; the last one has the
     command that resumes the run.
     """
-    links = [*_chain(error)]
+    links = [error]
+    while (link := links[-1].__cause__) is not None and link not in links:
+        links.append(link)
     process = next((each for each in links if isinstance(each, ActorFailure)), None)
     cause, known = _cause_of(links, run)
-    failure = Failure(error=error, known=known, process=process, run=run)
-    folder = failure.folder
+    folder = shlex.quote(str(run.folder))
+    if cause in ADVICE:
+        failure = Failure(error=error, known=known, process=process, run=run, folder=folder)
+        sentences = ADVICE[cause](failure)
+    else:
+        values: dict[str, Any] = {
+            "folder": folder,
+            "known": known,
+            "process": process,
+            "config": run.config,
+        }
+        values["lr"] = run.config.trainer.optimizer.param_groups[0].optimizer_kwargs.get("lr")
+        values |= {"file": run.record.failure_path, "place": place_of(error)}
+        sentences = [each.format(**values) for each in SENTENCES[cause]]
     repeat = f"Find out whether the call fails again, alone: python -m rl.replay {folder} --failed"
     resume = run.how_to_go_on()
     return cause, [
-        *ADVICE[cause](failure),
+        *sentences,
         repeat if call.call else call.why_not.replace("RUN", folder),
         f"See what is wrong with the host and the run folder: python -m rl.doctor {folder}",
         f"{resume[0].upper()}{resume[1:]}",
@@ -101,12 +136,6 @@ def _cause_of(links: list[BaseException], run: RunFolder) -> tuple[str, BaseExce
     return "your code" if is_users(links[0]) else "unknown", links[0]
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__
-
-
 def _device_memory(failure: Failure, cache: str = "gpu_memory_utilization") -> list[str]:
     if failure.process is not None and failure.process.actor.startswith("generator-"):
         config = failure.run.config
@@ -125,7 +154,9 @@ def _device_memory(failure: Failure, cache: str = "gpu_memory_utilization") -> l
             f"{trainer.logits_mib}), or give trainer.activation-checkpoint:full; they change "
             "results by rounding at most."
         )
-    return [own, _plan(failure)]
+    path = shlex.quote(str(failure.run.folder / "config.json"))
+    plan = f"See what each rank holds in memory: python -m rl.plan --config {path}"
+    return [own, plan]
 
 
 def _host_memory(failure: Failure) -> list[str]:
@@ -135,22 +166,6 @@ def _host_memory(failure: Failure) -> list[str]:
         "The memory of the host was used up; give the run a host with more, or lower what it "
         f"holds.{ended if killed else ''}",
         *_device_memory(failure, "kv_cache_gib"),
-    ]
-
-
-def _plan(failure: Failure) -> str:
-    config = shlex.quote(str(failure.run.folder / "config.json"))
-    return f"See what each rank holds in memory: python -m rl.plan --config {config}"
-
-
-def _gradient(failure: Failure) -> list[str]:
-    lr = "trainer.optimizer.param_groups.0.optimizer_kwargs.lr"
-    first = failure.run.config.trainer.optimizer.param_groups[0]
-    return [
-        f"Lower the learning rate {lr} (now {first.optimizer_kwargs.get('lr')}), or mend the loss "
-        "if the first step already failed.",
-        "Try another rate on the same batches: "
-        f"python -m rl.replay {failure.folder} --failed --lr 1e-7",
     ]
 
 
@@ -178,79 +193,26 @@ def _full_disk(failure: Failure) -> list[str]:
     return [f"Make room on the disk: df -h {failure.folder}{less}."]
 
 
-def _open_files(failure: Failure) -> list[str]:
-    return [
-        "Raise the number of files that a process may open, ulimit -Hn, or lower the number of "
-        "episodes at once, rollout.prompts_per_step times rollout.samples_per_prompt, and close "
-        "connections that nothing uses."
-    ]
-
-
-def _lost_node(failure: Failure) -> list[str]:
-    return ["Start the run on other nodes; a launcher does so by itself."]
-
-
-def _lost_process(failure: Failure) -> list[str]:
-    process = failure.process
-    assert process is not None, "a process was lost"
-    restarts = failure.run.config.max_restarts
-    return [
-        f"Read {failure.folder}/logs/{process.log}: the "
-        "process ended without an exception. If the log ends in the middle of work, see whether "
-        "the kernel or a scheduler ended it: dmesg -T",
-        f"If it is lost only now and then, raise max_restarts (now {restarts}).",
-    ]
-
-
 def _task(failure: Failure) -> list[str]:
     lost = failure.known
     assert isinstance(lost, GroupLost), "a task costs groups"
     config = failure.run.config
     if lost.reason.endswith("hung"):
         limit = f"deadlines.reward (now {config.deadlines.reward:g} s)"
-        mend = f"Make the task faster, or raise {limit} or the limits of its environment."
+        advice = f"Make the task faster, or raise {limit} or the limits of its environment."
     elif lost.kind:
-        mend = f"Correct the task at {place_of(failure.error)}."
+        advice = f"Correct the task at {place_of(failure.error)}."
     else:
-        mend = f"Correct the task; 'detail' in {failure.file} has what it returned or how it ended."
+        path = failure.run.record.failure_path
+        advice = f"Correct the task; 'detail' in {path} has what it returned or how it ended."
     share = f" (now {config.rollout.max_lost:g})" if isinstance(config, RLConfig) else ""
-    return [mend, f"If such groups may be lost, raise rollout.max_lost{share}."]
-
-
-def _alarm(failure: Failure) -> list[str]:
-    alarm = failure.known
-    assert isinstance(alarm, AlarmRaised), "the watchdog raised it"
-    return [
-        f"Look at the curves: python -m rl.view {failure.folder}",
-        f"If the condition is harmless here, set watchdog.{alarm.condition} to 'warn'.",
-    ]
-
-
-def _nothing_learned(failure: Failure) -> list[str]:
-    return [f"Look at the gradient norms and rewards: python -m rl.view {failure.folder}"]
-
-
-def _your_code(failure: Failure) -> list[str]:
-    return [f"Correct your code at {place_of(failure.error)}."]
-
-
-def _unknown(failure: Failure) -> list[str]:
-    folder = failure.folder
-    return [f"Read 'detail' in {failure.file}, and the logs in {folder}/logs."]
+    return [advice, f"If such groups may be lost, raise rollout.max_lost{share}."]
 
 
 ADVICE: dict[str, Callable[[Failure], list[str]]] = {
-    "alarm": _alarm,
     "deadline": _deadline,
     "device memory": _device_memory,
     "full disk": _full_disk,
-    "gradient": _gradient,
     "host memory": _host_memory,
-    "lost node": _lost_node,
-    "lost process": _lost_process,
-    "nothing learned": _nothing_learned,
-    "open files": _open_files,
     "task": _task,
-    "your code": _your_code,
-    "unknown": _unknown,
 }

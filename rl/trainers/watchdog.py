@@ -1,7 +1,6 @@
 """Alarms for conditions of a run, such as stalls and metrics that are not finite."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from math import inf, isfinite, nan
 from types import MappingProxyType
 from typing import Any
@@ -14,106 +13,64 @@ LEAST = "memory/resident_min"
 """Smallest ``memory/resident`` of the steps so far, which the watchdog adds to a row."""
 
 
-@dataclass(frozen=True, slots=True)
-class Condition:
-    """Condition that the metrics of a step can show."""
-
-    name: str
-    """Field of WatchdogConfig with the consequence."""
-
-    found: Callable[[WatchdogConfig, Row], str]
-    """Return the finding with value and limit; empty if the row does not show one."""
-
-    steps: str = ""
-    """Field with the number of consecutive steps that make an alarm; empty for one step."""
-
-
-def _non_finite(config: WatchdogConfig, row: Row) -> str:
-    return " and ".join(f"{name} is {value}" for name, value in row.items() if not isfinite(value))
-
-
-def _above(row: Row, name: str, limit: float, field: str) -> str:
-    """Find a metric above a limit that is not 0."""
-    value = row.get(name, nan)
-    return f"{name} is {value:.4g}, above watchdog.{field}={limit}" if value > limit > 0 else ""
-
-
-def _mismatch(config: WatchdogConfig, row: Row) -> str:
-    return _above(row, "logprob/error_mean", config.mismatch_max or 0.0, "mismatch_max")
-
-
-def _reference(config: WatchdogConfig, row: Row) -> str:
-    """Find a reference that is not the initial policy."""
-    found = _above(row, "kl/reference", config.mismatch_max or 0.0, "mismatch_max")
-    same = "policy and reference have the same weights in the first step"
-    return f"{found}; {same}" if found and row.get("step") == 1 else ""
-
-
-def _drift(config: WatchdogConfig, row: Row) -> str:
-    return _above(row, "kl/behaviour", config.drift_max, "drift_max")
-
-
-def _entropy(config: WatchdogConfig, row: Row) -> str:
-    entropy = row.get("entropy/mean", nan)
-    if entropy < config.entropy_min:
-        return f"entropy/mean is {entropy:.4g}, below watchdog.entropy_min={config.entropy_min}"
-    return _above(row, "entropy/mean", config.entropy_max, "entropy_max")
-
-
-def _zero_std(config: WatchdogConfig, row: Row) -> str:
-    is_flat = row.get("reward/zero_std_groups") == 1
-    return "reward/zero_std_groups is 1, so no group had an advantage" if is_flat else ""
-
-
-def _vanished(config: WatchdogConfig, row: Row) -> str:
-    """Find a step that changed no weight, although it had advantages and a learning rate."""
-    rates = [value for name, value in row.items() if name.startswith("trainer/lr/")]
-    had_none = row.get("advantage/std") == 0 or row.get("reward/zero_std_groups") == 1
-    is_step = "step" in row  # a single update has no advantages in its row
-    norm = row.get("trainer/grad_norm", nan)
-    if not is_step or had_none or not any(rates) or row.get("trainer/updates") != 0:
-        return ""
-    if norm == 0:
-        return "trainer/grad_norm is 0, so no weight changed"
-    if isfinite(norm):
-        return "trainer/updates is 0: the dtype of the parameters rounded every update away"
-    return ""
-
-
-def _memory(config: WatchdogConfig, row: Row) -> str:
-    now, least = row.get("memory/resident", nan), row.get(LEAST, nan)
-    limit = config.memory_growth
-    if now - least <= 1 or not 0 < limit < now / least - 1:
-        return ""
-    return (
-        f"memory/resident is {now:.1f} GiB and was {least:.1f}, a growth above "
-        f"watchdog.memory_growth={limit}"
-    )
-
-
-def _starving(config: WatchdogConfig, row: Row) -> str:
-    waited = row.get("timing/starved", 0.0)
-    step = row.get("timing/step", nan)
-    limit = config.starving_share
-    if waited > limit * step:
-        return (
-            f"timing/starved is {waited / step:.0%} of the step, above "
-            f"watchdog.starving_share={limit}"
-        )
-    return ""
-
-
+STEPS = {name: f"{name}_steps" for name in ("zero_std", "vanished", "starving")}
+"""Field with the number of consecutive steps that make an alarm, by condition; one step makes an
+alarm of other conditions."""
 CONDITIONS = (  # causes before effects
-    Condition("non_finite", _non_finite),
-    Condition("mismatch", _mismatch),
-    Condition("reference", _reference),
-    Condition("drift", _drift),
-    Condition("entropy", _entropy),
-    Condition("zero_std", _zero_std, "zero_std_steps"),
-    Condition("vanished", _vanished, "vanished_steps"),
-    Condition("memory", _memory),
-    Condition("starving", _starving, "starving_steps"),
+    *("non_finite", "mismatch", "reference", "drift", "entropy", "zero_std", "vanished"),
+    *("memory", "starving"),
 )
+"""Fields of WatchdogConfig with the consequences of what the metrics of a step can show."""
+
+
+def findings(config: WatchdogConfig, row: Row) -> dict[str, str]:
+    """Return what ``row`` shows, with value and limit, by condition; empty for a condition that it
+    does not show.
+    """
+
+    def above(name: str, limit: float, field: str) -> str:
+        """Find a metric above a limit that is not 0."""
+        value = row.get(name, nan)
+        return f"{name} is {value:.4g}, above watchdog.{field}={limit}" if value > limit > 0 else ""
+
+    infinite = [f"{name} is {value}" for name, value in row.items() if not isfinite(value)]
+    found = {"non_finite": " and ".join(infinite)}
+    mismatch_max = config.mismatch_max or 0.0
+    found["mismatch"] = above("logprob/error_mean", mismatch_max, "mismatch_max")
+    reference = above("kl/reference", mismatch_max, "mismatch_max")
+    if reference and row.get("step") == 1:
+        same = "policy and reference have the same weights in the first step"
+        found["reference"] = f"{reference}; {same}"
+    found["drift"] = above("kl/behaviour", config.drift_max, "drift_max")
+    entropy = row.get("entropy/mean", nan)
+    found["entropy"] = above("entropy/mean", config.entropy_max, "entropy_max")
+    if entropy < config.entropy_min:
+        limit = f"watchdog.entropy_min={config.entropy_min}"
+        found["entropy"] = f"entropy/mean is {entropy:.4g}, below {limit}"
+    is_flat = row.get("reward/zero_std_groups") == 1
+    if is_flat:
+        found["zero_std"] = "reward/zero_std_groups is 1, so no group had an advantage"
+    rates = [value for name, value in row.items() if name.startswith("trainer/lr/")]
+    learns = "step" in row and any(rates) and not is_flat  # an update alone has no advantages
+    norm = row.get("trainer/grad_norm", nan)
+    if learns and row.get("advantage/std") != 0 and row.get("trainer/updates") == 0:
+        if norm == 0:
+            found["vanished"] = "trainer/grad_norm is 0, so no weight changed"
+        elif isfinite(norm):
+            why = "the dtype of the parameters rounded every update away"
+            found["vanished"] = f"trainer/updates is 0: {why}"
+    now, least = row.get("memory/resident", nan), row.get(LEAST, nan)
+    growth = config.memory_growth
+    if now - least > 1 and 0 < growth < now / least - 1:
+        found["memory"] = (
+            f"memory/resident is {now:.1f} GiB and was {least:.1f}, a growth above "
+            f"watchdog.memory_growth={growth}"
+        )
+    waited, step = row.get("timing/starved", 0.0), row.get("timing/step", nan)
+    if waited > config.starving_share * step:
+        limit = f"watchdog.starving_share={config.starving_share}"
+        found["starving"] = f"timing/starved is {waited / step:.0%} of the step, above {limit}"
+    return found
 
 
 class Watchdog:
@@ -132,9 +89,8 @@ class Watchdog:
         """``state`` is what ``to_dict`` returned; empty for a new watchdog."""
         self._config = config
         self._step = 0
-        names = [condition.name for condition in CONDITIONS]
-        self._counts = dict.fromkeys(("stalled", *names), 0) | state.get("counts", {})
-        self._streaks = dict.fromkeys(names, 0) | state.get("streaks", {})
+        self._counts = dict.fromkeys(("stalled", *CONDITIONS), 0) | state.get("counts", {})
+        self._streaks = dict.fromkeys(CONDITIONS, 0) | state.get("streaks", {})
         self._present: set[str] = set()
         self._least = inf  # memory/resident of this attempt
 
@@ -144,30 +100,25 @@ class Watchdog:
         self._present.discard("stalled")
         self._least = min(self._least, row.get("memory/resident", inf))
         row = {**row, LEAST: self._least} if isfinite(self._least) else row
-        findings = {}
-        for condition in CONDITIONS:
-            name = condition.name
-            finding = self._found(condition, row, updates)
-            needed = getattr(self._config, condition.steps) if condition.steps else 1
-            streak = self._streaks[name] = self._streaks[name] + 1 if finding else 0
-            if not finding or streak < needed:
-                self._present.discard(name)
-            elif condition.steps:
-                findings[name] = (
-                    f"{finding}, in {streak} steps in a row, watchdog.{condition.steps}={needed}"
-                )
-            else:
-                findings[name] = finding
-        return self._alarms(findings)
-
-    def _found(self, condition: Condition, row: Row, updates: Sequence[Row]) -> str:
-        """Return the finding of the first update with the condition, otherwise of the step."""
+        found = dict[str, str]()  # of the first update that shows it, otherwise of the step
         for number, update in enumerate(updates, start=1):
-            if finding := condition.found(self._config, update):
-                return (
-                    f"update {number} of {len(updates)}: {finding}" if len(updates) > 1 else finding
-                )
-        return condition.found(self._config, row)
+            place = f"update {number} of {len(updates)}: " if len(updates) > 1 else ""
+            shown = findings(self._config, update)
+            found = {name: place + text for name, text in shown.items() if text} | found
+        found = findings(self._config, row) | found
+        alarms = {}
+        for name in CONDITIONS:
+            finding = found.get(name, "")
+            field = STEPS.get(name, "")
+            needed = getattr(self._config, field) if field else 1
+            streak = self._streaks[name] = self._streaks[name] + 1 if finding else 0
+            if streak < needed:
+                self._present.discard(name)
+            elif field:
+                alarms[name] = f"{finding}, in {streak} steps in a row, watchdog.{field}={needed}"
+            else:
+                alarms[name] = finding
+        return self._alarms(alarms)
 
     def stalled(self, seconds: float) -> list[str]:
         """Return the alarm if no step finished for too many ``seconds``, once until one does."""

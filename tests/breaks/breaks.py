@@ -367,8 +367,8 @@ BREAKS = (
     ),
     Break(
         "rl/trainers/watchdog.py",
-        'if found and row.get("step") == 1 else',
-        "if found else",
+        'if reference and row.get("step") == 1:',
+        "if reference:",
         "trainers/test_watchdog.py",
     ),
     Break(
@@ -602,7 +602,7 @@ BREAKS = (
     # whole runs
     Break(
         "rl/trainers/rl.py",
-        "finished = await self.saved_groups() if state else {}",
+        "finished = await asyncio.to_thread(read_groups, folder / ROLLOUTS)",
         "finished = {}",
         "trainers e2e/test_resume.py",
     ),

@@ -8,8 +8,9 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from textwrap import dedent
 from typing import Annotated, Any, ClassVar
@@ -22,7 +23,7 @@ from rl.environments.task import Score
 from rl.errors import shown
 from rl.sandbox.sandbox import Sandbox, open_sandbox
 from rl.sandbox.sandboxed_program import Limits
-from rl.tasks.chat import ChatJsonl, Problem
+from rl.tasks.chat import CHUNK, ChatJsonl, Problem
 from rl.types import Completion, Prompt
 from rl.types.rules import above, at_least
 
@@ -32,7 +33,7 @@ TAG = re.compile(r"\W*(?:(?:python|py)[\d.]*\W*)?(?:\s|$)", re.IGNORECASE)
 SOLUTIONS = ("canonical_solution", "code", "solution")
 """Columns with the own solution of a row."""
 MOST_TRIED = 1000
-"""Number of own solutions of a file whose tests run."""
+"""Number of first rows whose own solutions run."""
 FORM = '{"instruction": …, "tests": ["assert …", …]}'
 OWN_NAMES = {*dir(builtins), "__name__", "__builtins__"}
 
@@ -79,21 +80,36 @@ class PythonPuzzles(ChatJsonl):
         super().__init__(config, **options)
 
     def read_problems(self) -> Iterator[Problem]:
-        tried = dict[str, Future[tuple[list[bool], str]]]()
+        failed = list[str]()
+        rows = enumerate(self.rows(FORM))
         with ThreadPoolExecutor(os.cpu_count()) as threads:
-            for row in self.rows(FORM):
-                question, *answer = read_puzzle(row)
-                found = next(filter(None, map(row.value.get, SOLUTIONS)), None)
-                if isinstance(found, str) and len(tried) < MOST_TRIED:
-                    code = last_block(found) or found
-                    tried[f"{row.unit} {row.line}"] = threads.submit(self._run, code, answer)
-                yield Problem(number=row.line, question=question, answer=json.dumps(answer))
-            failed = list[str]()
-            for place, (where, work) in enumerate(tried.items()):
-                tell_progress(f"ran {place} of {len(tried)} solutions of {self.source}")
-                verdicts, reason = work.result()
-                failed += [] if all(verdicts) else [f"{where}: {reason}"]
-        self.warn(f"of {len(tried)} solutions some do not pass the tests of their own rows", failed)
+            while chunk := [*islice(rows, CHUNK)]:
+                tell_progress(f"ran solutions of {chunk[0][0]} rows of {self.source}")
+                for problem, reason in threads.map(self._read, chunk):
+                    failed += [reason] if reason else []
+                    yield problem
+        self.warn("solutions of some rows do not pass the tests of their own rows", failed)
+
+    def _read(self, numbered: tuple[int, Row]) -> tuple[Problem, str]:
+        """Return the problem of a row, and why the row's own solution does not pass its tests.
+
+        If the solution passes them only when calls that return something may change lists of the
+        tests in place, they may do so for all solutions of this row.
+        """
+        number, row = numbered
+        question, *answer = read_puzzle(row)
+        found = next(filter(None, map(row.value.get, SOLUTIONS)), None)
+        reason = ""
+        if isinstance(found, str) and number < MOST_TRIED:
+            code = last_block(found) or found
+            verdicts, said = self._run(code, answer)
+            if not all(verdicts):
+                changing = [test if isinstance(test, str) else (*test, True) for test in answer]
+                if all(self._run(code, changing)[0]):
+                    answer = changing
+                else:
+                    reason = f"{row.unit} {row.line}: {said}"
+        return Problem(number=row.line, question=question, answer=json.dumps(answer)), reason
 
     def score(self, prompt: Prompt, text: str, completion: Completion) -> Score:
         """Return the score. Metric ``answered``: the text has a block of code; ``passed``: share of
@@ -151,7 +167,7 @@ def defines(code: str) -> bool:
 
 
 def run_tests(
-    sandbox: Sandbox, code: str, tests: Sequence[tuple[list[str], str]], limits: Limits
+    sandbox: Sandbox, code: str, tests: Sequence[tuple[Any, ...]], limits: Limits
 ) -> tuple[list[bool], str]:
     """Return for each test whether ``code`` passes it, and why the first that failed did.
 
@@ -160,7 +176,8 @@ def run_tests(
     end within ``limits``, the rest fails.
 
     Args:
-        tests: Programs, each after the names of ``code`` that it uses.
+        tests: Programs, each after the names of ``code`` that it uses. If True follows, a call
+            that returns something may change the lists, sets and dicts that it is given.
     """
     plain = (PROGRAMS / "plain.py").read_text()
     from_solver, to_judge, from_judge, to_solver = ends = [*os.pipe(), *os.pipe()]

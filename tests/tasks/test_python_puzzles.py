@@ -124,6 +124,79 @@ class Single:
         cls.made = cls.made or super().__new__(cls)
         return cls.made
 def hello(name): print("hello", name)
+class TooFew(ValueError):
+    def __init__(self, n):
+        super().__init__(f"{n} is too few")
+        self.n = n
+class FarTooFew(TooFew): pass
+def refuse(n): raise (FarTooFew if n < -5 else TooFew)(n)
+class Shape:
+    sides = 0
+    def __init__(self, name): self.name = name
+    def area(self): raise NotImplementedError
+    def describe(self): return f"{self.name}: {self.area()}"
+    @classmethod
+    def make(cls): return cls("made")
+def apply(function, *arguments): return function(*arguments)
+def remember(function):
+    import functools
+    known = {}
+    @functools.wraps(function)
+    def wrapper(n):
+        known[n] = known[n] if n in known else function(n)
+        return known[n]
+    return wrapper
+def retry(function, error, times):
+    for _ in range(times):
+        try: return function()
+        except error as last: kept = last
+    raise kept
+def take(n, items): return [item for item, _ in zip(items, range(n))]
+def is_a(value, kind): return isinstance(value, kind)
+def sort(items): items.sort()
+def rotate(rows):
+    rows[:] = [list(row) for row in zip(*rows[::-1])]
+def count(words, into):
+    for word in words: into[word] = into.get(word, 0) + 1
+class Node:
+    def __init__(self, value):
+        self.value, self.children = value, []
+    def total(self): return self.value + sum(child.total() for child in self.children)
+class Stack(list):
+    def push(self, item): self.append(item)
+import collections, datetime, decimal, enum, fractions
+Point = collections.namedtuple("Point", "x y")
+class Color(enum.Enum):
+    RED = 1
+    BLUE = 2
+class Level(enum.IntEnum):
+    LOW = 1
+def queue(): return collections.deque([1, 2])
+def half(): return fractions.Fraction(1, 2)
+def price(): return decimal.Decimal("1.5")
+def day(): return datetime.date(2024, 2, 29)
+def same(value): return value
+def count_letters(text): return collections.Counter(text)
+"""
+DERIVED = """
+class Square(Shape):
+    sides = 4
+    def __init__(self, side):
+        super().__init__("square")
+        self.side = side
+    def area(self):
+        return self.side**2
+    @property
+    def double(self):
+        return 2 * self.side
+"""
+FAILS = """
+class Boom(Exception): pass
+tries = []
+def fail():
+    tries.append(1)
+    if len(tries) < 3: raise Boom(len(tries))
+    return 7
 """
 USES = {
     "operators": "assert V(1) + V(2) == V(3) and V(1) @ V(2) == 2 and -V(1) == V(-1)",
@@ -135,6 +208,72 @@ USES = {
     "items": "b = Box(); b[1] = 2; b[2] = 3\ndel b[1]\nassert b.items == {2: 3}",
     "attributes": "v = V(1); v.x = 9\nassert v.x == 9",
     "identity": "assert Single() is Single()",
+    "a subclass": f"{DERIVED}s = Square(3)\nassert s.describe() == 'square: 9' and s.double == 6",
+    "what it inherits": (
+        f"{DERIVED}s = Square(3)\nassert isinstance(s, Shape) and issubclass(Square, Shape)\n"
+        "assert isinstance(s, Square) and type(s) is Square and s.name == 'square'\n"
+        "assert Square.sides == s.sides == 4 and Shape.sides == 0\n"
+        "assert type(Square.make()) is Square and Square.make().side == 'made'"
+    ),
+    "a subclass of a subclass": (
+        f"{DERIVED}class Big(Square):\n    def area(self): return 10 * super().area()\n"
+        "assert Big(2).describe() == 'square: 40'"
+    ),
+    "its exceptions": (
+        "try:\n    refuse(-1)\nexcept TooFew as error:\n    assert error.n == -1\n"
+        "    assert str(error) == '-1 is too few' and not isinstance(error, FarTooFew)\n"
+        "else:\n    assert False"
+    ),
+    "a base of its exceptions": (
+        "for kind in (TooFew, ValueError, Exception):\n    try:\n        refuse(-9)\n"
+        "    except kind as error:\n        assert type(error) is FarTooFew\n"
+        "    else:\n        assert False"
+    ),
+    "text of a built-in exception": (
+        "try:\n    apply(lambda: {}[1])\nexcept KeyError as error:\n    assert error.args == (1,)"
+    ),
+    "functions": (
+        "assert apply(lambda x, y: x * y, 3, 4) == 12 and apply(max, 1, 2) == 2\n"
+        "assert apply(str.upper, 'a') == 'A' and is_a(1, int) and apply(V, 3) == V(3)"
+    ),
+    "decorators": (
+        "calls = []\n@remember\ndef double(n):\n    'Twice.'\n    calls.append(n)\n"
+        "    return 2 * n\nassert [double(2), double(2), double(3)] == [4, 4, 6]\n"
+        "assert calls == [2, 3] and double.__name__ == 'double' and double.__doc__ == 'Twice.'"
+    ),
+    "functions that use the solution": "assert apply(lambda v: apply(lambda: v.x + 1), V(1)) == 2",
+    "functions that raise": (
+        f"{FAILS}assert retry(fail, Boom, 5) == 7 and len(tries) == 3\ntries.clear()\n"
+        "try:\n    retry(fail, Boom, 2)\nexcept Boom as error:\n    assert error.args == (2,)\n"
+        "else:\n    assert False"
+    ),
+    "iterators": "import itertools\nassert take(3, itertools.count(5)) == [5, 6, 7]",
+    "lists changed in place": (
+        "items = [3, 1, 2]\nsort(items)\nassert items == [1, 2, 3]\n"
+        "rows = [[1, 2], [3, 4]]\nassert rotate(rows) is None and rows == [[3, 1], [4, 2]]\n"
+        "seen = {'a': 1}\ncount('ab', into=seen)\nassert seen == {'a': 2, 'b': 1}"
+    ),
+    "lists of an object": (
+        "root = Node(1)\nroot.children.append(Node(2))\nroot.children[0].children += [Node(4)]\n"
+        "assert root.total() == 7 and root.children[0].value == 2"
+    ),
+    "a subclass of list": (
+        "s = Stack()\ns.push(1)\ns.append(2)\nassert s == [1, 2] and len(s) == 2\n"
+        "s.push(3)\nassert s[-1] == 3"
+    ),
+    "values of the library": (
+        "import collections, datetime, decimal, fractions\n"
+        "assert queue() == collections.deque([1, 2]) and half() == fractions.Fraction(1, 2)\n"
+        "assert half() == 0.5 and price() == decimal.Decimal('1.5')\n"
+        "assert same(range(3)) == range(3) and day() == datetime.date(2024, 2, 29)\n"
+        "assert count_letters('aab').most_common(1)\n"
+        "now = datetime.datetime.now(datetime.timezone.utc)\nassert same(now) == now"
+    ),
+    "fields of a named tuple": "p = Point(1, 2)\nassert p == (1, 2) and p.x == 1 and p._asdict()",
+    "enumerations": (
+        "assert Color.RED is Color(1) and Color['RED'].name == 'RED' and len(Color) == 2\n"
+        "assert [each.value for each in Color] == [1, 2] and Level.LOW == 1 == Level.LOW.value"
+    ),
     "printed output": (
         "import contextlib, io\nwith contextlib.redirect_stdout(io.StringIO()) as out:\n"
         "    hello(3)\nassert out.getvalue() == 'hello 3\\n'"
@@ -145,6 +284,9 @@ USES = {
 def test_objects_of_a_solution_can_be_used_as_in_one_process():
     def check(name):
         assert passed(OBJECTS, USES[name]) == [True]
+        own = {}
+        exec(OBJECTS, own)
+        exec(USES[name], own)
 
     check_rows(USES, check)
 
@@ -219,6 +361,32 @@ FORGERIES = {
         "def add(a, b): return 4"
     ),
 }
+for kind in ("str", "float", "tuple", "list", "dict", "frozenset"):
+    FORGERIES[f"is an equal {kind}"] = (
+        f"class All({kind}):\n  def __eq__(self, other): return True\n"
+        "  def __ne__(self, other): return False\n  def __bool__(self): return True\n"
+        "  __hash__ = lambda self: 3\n  __lt__ = __le__ = __ge__ = __gt__ = __eq__\n"
+        "  __sub__ = __rsub__ = lambda self, other: self\n  __abs__ = lambda self: 0\n"
+        "def add(a, b): return All()"
+    )
+FORGERIES |= {
+    "is a number of an enumeration": (
+        "import enum\nclass All(enum.IntEnum):\n  A = 9\n"
+        "  def __eq__(self, other): return True\n  __hash__ = int.__hash__\n"
+        "def add(a, b): return All.A"
+    ),
+    "names what tests have": (
+        "import __main__ as solver\n"
+        + "solver.refer = lambda value: ['builtin', 'exit']\ndef add(a, b): return object()"
+    ),
+    "is a class": (
+        "class Meta(type):\n  def __eq__(self, other): return True\n  __hash__ = type.__hash__\n"
+        "class add(metaclass=Meta):\n  def __new__(cls, a, b): return add"
+    ),
+    "raises every exception": (
+        "class All(AssertionError, StopIteration): pass\ndef add(a, b): raise All()"
+    ),
+}
 CHECKS = [
     ADD,
     "assert all(map(lambda n: add(n, n) == 2 * n, [1, 2]))",
@@ -236,6 +404,64 @@ def test_a_forged_solution_passes_nothing_and_an_honest_one_everything():
 
     check_rows(FORGERIES, check)
     assert passed("def add(a, b): return a + b", *CHECKS) == [True] * len(CHECKS)
+
+
+DOORS = {
+    "changes what it is given": (
+        "def f(xs):\n  xs.clear()\n  return []",
+        "xs = [2, 1]\nassert f(xs) == sorted(xs)",
+        "def f(xs): return sorted(xs)",
+    ),
+    "catches the assertion of a function": (
+        "def f(g):\n  try: g(2)\n  except: pass\n  return 1",
+        "def check(x): assert x == 1\nassert f(check) == 1",
+        "def f(g):\n  g(1)\n  return 1",
+    ),
+    "looks into a function": (
+        "def f(g):\n  import gc\n  return 3 if '__wanted__' in str(g.__globals__) else 0",
+        "__wanted__ = 3\nassert f(lambda: 1) == __wanted__",
+        "def f(g): return g() + 2",
+    ),
+    "asks for an attribute of a function": (
+        "import __main__ as s\ndef f(g):\n  s.lines.write(s.lines.encode(['get', 0, '__code__']))\n"
+        "  return 3",
+        "assert f(lambda: 1) == 3",
+        "def f(g): return 3",
+    ),
+    "calls what it was not given": (
+        "import __main__ as s\ndef f(g):\n  s.call_back(1, 'f', '')()\n  return 3",
+        "def h(): return 1\nassert f(h) == 3",
+        "def f(g): return 3",
+    ),
+    "answers for a method of a test": (
+        "class f:\n  def __getattribute__(self, name): return lambda *a: True\n  x = 4",
+        "class Z(f):\n    def check(self): return self.x == 3\nassert Z().check() is True",
+        "class f: x = 3",
+    ),
+    "equals what a test derives": (
+        "class f:\n  def __eq__(self, other): return True",
+        "class Z(f): pass\nassert Z() == 3 or not isinstance(Z(), f)",
+        "class f(int):\n  def __new__(cls): return super().__new__(cls, 3)",
+    ),
+}
+
+
+def test_what_a_test_gives_to_a_solution_opens_no_door():
+    def check(name):
+        forged, test, honest = DOORS[name]
+        assert [passed(code, test) for code in (forged, honest)] == [[False], [True]]
+
+    check_rows(DOORS, check)
+
+
+def test_rows_whose_own_solution_changes_and_returns_may_do_so(tiny, tmp_path, caplog):
+    code = "def unique(xs):\n  xs[:] = sorted(set(xs))\n  return len(xs)"
+    test = "xs = [2, 1, 2]\nassert unique(xs) == 2 and xs == [1, 2]"
+    row = {"instruction": "Write unique(xs).", "tests": [test]}
+    task = build(tiny, tmp_path, row | {"code": code}, held_out_fraction=1.0)
+    (prompt,) = task.eval_prompts(1)
+    assert score(task, prompt, f"```python\n{code}\n```").reward == 1.0 and not caplog.messages
+    assert passed(code, test) == [False]
 
 
 def test_tests_after_one_without_end_are_failed():
@@ -293,18 +519,21 @@ def test_the_last_block_of_python_counts():
     assert [last_block(text) for text in NO_BLOCKS] == [None] * len(NO_BLOCKS)
 
 
+EQUALS = "class plus_2:\n  def __eq__(self, other): return other == 2"
+
+
 def test_rows_whose_own_solution_does_not_pass_are_named_with_the_reason(tiny, tmp_path, caplog):
-    derives = "class Z(plus_2):\n    pass\nassert Z()"
+    equals = "assert plus_2() == 2"
     rows = [
         puzzle(2) | {"code": "def plus_2(n): return n + 1"},
         puzzle(1) | {"code": "def plus_1(n): return n + 1"},
-        {"instruction": "Say.", "tests": [derives], "solution": "class plus_2: pass"},
+        {"instruction": "Say.", "tests": [equals], "solution": EQUALS},
     ]
     rows.append(puzzle(3) | {"solution": "```python\ndef plus_3(n):\n  while 1: pass\n```"})
     build(tiny, tmp_path, *rows, seconds=4.0)
     (said,) = caplog.messages
-    assert "of 4 solutions some do not pass" in said and "own rows: line 1: Assertion" in said
-    assert "line 3: TypeError: a test cannot derive a class from a class of the solution" in said
+    assert "solutions of some rows do not pass" in said and "own rows: line 1: Assertion" in said
+    assert "line 3: AssertionError: an object of the solution was compared with plain data" in said
     assert said.endswith("line 4: no end within 4 s")
 
 

@@ -1,14 +1,26 @@
 """Plain data as lines of JSON between a solution and its tests. Runs in the sandbox, alone.
 
-Numbers, text, bytes, None, lists, tuples, sets and dicts go by value. Values of subclasses of these
-become values of the built-in type. Any other object stays in its process, and its number goes.
+Numbers, text, bytes, None, lists, tuples, sets, dicts, deques, ranges, dates and the numbers of
+``decimal`` and ``fractions`` go by value. Any other object stays in its process, and a reference to
+it goes.
 """
 
+import importlib
 import json
 import os
+from collections import deque
 
 MOST_BYTES = 1 << 20  # of one line
-SCALARS: tuple = (bool, int, float, str)
+MOST_SHARED, MOST_ITEMS = 8, 1000  # of lists that both programs may change
+SCALARS = (bool, int, float, str)
+MUTABLE = (list, dict, set, deque)
+MANY: dict = {kind.__name__: kind for kind in (list, tuple, set, frozenset, deque)}
+PLAIN = (*SCALARS, complex, bytes, bytearray, dict, *MANY.values())
+LIBRARY = {
+    **{"range": "builtins", "Counter": "collections", "Decimal": "decimal"},
+    **{"Fraction": "fractions"},
+    **dict.fromkeys(("date", "datetime", "time", "timedelta", "timezone"), "datetime"),
+}
 BINARY = (
     *("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow"),
     *("lshift", "rshift", "and_", "or_", "xor"),
@@ -16,46 +28,67 @@ BINARY = (
 COMPARED = ("eq", "ne", "lt", "le", "gt", "ge")
 OPERATORS = (*BINARY, *COMPARED, "neg", "pos", "abs", "invert")
 """Operators of the module ``operator`` that objects of a solution may have."""
-MANY: dict = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 
 
-def encode(value, number_of):
-    """Return ``value`` in a form that JSON can hold.
+def plain_type(kind):
+    """Return the type of plain data that ``kind`` is or derives from, or None."""
+    return next((each for each in kind.__mro__ if each in PLAIN), None)
 
-    Any other object becomes ``["object", number_of(object)]``.
+
+def encode(value, refer, kind=None):
+    """Return ``value`` in a form that JSON can hold: as one of type ``kind`` if that is given.
+
+    Any other object becomes ``refer(object)``, a list that begins with a text.
     """
-    if value is None or value is True or value is False:
+    kind = kind or type(value)
+    if value is None or kind in SCALARS:
         return value
-    for kind in SCALARS:
-        if isinstance(value, kind):
-            return kind(value)
-    if isinstance(value, complex):
+    if kind is complex:
         return ["complex", value.real, value.imag]
-    if isinstance(value, (bytes, bytearray)):
-        return ["bytes", bytes(value).hex()]
-    if isinstance(value, dict):
-        pairs = [[encode(key, number_of), encode(item, number_of)] for key, item in value.items()]
-        return ["dict", pairs]
-    for name, kind in MANY.items():
-        if isinstance(value, kind):
-            return [name, [encode(item, number_of) for item in value]]
-    return ["object", number_of(value)]
+    if kind in (bytes, bytearray):
+        return ["bytes", value.hex()]
+    if kind is dict:
+        return ["dict", [[encode(key, refer), encode(item, refer)] for key, item in value.items()]]
+    name = kind.__name__
+    if MANY.get(name) is kind:
+        return [name, [encode(item, refer) for item in value]]
+    if LIBRARY.get(name) == kind.__module__:
+        return ["library", name, [encode(item, refer) for item in value.__reduce__()[1]]]
+    return refer(value)
 
 
-def decode(value, object_of):
-    """Return the value that :func:`encode` wrote; ``object_of(number)`` returns an object."""
+def decode(value, find):
+    """Return the value that :func:`encode` wrote; ``find(*reference)`` returns an object."""
     if value is None or isinstance(value, SCALARS):
         return value
-    kind, content = value[0], value[1]
+    kind, *content = value
     if kind == "complex":
-        return complex(content, value[2])
+        return complex(*content)
     if kind == "bytes":
-        return bytes.fromhex(content)
+        return bytes.fromhex(*content)
     if kind == "dict":
-        return {decode(key, object_of): decode(item, object_of) for key, item in content}
-    if kind == "object":
-        return object_of(content)
-    return MANY[kind](decode(item, object_of) for item in content)
+        return {decode(key, find): decode(item, find) for key, item in content[0]}
+    if kind == "library":
+        made = getattr(importlib.import_module(LIBRARY[content[0]]), content[0])
+        return made(*(decode(item, find) for item in content[1]))
+    if kind in MANY:
+        return MANY[kind](decode(item, find) for item in content[0])
+    return find(*value)
+
+
+def replace(value, content):
+    """Give a list, set, dict or deque this content, if it has another."""
+    if value != content:
+        value.clear()
+        (value.extend if isinstance(value, (list, deque)) else value.update)(content)
+
+
+def share(shared, number, content, length):
+    """Note the content of a list that both programs may change, unless it is long."""
+    if length < MOST_ITEMS:
+        shared[number] = content
+    while len(shared) > MOST_SHARED:
+        del shared[next(iter(shared))]
 
 
 class Lines:

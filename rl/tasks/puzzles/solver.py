@@ -7,21 +7,122 @@ import builtins
 import io
 import operator
 import sys
+import threading
+import types
 
-from plain import BINARY, OPERATORS, Lines, decode, encode
+from plain import BINARY, MUTABLE, OPERATORS, Lines, decode, encode, plain_type, replace, share
 
 MOST_PRINTED = 1 << 16  # characters of one operation
 
+lines: Lines
+names: dict = {"__name__": "solution"}
+problem = ""
+objects: list = []  # all that the judge knows, which live on here
+numbers: dict = {}  # of these, by id
+theirs: dict = {}  # functions and exceptions of the tests, by number
+their_numbers: dict = {}
+shared: dict = {}  # content of attributes as the judge knows it, by number
+calling = threading.RLock()
 
-def leave(manager, name="", text=""):
-    kind = getattr(builtins, name, RuntimeError) if name else None
-    return manager.__exit__(kind, kind and kind(text), None)
+
+def keep(value):
+    if id(value) not in numbers:
+        numbers[id(value)] = len(objects)
+        objects.append(value)
+    return numbers[id(value)]
+
+
+def refer(value):
+    if id(value) in their_numbers:
+        return ["given", their_numbers[id(value)]]
+    if isinstance(value, type):
+        if getattr(builtins, value.__name__, None) is value:
+            return ["builtin", value.__name__]
+        return ["class", keep(value), value.__name__, [encode(b, refer) for b in value.__bases__]]
+    number = keep(value)
+    kind = plain_type(type(value))
+    content = encode(value, refer, kind) if kind else None
+    if isinstance(value, BaseException):
+        content = encode(list(value.args), refer)
+    if kind in MUTABLE:
+        share(shared, number, content, len(value))
+    return ["object", number, encode(type(value), refer), content]
+
+
+def find(kind, number, *content):
+    if kind == "object":
+        return objects[number]
+    if kind == "builtin":
+        return getattr(builtins, number)
+    if kind == "iterator":
+        return iter(decode(number, find), object())
+    if number not in theirs:
+        theirs[number] = call_back(number, *content) if kind == "function" else raised(*content)
+        their_numbers[id(theirs[number])] = number
+    return theirs[number]
+
+
+def raised(kind, arguments):
+    return decode(kind, find)(*decode(arguments, find))
+
+
+def call_back(number, name, text):
+    def function(*arguments, **options):
+        with calling:
+            given = encode([arguments, options], refer)
+            lines.write(lines.encode(["call", number, given]))
+            while (message := lines.receive())[0] not in ("value", "error"):
+                serve(message)
+        value = decode(message[1], find)
+        if message[0] == "error":
+            raise value
+        return value
+
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = text
+    return function
+
+
+def defined(_, name):
+    if name not in names:
+        raise NameError(f"the solution defines no {name}{problem}")
+    return names[name]
+
+
+def call(function, arguments, options):
+    return function(*arguments, **options)
+
+
+def inherited(kind, value, name):
+    """Return the attribute of ``super(..., value)`` if ``kind`` is the next class."""
+    order = type(value).__mro__
+    for each in order[order.index(kind) :]:
+        if name in vars(each):
+            found = vars(each)[name]
+            return found.__get__(value, type(value)) if hasattr(found, "__get__") else found
+    raise AttributeError(f"'super' object has no attribute {name!r}")
+
+
+def derive(_, name, bases, members):
+    """Return the number of a class whose functions are those of a test."""
+    space = {
+        key: getattr(builtins, wrapper)(value) if wrapper else value
+        for key, wrapper, value in members
+    }
+    return keep(types.new_class(name, tuple(bases), {}, lambda known: known.update(space)))
+
+
+def leave(manager, error):
+    return manager.__exit__(error and type(error), error, error and error.__traceback__)
 
 
 OPERATIONS: dict = {
+    "name": defined,
     "get": getattr,
     "set": setattr,
-    "call": lambda function, arguments, options: function(*arguments, **options),
+    "call": call,
+    "super": inherited,
+    "derive": derive,
     "enter": lambda manager: manager.__enter__(),
     "exit": leave,
     **{name: getattr(builtins, name) for name in ("bool", "len", "iter", "next", "str", "repr")},
@@ -34,43 +135,51 @@ OPERATIONS: dict = {
 }
 
 
+def content_of(number):
+    return encode(objects[number], refer, plain_type(type(objects[number])))
+
+
+def serve(message):
+    """Carry out an operation and write its result, and what the judge must know to be changed."""
+    name, target, given, changed = message
+    stdout = sys.stdout
+    sys.stdout = printed = io.StringIO()
+    before = after = None
+    try:
+        for number, content in changed:
+            replace(objects[number], decode(content, find))
+            shared[number] = content_of(number)
+        arguments = decode(given, find)
+        several = [*arguments[0], *arguments[1].values()] if name == "call" else []
+        before = encode(several, refer)
+        value = OPERATIONS[name](None if target is None else objects[target], *arguments)
+        own = name == "get" and type(value) in MUTABLE  # which keeps a reference to it
+        reply = ["value", refer(value) if own else encode(value, refer)]
+        after = encode(several, refer)
+    except BaseException as error:  # SystemExit too
+        reply = ["error", refer(error)]
+    finally:
+        sys.stdout = stdout
+    changed = [[number, content_of(number)] for number in shared]
+    changed = [pair for pair in changed if pair[1] != shared[pair[0]]]
+    shared.update(changed)
+    after = after if after != before else None
+    lines.write(lines.encode([*reply, printed.getvalue()[:MOST_PRINTED], changed, after]))
+
+
 def main() -> None:
+    global lines, problem
     sys.set_int_max_str_digits(0)
     with open("pipes") as file:
         lines = Lines(*map(int, file.read().split()))
     with open("solution", encoding="utf-8") as file:
         text = file.read()
-    names = {"__name__": "solution"}
-    problem = ""
     try:
         exec(compile(text, "solution", "exec"), names)
     except BaseException as error:  # names that were defined before may still do
         problem = f": {type(error).__name__}: {error}"
-    objects: list = []
-    numbers: dict = {}
-
-    def number_of(value):
-        if id(value) not in numbers:  # it lives on in ``objects``
-            numbers[id(value)] = len(objects)
-            objects.append(value)
-        return numbers[id(value)]
-
-    def answer(name, target, arguments):
-        if name == "name":
-            if target not in names:
-                raise NameError(f"the solution defines no {target}{problem}")
-            return names[target]
-        return OPERATIONS[name](objects[target], *arguments)
-
     while True:
-        name, target, arguments = lines.receive()
-        sys.stdout = printed = io.StringIO()
-        try:
-            given = decode(arguments, objects.__getitem__)
-            reply = ["value", encode(answer(name, target, given), number_of)]
-        except BaseException as error:  # SystemExit too
-            reply = ["error", [type(error).__name__, str(error)[:1000]]]
-        lines.write(lines.encode([*reply, printed.getvalue()[:MOST_PRINTED]]))
+        serve(lines.receive())
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ def gsm8k_test() -> RLConfig:
 def math_500() -> RLConfig:
     """The 500 problems of MATH-500; math-verify compares expressions."""
     source: dict[str, Any] = {"path": "HuggingFaceH4/MATH-500", "split": "test"}
-    return _evaluated(Gsm8kJsonl.Config(**source, **ALL, instruction=BOXED, symbolic=True))
+    return _evaluated(Gsm8kJsonl.Config(**source, **ALL, instruction=BOXED))
 
 
 def aime_2024() -> RLConfig:

@@ -31,6 +31,7 @@ STOPPED = "stop"  # call of the failure of a group that was stopped
 STOP_S = 5.0  # for Monarch and the kernel to see that killed processes have ended
 LONGEST_LINE = 500  # characters of a line of a log, which a message repeats
 TAIL_BYTES = 2**16  # end of a log that a message repeats lines of
+LONGEST_PULSE_S = 20.0  # between two heartbeats, which bound the logs too
 MOST_LOG_BYTES = 2**28
 KEPT_LOG_BYTES = 2**24
 REMOTE_STOP_S = 30.0  # Monarch ends processes of other hosts; it waits 20 s for a hanging one
@@ -163,8 +164,7 @@ class ActorGroup:
             everyone = self._everyone(self.port)
             await self._answers(self._pulse, "meet_at", everyone, deadline)
         self._actor = self._procs.spawn(self._mesh, actor, *args)
-        if self._heartbeat:
-            self._background.append(asyncio.create_task(self._beat()))
+        self._background.append(asyncio.create_task(self._beat()))
 
     def _everyone(self, *args: Any) -> PerRank:
         return dict.fromkeys(range(self._place.ranks), args)
@@ -279,8 +279,8 @@ class ActorGroup:
     async def _beat(self) -> None:
         with contextlib.suppress(ActorFailure):  # ``failed`` and every call report it
             while True:
-                await asyncio.sleep(self._heartbeat / 3)
-                await self.check_alive(self._heartbeat)
+                await asyncio.sleep(min(self._heartbeat / 3 or math.inf, LONGEST_PULSE_S))
+                await self.check_alive(self._heartbeat or math.inf)
 
     async def _answers(
         self, actor: Any, endpoint: str, args: PerRank, deadline: float, idle: str = ""

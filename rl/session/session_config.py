@@ -40,8 +40,8 @@ class DeadlineConfig:
     without a sampled token."""
 
     heartbeat: Annotated[float, at_least(0, YEAR_S)] = 60.0
-    """Time between signs of life of a rank; a rank that gives none is treated as dead. 0 disables
-    the check."""
+    """Time between signs of life of a rank; a rank that gives none is treated as dead. 0 treats no
+    silent rank as dead."""
 
     push: Annotated[float, SECONDS] = 60.0
     """Time for a policy version to reach the generators, on top of the time of its bytes at

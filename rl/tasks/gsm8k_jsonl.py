@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from rl.data.jsonl import Row
 from rl.dialects.answers import without_thoughts
@@ -12,6 +12,7 @@ from rl.environments.task import Score
 from rl.tasks.algebra import is_same_expression
 from rl.tasks.chat import ChatJsonl, Problem
 from rl.types import Completion, Prompt
+from rl.types.rules import Fixed
 
 SIGN = r"(?:(?<![\w)}])[+-])?"
 DIGITS = r"(?:(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)(?:\.\d+)?|(?<!\d)\.\d+)"
@@ -54,8 +55,10 @@ class Gsm8kJsonl(ChatJsonl):
         )
         """Text that follows each question in the user's message."""
 
-        symbolic: bool = False
-        """Has no effect: algebra compares all answers that are no numbers."""
+        symbolic: Annotated[
+            bool, Fixed(False, "algebra compares all answers that are no numbers; leave it out")
+        ] = False
+        """Field of older configs."""
 
     config: Config
     can_only_score: ClassVar[bool] = True

@@ -23,7 +23,7 @@ from monarch.actor import Actor, concurrent_endpoint, current_rank
 from rl.actors import fork_server
 from rl.actors import hosts as run_hosts
 from rl.actors.fork_server import GUARDED, LOG
-from rl.actors.group import ActorGroup, _tail
+from rl.actors.group import KEPT_LOG_BYTES, MOST_LOG_BYTES, ActorGroup, _tail
 from rl.actors.guard import parent_of
 from rl.actors.hosts import Hosts
 from rl.actors.processes import ensure_runtime
@@ -298,6 +298,23 @@ def test_rank_that_dies_in_its_constructor_is_named(in_group):
         return await failure_of(group.call("pid", deadline=LONG))
 
     assert str(in_group(work, mood="dying")).startswith("moody rank 1, pid: the process died")
+
+
+@pytest.mark.parametrize("heartbeat", [0.0, LONG])
+def test_the_log_of_a_rank_is_bounded_for_every_heartbeat(
+    in_group, tmp_path, monkeypatch, heartbeat
+):
+    monkeypatch.setattr("rl.actors.group.LONGEST_PULSE_S", 0.1)
+
+    async def work(group, pids):
+        log = tmp_path / "moody-1.log"
+        await group.call("pid", deadline=LONG)
+        os.truncate(log, MOST_LOG_BYTES + 1)
+        while not KEPT_LOG_BYTES < log.stat().st_size < KEPT_LOG_BYTES + 1000:
+            await asyncio.sleep(0.05)
+        assert await group.call("pid", deadline=LONG) == pids
+
+    in_group(work, heartbeat=heartbeat)
 
 
 def test_rank_that_is_silent_for_less_than_its_heartbeat_is_alive(in_group, monkeypatch):

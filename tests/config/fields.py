@@ -163,7 +163,6 @@ tasks/test_gsm8k_jsonl.py
   test_prompts_are_the_chat_template_with_the_question_in_it:
     ChatTask.Config system_prompt instruction enable_thinking
     Gsm8kJsonl.Config instruction
-  test_an_old_config_with_the_switch_of_algebra_scores_as_any_other: Gsm8kJsonl.Config symbolic
 tasks/test_mixture.py
   test_prompts_of_a_task_are_those_of_its_own_seed: CopyDigits.Config digits
   test_fields_of_inner_tasks_weights_and_stages_are_given_on_the_command_line:

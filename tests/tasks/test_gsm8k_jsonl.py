@@ -212,14 +212,6 @@ def test_rows_whose_own_solution_is_wrong_are_named(tiny, tmp_path, caplog):
     assert caplog.messages[0].endswith("line 10 (8 instead of 7) and 2 more")
 
 
-def test_an_old_config_with_the_switch_of_algebra_scores_as_any_other(tiny):
-    for symbolic in (False, True):
-        task = build(tiny, symbolic=symbolic)
-        prompt = replace(task.prompt(0), answer="x(x+1)")
-        assert task.score(prompt, r"\boxed{x^2+x}", SILENT).correct
-        assert not task.score(prompt, r"\boxed{x^2+1}", SILENT).correct
-
-
 def test_a_reward_worker_scores_without_reading_the_data(tiny):
     config = Gsm8kJsonl.Config(path="/nowhere/x.jsonl")
     model = ModelConfig(hf_path=str(tiny[0]))

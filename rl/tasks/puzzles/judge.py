@@ -64,6 +64,9 @@ class RemoteType(type):
     def __call__(cls, *arguments, **options):
         return ask("call", numbers[id(cls)], arguments, options)
 
+    def __bool__(cls):
+        return True
+
     def __getattr__(cls, name):
         return ask("get", numbers[id(cls)], name)
 
@@ -141,8 +144,7 @@ for name, method in FORWARDS.items():
     type.__setattr__(Remote, name, method)
 for name in ("iter", "len", "getitem", "contains"):  # of a class, as an enumeration has them
     setattr(RemoteType, f"__{name}__", forward(name))
-RemoteType.__bool__ = lambda cls: True
-RemoteType.__doc__ = TEXT
+type.__setattr__(RemoteType, "__doc__", TEXT)
 
 
 class Super:
@@ -165,7 +167,7 @@ class Super:
 def make_super(*arguments):
     if not arguments:
         frame = sys._getframe(1)
-        arguments = [frame.f_locals["__class__"], frame.f_locals[frame.f_code.co_varnames[0]]]
+        arguments = (frame.f_locals["__class__"], frame.f_locals[frame.f_code.co_varnames[0]])
     return (Super if isinstance(arguments[0], RemoteType) else super)(*arguments)
 
 
@@ -256,9 +258,9 @@ def content_of(number):
 
 def ask(operation, target, *arguments):
     """Return the result of an operation in the solution's process, or raise its exception."""
-    changed = [[number, content_of(number)] for number in shared]
-    changed = [pair for pair in changed if pair[1] != shared[pair[0]]]
-    shared.update(changed)
+    now = {number: content_of(number) for number in shared}
+    changed = [pair for pair in now.items() if pair[1] != shared[pair[0]]]
+    shared.update(now)
     message = [operation, target, encode(list(arguments), refer), changed]
     lines.write(lines.encode(message))
     while (reply := lines.receive())[0] == "call":

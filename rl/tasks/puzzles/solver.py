@@ -36,7 +36,7 @@ def refer(value):
     if id(value) in their_numbers:
         return ["given", their_numbers[id(value)]]
     if isinstance(value, type):
-        if getattr(builtins, value.__name__, None) is value:
+        if vars(builtins).get(value.__name__) is value:
             return ["builtin", value.__name__]
         return ["class", keep(value), value.__name__, [encode(b, refer) for b in value.__bases__]]
     number = keep(value)
@@ -160,9 +160,9 @@ def serve(message):
         reply = ["error", refer(error)]
     finally:
         sys.stdout = stdout
-    changed = [[number, content_of(number)] for number in shared]
-    changed = [pair for pair in changed if pair[1] != shared[pair[0]]]
-    shared.update(changed)
+    now = {number: content_of(number) for number in shared}
+    changed = [pair for pair in now.items() if pair[1] != shared[pair[0]]]
+    shared.update(now)
     after = after if after != before else None
     lines.write(lines.encode([*reply, printed.getvalue()[:MOST_PRINTED], changed, after]))
 

@@ -36,9 +36,10 @@ def refer(value):
     if id(value) in their_numbers:
         return ["given", their_numbers[id(value)]]
     if isinstance(value, type):
-        if vars(builtins).get(value.__name__) is value:
-            return ["builtin", value.__name__]
-        return ["class", keep(value), value.__name__, [encode(b, refer) for b in value.__bases__]]
+        name = value.__name__
+        if vars(builtins).get(name) is value:
+            return ["builtin", name]
+        return ["class", keep(value), name, [encode(base, refer) for base in value.__bases__]]
     number = keep(value)
     kind = plain_type(type(value))
     content = encode(value, refer, kind) if kind else None

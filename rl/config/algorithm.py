@@ -2,8 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from importlib import import_module
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from torchtitan.config import Configurable
 
@@ -33,11 +32,6 @@ from rl.types.rules import at_least
 @dataclass(kw_only=True, slots=True)
 class AlgorithmConfig(Configurable.Config):
     """Facts about the algorithm that the run needs before it starts."""
-
-    def build(self, **kwargs: Any) -> Any:
-        """Return the algorithm of this config for the config ``run`` of a run."""
-        import_module("rl.trainers.algorithm")  # names the class that a config builds
-        return Configurable.Config.build(self, **kwargs)
 
     def roles(self) -> tuple[str, ...]:
         """Return the roles that the algorithm needs: any of ``reference`` and ``critic``; by

@@ -12,6 +12,7 @@ from rl.algorithms.batch import counts_of, make_batch, turn_ends, turn_rewards
 from rl.cli.arguments import find_config
 from rl.errors import RunError
 from rl.rollout.rollouter import Episode
+from rl.trainers.trial import build_algorithm
 from rl.types import Completion, EpisodeEnd, EpisodeTurn, Prompt, Rollout, Sequence
 
 
@@ -201,7 +202,7 @@ def test_minibatches_and_fixed_length_count_rollouts():
     config.rollout.prompts_per_step = 4
     config.algorithm.prompts_per_minibatch = 1
     config.algorithm.loss.reduction = "fixed_length"
-    algorithm = config.algorithm.build(run=config)
+    algorithm = build_algorithm(config)
     batch = make_batch(rollouts, reduction="fixed_length", max_tokens=10)
     owners = [n for n, rollout in enumerate(rollouts) for _ in rollout.sequences]
     batch.columns["owner"] = torch.tensor(owners).repeat_interleave(batch.lengths).float()
@@ -232,7 +233,7 @@ def test_the_reward_of_a_turn_is_credited_if_the_config_says_so(credit, in_time)
     config = find_config("quickstart")()
     config.algorithm.credit = credit
     config.algorithm.advantage = GAE.Config(lam=1.0, whiten=False)
-    algorithm = config.algorithm.build(run=config)
+    algorithm = build_algorithm(config)
     batch = make_batch(rollouts)
     batch.columns["old_values"] = torch.zeros(len(batch.tokens))
     algorithm.score(batch, rollouts, torch.tensor([rollout.reward for rollout in rollouts]))

@@ -71,7 +71,7 @@ def fake_device(run: PlannedRun, *, generates: bool = False) -> FakeCuda:
         os.environ |= environment(run.rl.generator)
         import_module("rl.generation.vllm_model")  # vLLM as this host has it
     if isinstance(run.config, RLConfig):
-        run.config.algorithm.build(run=run.config)  # imports its module before torch believes
+        import rl.trainers.algorithm  # noqa: F401 - before torch believes
     name, capability = CARDS[run.hardware.device]
     device = FakeCuda(name, int(run.device.memory_gib * GIB), capability, run.hardware.gpus)
     pretend(device)

@@ -1,23 +1,23 @@
 """Generator: the vLLM engine loop as an actor, and the controller's handle to its mesh."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from monarch.actor import Actor, concurrent_endpoint, current_rank
+from monarch.actor import current_rank
 
-from rl.actors.group import Timed
-from rl.actors.mesh import Mesh, log, log_memory
+from rl.actors.endpoint import T, endpoint, timed
+from rl.actors.group import Ranks
+from rl.actors.mesh import Mesh, Rank, log, log_memory
 from rl.generation.generator_config import GeneratorConfig, environment, shared_memory
-from rl.host.platform import bind_to_device, has_rdma, memory_domain
-from rl.host.profiler import begin_profile, end_profile
+from rl.host.platform import bind_to_device
 from rl.metrics import Metrics
 from rl.model.activations import Activations, joined
-from rl.model.digest import digests
+from rl.model.digest import ShardDigests, digests
 from rl.model.shape import ModelConfig, shape_of
-from rl.model.shards import Shard, layout_of
+from rl.model.shards import Shard
 from rl.training.start_weights import StartWeights
 from rl.types import Completion, GenerationRequest, GivenSequence
 from rl.weights.transport import Subscriber, Transfer, open_subscriber
@@ -27,26 +27,8 @@ if TYPE_CHECKING:
     from rl.generation.loop import Pulled
 
 
-def _loop_endpoint(method: str) -> Any:
-    """Return an endpoint that calls ``method`` of the engine loop."""
-
-    async def call(self: "Generator", *args: Any) -> Any:
-        return await getattr(self._loop, method)(*args)
-
-    return concurrent_endpoint(call)
-
-
-def _engine_endpoint(work: Callable[..., Any]) -> Any:
-    """Return an endpoint that runs ``work(engine, *args)`` between two steps of the engine."""
-
-    async def call(self: "Generator", *args: Any) -> Any:
-        return await self._loop.run_between_steps(lambda engine: work(engine, *args))
-
-    return concurrent_endpoint(call)
-
-
 @dataclass(eq=False)
-class Generator(Actor):
+class Generator(Rank):
     """One tensor-parallel rank.
 
     ``generate`` and ``pull_weights`` are called on rank 0, which leads the others.
@@ -61,7 +43,7 @@ class Generator(Actor):
         self._rank = current_rank().rank
         self._subscriber: Subscriber | None = None
 
-    @concurrent_endpoint
+    @endpoint
     async def start(self) -> None:
         from rl.generation.engine import GenerationEngine
         from rl.generation.loop import EngineLoop
@@ -72,15 +54,14 @@ class Generator(Actor):
 
         self._loop = EngineLoop(make_engine, self._pull)
         await self._loop.start()
-        shards = await self._loop.run_between_steps(lambda engine: engine.parameters())
-        here = sum(shard.box.numel for shard in shards)
+        here = sum(shard.box.numel for shard in await self._shards())
         degree = self.config.tensor_parallel_degree
         log_memory(
             f"rank {self._rank} of {degree}; {here:,} parameters of {self.config.dtype}; "
             f"CPU threads: {torch.get_num_threads()}"
         )
 
-    @concurrent_endpoint
+    @endpoint
     async def connect(
         self, transfer: Transfer | StartWeights, addresses: list[Any], generator: int
     ) -> None:
@@ -96,46 +77,71 @@ class Generator(Actor):
         )
         log(f"reads weights over {transfer.transport} as generator {generator}")
 
-    @concurrent_endpoint
-    async def fetch_weights(self, version: int) -> Timed:
+    @endpoint
+    async def fetch_weights(self, version: int) -> None:
         begin = time.time()
         assert self._subscriber is not None, "connect comes first"
         await self._subscriber.fetch(version)
-        return Timed(None, [*self._loop.take_work(), ("fetch", begin, time.time())])
+        return timed(None, [*self._loop.take_work(), ("fetch", begin, time.time())])
 
-    @concurrent_endpoint
+    @endpoint
     async def generate(
         self, requests: list[GenerationRequest], fresh: bool
     ) -> tuple[list[Completion], Metrics]:
         return await self._loop.generate(requests, fresh=fresh), self._loop.take_load()
 
-    @concurrent_endpoint
+    @endpoint
     async def idle_s(self) -> float:
         return self._loop.idle_s
 
-    @concurrent_endpoint
+    @endpoint
+    async def figures(self) -> dict[str, float]:
+        return await self._loop.figures()
+
+    @endpoint
     async def abort(self, *request_ids: str) -> None:
         await self._loop.abort(*request_ids)
         # All ranks have executed a command of one turn of the loop before the second turn after it.
         for _ in range(2):
             await self._loop.run_between_steps(lambda engine: None)
 
-    serve = _loop_endpoint("serve")
-    pull_weights = _loop_endpoint("pull")
-    activations = _loop_endpoint("activations")
-    figures = _loop_endpoint("figures")
-    take_activations = _loop_endpoint("take_activations")
-    close = _loop_endpoint("close")
-    layout = _engine_endpoint(
-        lambda engine: (memory_domain(), has_rdma(), layout_of(engine.parameters()))
-    )
-    offload = _engine_endpoint(lambda engine: engine.offload())
-    onload = _engine_endpoint(lambda engine: engine.onload())
-    begin_profile = _engine_endpoint(lambda _, *args: begin_profile(*args))
-    end_profile = _engine_endpoint(lambda _, *args: end_profile(*args))
-    weight_digests = _engine_endpoint(
-        lambda engine, dtype: digests(engine.parameters(), dtype=dtype)
-    )
+    @endpoint
+    async def serve(self) -> None:
+        await self._loop.serve()
+
+    @endpoint
+    async def pull_weights(self, version: int) -> "Pulled":
+        return await self._loop.pull(version)
+
+    @endpoint
+    async def activations(self, sequence: GivenSequence) -> None:
+        await self._loop.activations(sequence)
+
+    @endpoint
+    async def take_activations(self) -> Activations | None:
+        return await self._loop.take_activations()
+
+    @endpoint
+    async def offload(self) -> None:
+        await self._loop.run_between_steps(lambda engine: engine.offload())
+
+    @endpoint
+    async def onload(self) -> None:
+        await self._loop.run_between_steps(lambda engine: engine.onload())
+
+    @endpoint
+    async def weight_digests(self) -> ShardDigests:
+        return await self._loop.run_between_steps(lambda engine: digests(engine.parameters()))
+
+    @endpoint
+    async def close(self) -> None:
+        await self._loop.close()
+
+    async def _in_engine(self, call: Callable[..., T], *args: Any) -> T:
+        return await self._loop.run_between_steps(lambda _: call(*args))
+
+    async def _shards(self) -> Sequence[Shard]:
+        return await self._loop.run_between_steps(lambda engine: engine.parameters())
 
     def _disconnected(self, engine: "GenerationEngine") -> list[Shard]:
         """Close the subscriber, between steps so that no pull uses it; return the parameters."""
@@ -171,7 +177,7 @@ class GeneratorMesh(Mesh):
         self._has_prefixes = False
         self._is_empty = False  # its weights were dropped
         self._load = Metrics({})
-        self._patience = 0.0
+        self._transfer_s = 0.0
 
     def _arguments(self) -> tuple[Any, ...]:
         timeout_s = self.collective_timeout_s
@@ -186,15 +192,15 @@ class GeneratorMesh(Mesh):
         self.version = None
         self._is_empty = False
         await super().start()
-        self._group.watch("serve")
+        self._group.watch(Generator.serve)
 
     async def connect(self, transfer: Transfer | StartWeights, addresses: list[Any]) -> None:
         """Plan the routes from the trainer's ranks, or read weights without a trainer.
 
         Resets ``version`` and aborts requests in flight.
         """
-        await self.call("connect", transfer, addresses, self.number)
-        self._patience = transfer.patience
+        await self.call(Generator.connect, transfer, addresses, self.number)
+        self._transfer_s = transfer.timeout_s
         self.version = None
         self._is_empty = False
 
@@ -204,13 +210,13 @@ class GeneratorMesh(Mesh):
         Returns the pause of generation, in s. After an ActorFailure caused by VersionGone
         or TransferFailed the generator still has the weights it had.
         """
-        patience = 2 * self._patience  # a rank may first have to end a fetch that failed on another
-        await self.call("fetch_weights", version, patience=patience)
+        # A rank may first have to end a fetch that failed on another.
+        await self.on(extra_s=2 * self._transfer_s).call(Generator.fetch_weights, version)
         return await self._load_fetched(version)
 
     async def _load_fetched(self, version: int) -> float:
-        patience = 2 * self._patience
-        pulled: Pulled = await self._lead("pull_weights", version, patience=patience)
+        leader = self._leader(2 * self._transfer_s)
+        (pulled,) = await leader.call(Generator.pull_weights, version)
         self._has_prefixes = self._has_prefixes and pulled.version == self.version
         self.version = pulled.version
         self._is_empty = False
@@ -225,7 +231,7 @@ class GeneratorMesh(Mesh):
         """
         fresh = fresh and self._has_prefixes
         self._has_prefixes = True
-        completions, load = await self._lead("generate", requests, fresh)
+        ((completions, load),) = await self._leader().call(Generator.generate, requests, fresh)
         self._load = Metrics.merged([self._load, load])
         return completions
 
@@ -233,25 +239,27 @@ class GeneratorMesh(Mesh):
         """Return activations along the tokens of ``sequence``, which are computed as if they were
         sampled.
         """
-        await self._lead("activations", sequence)
+        await self._leader().call(Generator.activations, sequence)
         self._has_prefixes = True
-        return joined(await self.call("take_activations"), shape_of(self.model))
+        answers = await self.call(Generator.take_activations)
+        return joined([each for each in answers if each is not None], shape_of(self.model))
 
-    async def _lead(self, endpoint: str, *args: Any, patience: float = 0.0) -> Any:
-        """Return the answer of rank 0, which leads. The call may last while tokens are sampled:
+    def _leader(self, extra_s: float = 0.0) -> Ranks:
+        """Return rank 0, which leads, to be called. The call may last while tokens are sampled:
         answers can be long, and requests and pulls wait for those of others.
         """
-        deadline = self.deadlines.call + patience
-        (answer,) = await self._group.call(
-            endpoint, *args, rank=0, deadline=deadline, idle="idle_s"
-        )
-        return answer
+        return self.on(0, extra_s=extra_s, idle=Generator.idle_s)
+
+    async def weight_digests(self) -> list[ShardDigests]:
+        """Return digests of every rank's parameters."""
+        return await self.call(Generator.weight_digests)
 
     async def figures(self) -> dict[str, float]:
         """Return what the engine does now, ``running``, ``queue`` and ``cache``, and what it did
         since its start: :data:`rl.generation.requests.COUNTS`.
         """
-        return (await self.call("figures", rank=0))[0]  # type: ignore[no-any-return]
+        (figures,) = await self.on(0).call(Generator.figures)
+        return figures
 
     def take_load(self) -> Metrics:
         """Return ``generator/running``, ``queue`` (waiting requests) and ``cache`` (share of the KV
@@ -264,19 +272,19 @@ class GeneratorMesh(Mesh):
 
     async def abort(self, *request_ids: str) -> None:
         """Abort these requests, or without ids all in flight, also those of cancelled callers."""
-        await self.call("abort", *request_ids, rank=0)
+        await self.on(0).call(Generator.abort, *request_ids)
 
     async def offload(self) -> None:
         """Abort requests in flight, and drop the weights and all keys and values."""
         await self.abort()
-        await self.call("offload")
+        await self.call(Generator.offload)
         self._is_empty = self.version is not None
 
     async def onload(self, *, model: bool = True) -> None:
         """Take the memory back. With ``model``, load the weights of ``version`` again, which the
         push still has, unless others were pulled meanwhile.
         """
-        await self.call("onload")
+        await self.call(Generator.onload)
         if model and self._is_empty and self.version is not None:
             await self._load_fetched(self.version)
 

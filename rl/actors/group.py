@@ -5,18 +5,19 @@ import contextlib
 import itertools
 import math
 import os
-import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Concatenate, Literal
 
-from monarch.actor import Actor, ActorError, ProcMesh, concurrent_endpoint
+from monarch.actor import Actor, ActorError, ProcMesh
 from torch.distributed import TCPStore
 
+from rl.actors.endpoint import A, Endpoint, P, R, Span, Timed, endpoint
 from rl.actors.fork_server import LOG
 from rl.actors.hosts import Hosts
-from rl.actors.processes import stop_procs
+from rl.actors.processes import Process, stop_procs
 from rl.compat.torch_rendezvous import EXISTING_STORE
 from rl.errors import ActorFailure, RankLost, RunError, error_text
 from rl.host.disk import end_of, shorten
@@ -36,26 +37,14 @@ MOST_LOG_BYTES = 2**28
 KEPT_LOG_BYTES = 2**24
 REMOTE_STOP_S = 30.0  # Monarch ends processes of other hosts; it waits 20 s for a hanging one
 
-Span = tuple[str, float, float]
-"""Name of some work, and its begin and end in Unix seconds of the rank's host."""
-
-PerRank = Mapping[int, Sequence[Any]]
-"""Arguments of each rank that is called."""
 
 _incarnations = itertools.count()
-
-
-class Timed(NamedTuple):
-    """Answer of an endpoint with the times of the rank's own work, which the group takes out."""
-
-    answer: Any
-    work: Sequence[Span]
 
 
 class Heartbeat(Actor):
     """Runs beside each rank's actor and answers also while that actor is being built or is busy."""
 
-    @concurrent_endpoint
+    @endpoint
     async def heartbeat(self) -> tuple[str, int, int]:
         """Return the memory domain, the process id and the resident memory in bytes. A log of more
         than MOST_LOG_BYTES loses all except for its last KEPT_LOG_BYTES.
@@ -63,11 +52,11 @@ class Heartbeat(Actor):
         shorten(Path(os.environ[LOG]), MOST_LOG_BYTES, KEPT_LOG_BYTES)
         return memory_domain(), os.getpid(), resident_memory()
 
-    @concurrent_endpoint
+    @endpoint
     async def leave(self) -> None:
         os._exit(0)
 
-    @concurrent_endpoint
+    @endpoint
     async def open_store(self) -> int:
         """Open the store of torch.distributed in this process; return its port.
 
@@ -80,13 +69,44 @@ class Heartbeat(Actor):
         self._store = TCPStore(host, 0, **options)
         return self._store.port
 
-    @concurrent_endpoint
+    @endpoint
     async def meet_at(self, port: int) -> None:
         """Have torch.distributed connect to that store.
 
         By default it opens a store itself, at a port that may be taken.
         """
         os.environ |= {"MASTER_PORT": str(port), **EXISTING_STORE}
+
+
+@dataclass(frozen=True, eq=False)
+class Ranks:
+    """Ranks of a group, and the time in which each answers a call.
+
+    The first rank to fail ends a call. ``idle`` is an endpoint that returns the seconds since a
+    rank made progress; a call goes on while that is below ``timeout_s``.
+    """
+
+    group: "ActorGroup"
+    actor: Any
+    ranks: Sequence[int]
+    timeout_s: float
+    idle: Endpoint[[], float] | None = None
+
+    async def call(self, endpoint: Endpoint[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
+        """Call an endpoint of every rank; return results in rank order."""
+        rows = dict.fromkeys(self.ranks, args)
+        return await self.group._answers(self, endpoint.name, rows, kwargs)
+
+    async def split(
+        self,
+        endpoint: Endpoint[Concatenate[A, P], R],
+        first: Sequence[A],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> list[R]:
+        """Like ``call``, with a first argument for each rank."""
+        rows = {rank: (own, *args) for rank, own in zip(self.ranks, first, strict=True)}
+        return await self.group._answers(self, endpoint.name, rows, kwargs)
 
 
 class ActorGroup:
@@ -99,7 +119,7 @@ class ActorGroup:
 
         group = ActorGroup("trainer", Place(ranks=2), hosts, heartbeat=60.0)
         await group.spawn(PolicyTrainer, config, deadline=600.0)
-        answers = await group.call("forward", batch, deadline=600.0)
+        answers = await group.on(timeout_s=600.0).call(PolicyTrainer.push_weights, 3)
         await group.stop()      # a group of the same name can be spawned after it
     """
 
@@ -124,7 +144,8 @@ class ActorGroup:
         self._memory = [0] * place.ranks  # resident bytes
         self._oom_kills = oom_kills()
         self._procs: ProcMesh | None = None
-        self._processes: list[_Process] = []
+        self._actor: Any = None
+        self._processes: list[Process] = []
         self._elsewhere: list[int] = []
         self._background: list[asyncio.Task[None]] = []
         self._ones = dict[tuple[bool, int], Any]()
@@ -152,59 +173,40 @@ class ActorGroup:
         self._hosts.report_deaths(self._mesh, self._died)
         self._procs = self._hosts.spawn(self.name, self._place, env=env or {})
         self._pulse = self._procs.spawn(self._mesh, Heartbeat)
-        answers = await self._answers(self._pulse, "heartbeat", self._everyone(), deadline)
+        answers = await self._beside(deadline).call(Heartbeat.heartbeat)
         for rank, (domain, pid, _) in enumerate(answers):
             if domain != memory_domain():
                 self._elsewhere.append(rank)
             else:
                 with contextlib.suppress(ProcessLookupError):  # it has died: Monarch reports that
-                    self._processes.append(_Process(pid, partial(self._died, rank)))
+                    self._processes.append(Process(pid, partial(self._died, rank)))
         if meet:
-            (self.port,) = await self._answers(self._pulse, "open_store", {0: ()}, deadline)
-            everyone = self._everyone(self.port)
-            await self._answers(self._pulse, "meet_at", everyone, deadline)
+            (self.port,) = await self._beside(deadline, [0]).call(Heartbeat.open_store)
+            await self._beside(deadline).call(Heartbeat.meet_at, self.port)
         self._actor = self._procs.spawn(self._mesh, actor, *args)
         self._background.append(asyncio.create_task(self._beat()))
 
-    def _everyone(self, *args: Any) -> PerRank:
-        return dict.fromkeys(range(self._place.ranks), args)
-
-    async def call(
+    def on(
         self,
-        endpoint: str,
-        *args: Any,
-        deadline: float,
         rank: int | None = None,
-        idle: str = "",
-    ) -> list[Any]:
-        """Call ``endpoint`` on every rank, or on one; return results in rank order.
+        *,
+        timeout_s: float,
+        idle: Endpoint[[], float] | None = None,
+    ) -> Ranks:
+        """Return every rank, or one, to be called; the arguments are those of Ranks."""
+        ranks = range(self._place.ranks) if rank is None else [rank]
+        return Ranks(self, self._actor, ranks, timeout_s, idle)
 
-        The first rank to fail ends the call. ``idle`` names an endpoint that returns the seconds
-        since a rank made progress. With ``idle`` the call goes on while that is below ``deadline``.
-        """
-        per_rank = self._everyone(*args) if rank is None else {rank: args}
-        return await self.call_each(endpoint, per_rank, deadline=deadline, idle=idle)
+    def _beside(self, timeout_s: float, ranks: Sequence[int] = ()) -> Ranks:
+        """Return the actors beside every rank, or some, to be called."""
+        return Ranks(self, self._pulse, ranks or range(self._place.ranks), timeout_s)
 
-    async def call_each(
-        self, endpoint: str, args: PerRank, *, deadline: float, idle: str = ""
-    ) -> list[Any]:
-        """Call ``endpoint`` on the given ranks, each with arguments of its own."""
-        if self._over.done():
-            raise self._over.result().with_traceback(None)
-        for rank in args:
-            self._doing[rank].append(endpoint)
-        try:
-            return await self._answers(self._actor, endpoint, args, deadline, idle)
-        finally:
-            for rank in args:
-                self._doing[rank].remove(endpoint)
-
-    def watch(self, endpoint: str) -> None:
+    def watch(self, endpoint: Endpoint[[], None]) -> None:
         """Call ``endpoint``, which returns when the rank closes. An exception fails the group."""
 
         async def watched() -> None:
             try:
-                await self.call(endpoint, deadline=math.inf)
+                await self.on(timeout_s=math.inf).call(endpoint)
             except ActorFailure as failure:
                 self._fail(failure)
 
@@ -216,7 +218,7 @@ class ActorGroup:
         Raises the group's failure. A rank that does not answer within ``within_s`` fails the group.
         """
         deadline = within_s or max(CHECK_ALIVE_S, self._heartbeat)
-        answers = await self._answers(self._pulse, "heartbeat", self._everyone(), deadline)
+        answers = await self._beside(deadline).call(Heartbeat.heartbeat)
         self._memory = [resident for *_, resident in answers]
 
     async def failed(self) -> ActorFailure:
@@ -283,20 +285,24 @@ class ActorGroup:
                 await self.check_alive(self._heartbeat or math.inf)
 
     async def _answers(
-        self, actor: Any, endpoint: str, args: PerRank, deadline: float, idle: str = ""
+        self, to: Ranks, endpoint: str, rows: Mapping[int, Sequence[Any]], kwargs: Mapping[str, Any]
     ) -> list[Any]:
-        """Call ``endpoint`` on the given ranks of ``actor`` and return their answers; ``idle`` as
-        for ``call``.
+        """Call ``endpoint`` of each rank with its row of arguments; return the answers.
 
         Raises the first failure of the group, or of one of these ranks.
         """
+        if self._over.done():
+            raise self._over.result().with_traceback(None)
         loop = asyncio.get_running_loop()
         tasks = {
-            rank: asyncio.ensure_future(self._ask(actor, endpoint, rank, own))
-            for rank, own in args.items()
+            rank: loop.create_task(self._ask(to, endpoint, rank, *args, **kwargs))
+            for rank, args in rows.items()
         }
-        ends = loop.time() + deadline
+        ends = loop.time() + to.timeout_s
         pending = {*tasks.values()}
+        doing = [] if to.actor is self._pulse else [self._doing[rank] for rank in tasks]
+        for each in doing:
+            each.append(endpoint)
         try:
             while pending:
                 done, _ = await asyncio.wait(
@@ -307,14 +313,14 @@ class ActorGroup:
                 pending -= done
                 if not done:
                     silent = [rank for rank, task in tasks.items() if task in pending]
-                    if idle and (left := deadline - await self._idle_s(idle, silent[0])) > 0:
+                    if to.idle and (left := to.timeout_s - await self._idle_s(to, silent[0])) > 0:
                         ends = loop.time() + left
                         continue
-                    what = f"no answer within {deadline:.0f} s"
+                    what = f"no answer within {to.timeout_s:.0f} s"
                     self._fail(self._failure(silent, endpoint, "silent", what))
                 answers = [task.result() for task in tasks.values() if task in done]
                 raised = [answer for answer in answers if isinstance(answer, ActorFailure)]
-                if raised and self._place.ranks > 1 and actor is not self._pulse:
+                if raised and self._place.ranks > 1 and to.actor is not self._pulse:
                     with contextlib.suppress(ActorFailure):  # it is the group's failure
                         await self.check_alive()
                 if self._over.done():
@@ -324,13 +330,16 @@ class ActorGroup:
         finally:
             for task in pending:
                 task.cancel()
+            for each in doing:
+                each.remove(endpoint)
         return [task.result() for task in tasks.values()]
 
-    async def _idle_s(self, endpoint: str, rank: int) -> float:
-        """Return what ``endpoint`` of the rank returns; infinity if it does not return soon."""
+    async def _idle_s(self, to: Ranks, rank: int) -> float:
+        """Return the idle seconds of a rank; infinity if it does not return them soon."""
+        assert to.idle is not None, "the caller checks this"
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CHECK_ALIVE_S):
-                answer = await self._ask(self._actor, endpoint, rank, ())
+                answer = await self._ask(to, to.idle.name, rank)
                 return answer if isinstance(answer, float) else math.inf
         return math.inf
 
@@ -341,10 +350,10 @@ class ActorGroup:
             self._ones[key] = actor.slice(**self._hosts.coordinates(self._place, rank))
         return self._ones[key]
 
-    async def _ask(self, actor: Any, endpoint: str, rank: int, args: Sequence[Any]) -> Any:
+    async def _ask(self, to: Ranks, endpoint: str, rank: int, *args: Any, **kwargs: Any) -> Any:
         """Return the rank's answer, or its failure."""
         try:
-            answer = await getattr(self._one(actor, rank), endpoint).call_one(*args)
+            answer = await getattr(self._one(to.actor, rank), endpoint).call_one(*args, **kwargs)
         except ActorError as error:
             cause = error.exception
             what = str(cause) if isinstance(cause, RunError) else error_text(cause)
@@ -359,34 +368,6 @@ class ActorGroup:
         for work in answer.work:
             self._worked(rank, work)
         return answer.answer
-
-
-class _Process:
-    """A process of this host that Monarch started.
-
-    It is known by a descriptor, since another process may get its pid after its end.
-    """
-
-    def __init__(self, pid: int, on_end: Callable[[], None]):
-        """Raises ProcessLookupError if the process has ended."""
-        self.pid = pid
-        self._descriptor = os.pidfd_open(pid)
-        self._on_end = on_end
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._descriptor, self._end)
-        self.ended: asyncio.Future[None] = self._loop.create_future()
-
-    def kill(self) -> None:
-        """End the process, also if it is stopped or hangs."""
-        if not self.ended.done():
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
-
-    def _end(self) -> None:
-        self._loop.remove_reader(self._descriptor)
-        os.close(self._descriptor)
-        self.ended.set_result(None)
-        self._on_end()
 
 
 def _tail(log: Path, lines: int = 20) -> str:

@@ -1,18 +1,20 @@
 """Mesh: the controller's handle to the actors of one role, which can be started again."""
 
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-import torch
 from monarch.actor import Actor
 
-from rl.actors.group import ActorGroup, Span
+from rl.actors.endpoint import Endpoint, P, R, Span, T, endpoint
+from rl.actors.group import ActorGroup, Ranks
 from rl.actors.hosts import Hosts
 from rl.errors import ActorFailure
-from rl.host.platform import peak_memory
-from rl.model.digest import ShardDigests
-from rl.model.shards import Layout
+from rl.host import profiler
+from rl.host.platform import has_rdma, memory_domain, peak_memory
+from rl.model.shards import Layout, Shard, layout_of
 from rl.observe.spans import Stopwatch
 from rl.types import Place
 
@@ -28,11 +30,44 @@ class Deadlines(Protocol):
     reward: float
 
 
+class Rank(Actor):
+    """Rank of a mesh, with an engine in a thread of its own."""
+
+    async def _in_engine(self, call: Callable[..., T], *args: Any) -> T:
+        """Call a function in the engine's thread."""
+        raise NotImplementedError
+
+    async def _shards(self) -> Sequence[Shard]:
+        """Return the parameters of this rank."""
+        raise NotImplementedError
+
+    @endpoint
+    async def start(self) -> None:
+        """Build the engine, so that a failure is an error with a traceback."""
+
+    @endpoint
+    async def close(self) -> None:
+        """Let the engine finish saves and clean up."""
+
+    @endpoint
+    async def layout(self) -> tuple[str, bool, Layout]:
+        """Return the memory domain, whether the host has an RDMA device, and the layout."""
+        return memory_domain(), has_rdma(), layout_of(await self._shards())
+
+    @endpoint
+    async def begin_profile(self, memory: bool) -> None:
+        await self._in_engine(profiler.begin_profile, memory)
+
+    @endpoint
+    async def end_profile(self, path: Path, memory: bool) -> None:
+        await self._in_engine(profiler.end_profile, path, memory)
+
+
 @dataclass(kw_only=True, eq=False)
 class Mesh:
     """Actors of one role, in processes of their own. Every ``start`` makes a new group of them."""
 
-    actor: ClassVar[type[Actor]]
+    actor: ClassVar[type[Rank]]
     name: str
     place: Place
     hosts: Hosts
@@ -88,18 +123,24 @@ class Mesh:
         arguments = self._arguments()
         env = self._environment()
         await self._group.spawn(self.actor, *arguments, deadline=deadline, env=env)
-        await self._group.call("start", deadline=deadline)
+        await self._group.on(timeout_s=deadline).call(Rank.start)
         self._started = True
 
-    async def call(
-        self, endpoint: str, *args: Any, rank: int | None = None, patience: float = 0.0
-    ) -> list[Any]:
-        """Call an endpoint of every rank, or of one; return results in rank order.
-
-        ``patience``: seconds on top of the deadline of a call.
+    def on(
+        self,
+        rank: int | None = None,
+        *,
+        extra_s: float = 0.0,
+        idle: Endpoint[[], float] | None = None,
+    ) -> Ranks:
+        """Return every rank, or one, to be called. ``extra_s`` is added to the deadline of a call;
+        ``idle`` is that of Ranks.
         """
-        deadline = self.deadlines.call + patience
-        return await self._group.call(endpoint, *args, rank=rank, deadline=deadline)
+        return self._group.on(rank, timeout_s=self.deadlines.call + extra_s, idle=idle)
+
+    async def call(self, endpoint: Endpoint[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
+        """Call an endpoint of every rank; return results in rank order."""
+        return await self.on().call(endpoint, *args, **kwargs)
 
     async def failed(self) -> ActorFailure:
         """Wait for the failure of the mesh, which all calls raise until the next ``start``."""
@@ -109,24 +150,10 @@ class Mesh:
         """Return if every rank answers a heartbeat soon; raise the mesh's failure otherwise."""
         await self._group.check_alive()
 
-    async def layouts(self) -> list[tuple[str, bool, Layout]]:
-        """Return each rank's memory domain, whether its host has an RDMA device, and the layout of
-        its parameters.
-        """
-        return await self.call("layout")
-
-    async def weight_digests(
-        self, dtype: torch.dtype | None = None, *source: Any
-    ) -> list[ShardDigests]:
-        """Return digests of every rank's parameters, cast to ``dtype`` if given. A trainer may have
-        several sources of its weights.
-        """
-        return await self.call("weight_digests", dtype, *source)
-
     async def close(self) -> None:
         """Let engines that were built finish saves and clean up; then end the processes."""
         if self._started:
-            await self.call("close")
+            await self.call(Rank.close)
         await self.stop()
 
     async def stop(self) -> None:

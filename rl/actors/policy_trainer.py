@@ -7,17 +7,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
-from monarch.actor import ProcMesh, concurrent_endpoint
+from monarch.actor import ProcMesh
 
-from rl.actors.group import Timed
+from rl.actors.endpoint import endpoint, timed
 from rl.actors.hosts import Hosts
 from rl.actors.processes import stop_procs
-from rl.actors.worker import ModelWorker, WorkerGroup
-from rl.host.platform import has_rdma, memory_domain
-from rl.model.shards import Layout, layout_of
+from rl.actors.worker import ModelWorker
+from rl.actors.worker_group import WorkerGroup
 from rl.training.trainer_config import Source
 from rl.types import Place
-from rl.weights.transport import Publisher, Transfer, open_publisher
+from rl.weights.transport import Publisher, Sent, Transfer, open_publisher
 
 CLOSE_STORE_S = 10.0
 
@@ -31,20 +30,15 @@ class PolicyTrainer(ModelWorker):
 
     publisher: Publisher | None = None
 
-    @concurrent_endpoint
-    async def layout(self) -> tuple[str, bool, Layout]:
-        shards = await self._in_engine(self.engine.shards)
-        return memory_domain(), has_rdma(), layout_of(shards.values())
-
-    @concurrent_endpoint
+    @endpoint
     async def open_publisher(self, transfer: Transfer) -> Any:
-        shards = list((await self._in_engine(self.engine.shards)).values())
+        shards = await self._shards()
         await self._close_publisher()
         self.publisher = open_publisher(transfer, shards, rank=dist.get_rank())
         return self.publisher.address
 
-    @concurrent_endpoint
-    async def push_weights(self, version: int, source: Source = None) -> Timed:
+    @endpoint
+    async def push_weights(self, version: int, source: Source = None) -> Sent:
         merged = self.engine.adapters.merged
         while True:
             if merged.source != source:
@@ -56,17 +50,18 @@ class PolicyTrainer(ModelWorker):
                 self.engine.require_resident("push_weights", "model")
                 begin = time.time()
                 sent = await self.publisher.publish(version)
-                return Timed(sent, [("publish", begin, time.time())])
+                return timed(sent, [("publish", begin, time.time())])
 
-    @concurrent_endpoint
+    @endpoint
     async def excuse(self, generator: int) -> None:
         if self.publisher is not None:
             await self.publisher.excuse(generator)
 
-    @concurrent_endpoint
+    @endpoint
     async def close(self) -> None:
         await self._close_publisher()
-        await self._in_engine(self._close)
+        await self._in_engine(self.checkpointer.close)
+        await self._in_engine(self.engine.close)
 
     async def _close_publisher(self) -> None:
         async with self._weights:
@@ -86,7 +81,7 @@ class TrainerMesh(WorkerGroup):
         """Make each rank ready to push; return the addresses that generators connect to."""
         if transfer.transport == "torchstore" and self._store is None:
             self._store = await StoreProcess.start(self.hosts)
-        return await self.call("open_publisher", transfer)
+        return await self.call(PolicyTrainer.open_publisher, transfer)
 
     async def stop(self) -> None:
         """End the processes, whatever they are doing. Raises nothing."""

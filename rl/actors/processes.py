@@ -4,7 +4,9 @@ import asyncio
 import atexit
 import contextlib
 import os
+import signal
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from monarch.actor import ProcMesh, enable_transport, shutdown_context, this_host
@@ -62,3 +64,31 @@ async def stop_procs(procs: ProcMesh | None, *, deadline: float = 20.0) -> None:
         with contextlib.suppress(Exception):  # a mesh that has failed raises
             async with asyncio.timeout(deadline):
                 await procs.stop()
+
+
+class Process:
+    """A process of this host that Monarch started.
+
+    It is known by a descriptor, since another process may get its pid after its end.
+    """
+
+    def __init__(self, pid: int, on_end: Callable[[], None]):
+        """Raises ProcessLookupError if the process has ended."""
+        self.pid = pid
+        self._descriptor = os.pidfd_open(pid)
+        self._on_end = on_end
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._descriptor, self._end)
+        self.ended: asyncio.Future[None] = self._loop.create_future()
+
+    def kill(self) -> None:
+        """End the process, also if it is stopped or hangs."""
+        if not self.ended.done():
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
+
+    def _end(self) -> None:
+        self._loop.remove_reader(self._descriptor)
+        os.close(self._descriptor)
+        self.ended.set_result(None)
+        self._on_end()

@@ -1,119 +1,29 @@
-"""Processes that run the user's task: they score completions, or hold environments of episodes."""
+"""Reward workers, as the controller sees them."""
 
 import asyncio
 import math
-import os
-import time
 from collections import deque
-from collections.abc import Awaitable, Coroutine, Iterable, Sequence
-from concurrent.futures import Executor
+from collections.abc import Coroutine, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
-from monarch.actor import Actor, concurrent_endpoint
-
+from rl.actors.endpoint import Endpoint, P
 from rl.actors.fork_server import GUARDED
 from rl.actors.group import ActorGroup
 from rl.actors.hosts import Hosts
 from rl.actors.mesh import Deadlines
+from rl.actors.reward_worker import MESSAGE_S, RewardWorker, local_rewards
 from rl.environments.protocol import EnvironmentTask
 from rl.environments.task import Task
 from rl.errors import ActorFailure, GroupLost, RankLost, RunError, WorkerLost, error_text
 from rl.host.threads import DaemonThread
 from rl.model.shape import ModelConfig
 from rl.observe.events import Events
-from rl.rollout.episodes import Environments
-from rl.rollout.scoring import LocalReward, Scored, is_async, rollouts_of, score_awaited
+from rl.rollout.scoring import Scored, rollouts_of
 from rl.types import Completion, EpisodeTurn, Place, Prompt, Rollout
 
-MESSAGE_S = 0.1  # time for the groups of a message, but at least one: quick groups share messages
 GRACE_S = 10.0  # for a busy worker to find that a call took too long
-MAX_HUNG = 8  # threads of calls that hang; more of them would slow down the other episodes
-LEAVE_S = 0.5  # for the answers of the last calls to be sent
-
-T = TypeVar("T")
-
-
-@dataclass(eq=False)
-class RewardWorker(Actor):
-    """Process with a task of its own, which scores completions or has open episodes."""
-
-    config: Task.Config
-    seed: int
-    model: ModelConfig
-
-    @concurrent_endpoint
-    async def start(self) -> bool:
-        """Build the task; return whether it scores many groups at once."""
-        self._task: Task = self.config.build_scorer(seed=self.seed, model=self.model)
-        if isinstance(self._task, EnvironmentTask):
-            self._environments = Environments(self._task)
-        self._calls = 0
-        return is_async(self._task)
-
-    @concurrent_endpoint
-    async def score(
-        self, groups: list[tuple[Prompt, Sequence[Completion]]], limit: float
-    ) -> list[Scored | GroupLost]:
-        """Score the first groups: as many as there is time for, but at least one. A coroutine
-        function scores them all at once, each in at most ``limit`` seconds.
-        """
-        work = (_outcome(score_awaited(self._task, *group, limit=limit)) for group in groups)
-        if is_async(self._task):
-            return await asyncio.gather(*work)
-        ends = time.monotonic() + MESSAGE_S
-        answers = list[Scored | GroupLost]()
-        for each in work:
-            answers.append(await each)
-            if time.monotonic() > ends:
-                break
-        return answers
-
-    @concurrent_endpoint
-    async def open(self, key: int, prompt: Prompt, sample: int) -> EpisodeTurn | GroupLost:
-        return await self._answered(self._environments.open(key, prompt, sample))
-
-    @concurrent_endpoint
-    async def step(self, key: int, answer: Completion) -> EpisodeTurn | GroupLost:
-        return await self._answered(self._environments.step(key, answer))
-
-    @concurrent_endpoint
-    async def close(self, keys: list[int]) -> None:
-        await self._environments.close(keys)
-
-    async def _answered(self, call: Awaitable[EpisodeTurn]) -> EpisodeTurn | GroupLost:
-        """Return the result of ``call``. If too many calls hang in this process, it ends after the
-        calls under way, which may hang too: each is lost for its own reason.
-        """
-        self._calls += 1
-        try:
-            return await _outcome(call)
-        finally:
-            self._calls -= 1
-            if self._environments.hung > MAX_HUNG:
-                asyncio.get_running_loop().call_later(LEAVE_S, self._leave)
-
-    def _leave(self) -> None:
-        if not self._calls or self._environments.hung > MAX_HUNG**2:
-            os._exit(1)
-
-
-async def _outcome(call: Awaitable[T]) -> T | GroupLost:
-    """Return the result of ``call``, or the GroupLost that it raises."""
-    try:
-        return await call
-    except GroupLost as lost:
-        return lost
-
-
-def local_rewards(task: Task, limit: float, thread: Executor) -> Any:
-    """Return what scores completions of ``task`` in this process, or holds its environments: see
-    :class:`rl.rollout.scoring.LocalReward`.
-    """
-    if isinstance(task, EnvironmentTask):
-        return Environments(task)
-    return LocalReward(task, limit, thread)
 
 
 @dataclass(eq=False, slots=True)
@@ -240,7 +150,7 @@ class RewardWorkers:
             self._require()
         self._homes[key] = group
         self._load[group] += 1
-        return await self._ask(key, "open", key, prompt, sample)
+        return await self._ask(key, RewardWorker.open, key, prompt, sample)
 
     async def step(self, key: int, answer: Completion) -> EpisodeTurn:
         """Give the environment an answer of the policy; return the tokens before the next one, or
@@ -249,7 +159,7 @@ class RewardWorkers:
         if self.count == 0:
             return await self._here.step(key, answer)
         self._require()
-        return await self._ask(key, "step", key, answer.without_mask())
+        return await self._ask(key, RewardWorker.step, key, answer.without_mask())
 
     async def close(self, keys: Iterable[int]) -> None:
         """Close the open episodes among ``keys``, without waiting for their workers. Raises
@@ -297,8 +207,10 @@ class RewardWorkers:
     async def _score(self, group: ActorGroup, jobs: list[_Job]) -> None:
         given = [(job.prompt, job.completions) for job in jobs]
         limit = self.deadlines.reward
+        answers: Sequence[Scored | Exception]
         try:
-            (answers,) = await group.call("score", given, limit, deadline=self._call_s)
+            worker = group.on(timeout_s=self._call_s)
+            (answers,) = await worker.call(RewardWorker.score, given, limit)
         except RankLost as failure:
             answers = [self._lost(job, failure) for job in jobs if job.alone]
             for job in jobs:
@@ -320,12 +232,18 @@ class RewardWorkers:
         message = f"the reward of {task} {how}; prompt {job.prompt.prompt_id}; {failure}"
         return GroupLost(f"reward {how}", message)
 
-    async def _ask(self, key: int, endpoint: str, *args: Any) -> EpisodeTurn:
+    async def _ask(
+        self,
+        key: int,
+        endpoint: Endpoint[P, EpisodeTurn | GroupLost],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> EpisodeTurn:
         """Call the worker that has episode ``key``. Raises GroupLost."""
         group = self._homes[key]
         in_call = not group.is_over
         try:
-            (turn,) = await group.call(endpoint, *args, deadline=self._call_s)
+            (turn,) = await group.on(timeout_s=self._call_s).call(endpoint, *args, **kwargs)
         except RankLost as failure:
             how, task = self._named(failure)
             message = f"the worker of an environment of {task} {how}; episode {key}; {failure}"
@@ -338,7 +256,7 @@ class RewardWorkers:
 
     async def _close(self, group: ActorGroup, keys: list[int]) -> None:
         with suppress(ActorFailure):  # a lost worker has no open episodes
-            await group.call("close", keys, deadline=self._call_s)
+            await group.on(timeout_s=self._call_s).call(RewardWorker.close, keys)
 
     def _forget(self, key: int) -> ActorGroup | None:
         """Return the worker that has episode ``key``, which ends; None if it has ended."""
@@ -367,7 +285,7 @@ class RewardWorkers:
         env = {GUARDED: "1"}  # the user's code may start processes
         deadline = self.deadlines.start
         await group.spawn(RewardWorker, *arguments, deadline=deadline, env=env, meet=False)
-        (self._scores_at_once,) = await group.call("start", deadline=deadline)
+        (self._scores_at_once,) = await group.on(timeout_s=deadline).call(RewardWorker.start)
 
     async def _keep(self, name: str) -> None:
         """Use the worker, and start it again whenever it is lost."""

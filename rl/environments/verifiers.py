@@ -109,7 +109,7 @@ class VerifiersTask(AgentTask):
             "model": "policy",
             "sampling": sampling,
         }
-        return self._scored(*await server.call("run", request))
+        return self._scored(*await server.request("run", request))
 
     def _scored(self, reply: Mapping[str, Any], traces: list[Mapping[str, Any]]) -> Reply:
         errors = [*reply["head"]["errors"]]
@@ -135,7 +135,7 @@ class VerifiersTask(AgentTask):
             server = self._env_server = _EnvServer(self.config.address)
             try:
                 async with asyncio.timeout(ANSWER_S):
-                    await server.call("health", {})
+                    await server.request("health", {})
             except TimeoutError:
                 self._env_server = None
                 raise RunError(
@@ -181,7 +181,7 @@ class _EnvServer:
         """Whether the connection can be used in the running event loop."""
         return self._loop is asyncio.get_running_loop() and not self._reader.done()
 
-    async def call(
+    async def request(
         self, method: str, body: Mapping[str, Any]
     ) -> tuple[Mapping[str, Any], list[Mapping[str, Any]]]:
         """Return the server's reply and the traces of the request. A call that is cancelled is

@@ -7,7 +7,8 @@ from rl.actors.generator import GeneratorMesh
 from rl.actors.hosts import Hosts
 from rl.actors.policy_trainer import TrainerMesh
 from rl.actors.reward_workers import RewardWorkers
-from rl.actors.worker import EngineArguments, WorkerGroup
+from rl.actors.worker import EngineArguments
+from rl.actors.worker_group import WorkerGroup
 from rl.environments.task import Task
 from rl.observe.events import Events
 from rl.session.placement import Placement

@@ -7,8 +7,10 @@ from typing import Any, cast
 
 from torchtitan.config import Configurable
 
+from rl.actors.endpoint import Endpoint, P
 from rl.actors.policy_trainer import TrainerMesh
-from rl.actors.worker import Outputs, WorkerGroup
+from rl.actors.worker import ModelWorker, Outputs
+from rl.actors.worker_group import WorkerGroup
 from rl.algorithms.batch import reduced_for
 from rl.errors import ConfigError, RunError, require
 from rl.metrics import Metrics
@@ -147,7 +149,7 @@ class Models:
         temperature: float = 1.0,
     ) -> Activations:
         """Return outputs of the modules of a model for the one sequence of ``batch``: see
-        :meth:`rl.actors.worker.WorkerGroup.activations`.
+        :meth:`rl.actors.worker_group.WorkerGroup.activations`.
         """
         async with self._residency.of(role, "model"):
             return await self._groups[role].activations(batch, positions, temperature=temperature)
@@ -235,7 +237,7 @@ class Models:
         """Write checkpoint ``step`` of weights and optimizer, with the JSON-able ``state``."""
         async with self._residency.of(role, "model", "optimizer"):
             with self.watch.span("save", role):
-                await self._groups[role].call("save_checkpoint", step, state or {})
+                await self._groups[role].call(ModelWorker.save_checkpoint, step, state or {})
 
     async def load(
         self, step: int = -1, *, role: str = "trainer"
@@ -271,8 +273,7 @@ class Models:
         """Write the model, with ``adapter`` merged into its weights, as a Hugging Face folder."""
         self._source(adapter, None, role)
         async with self._residency.of(role, "model"):
-            named = () if adapter is None else (adapter,)
-            await self._groups[role].call("export_hf", str(folder), *named)
+            await self._groups[role].call(ModelWorker.export_hf, str(folder), adapter)
 
     async def create_adapter(self, name: str, config: AdapterConfig) -> None:
         """Add an adapter beside the policy's own, with gradients, moments and counts of its own.
@@ -285,28 +286,28 @@ class Models:
         require(bool(free), f"an adapter cannot have the name {name!r}; it is taken", field="name")
         engine = self.trainer.engine
         config.check(engine.config.lora, engine.model)
-        await self._with_optimizer("create_adapter", name, config)
+        await self._with_optimizer(ModelWorker.create_adapter, name, config)
         self.adapters[name] = config
 
     async def drop_adapter(self, name: str) -> None:
         """Forget an adapter."""
         self._source(name)
         del self.adapters[name]
-        await self._with_optimizer("drop_adapter", name)
+        await self._with_optimizer(ModelWorker.drop_adapter, name)
 
     async def save_snapshot(self, folder: Path, *, adapter: str | None = None) -> None:
         """Write the weights of ``adapter``, or of the policy's own, for ``sample`` and ``forward``.
         The folder must not exist.
         """
         self._source(adapter, None if adapter else folder)
-        await self._with_optimizer("save_snapshot", Path(folder).absolute(), adapter)
+        await self._with_optimizer(ModelWorker.save_snapshot, Path(folder).absolute(), adapter)
 
     async def save_state(self, folder: Path, *, adapter: str | None = None) -> None:
         """Write weights, moments, counts of steps and the schedule, without gradients: those of
         ``adapter``, or of the whole policy. The folder is replaced when the new one is complete.
         """
         self._source(adapter)
-        await self._with_optimizer("save_state", Path(folder).absolute(), adapter)
+        await self._with_optimizer(ModelWorker.save_state, Path(folder).absolute(), adapter)
 
     async def load_state(
         self, folder: Path, *, adapter: str | None = None, optimizer: bool = True
@@ -329,7 +330,7 @@ class Models:
         of steps and the schedule stay.
         """
         self._source(adapter)
-        await self._with_optimizer("reset_optimizer", adapter)
+        await self._with_optimizer(ModelWorker.reset_optimizer, adapter)
 
     async def adapter_digest(self, *, adapter: str | None = None) -> str:
         """Return 64 hex digits that depend on every bit of the adapter's weights, not on the
@@ -337,9 +338,11 @@ class Models:
         """
         return policy_digest(await self.trained_digests(adapter=adapter))
 
-    async def _with_optimizer(self, call: str, *args: Any) -> None:
+    async def _with_optimizer(
+        self, endpoint: Endpoint[P, None], *args: P.args, **kwargs: P.kwargs
+    ) -> None:
         async with self._residency.of("trainer", "model", "optimizer"):
-            await self.trainer.call(call, *args)
+            await self.trainer.call(endpoint, *args, **kwargs)
 
     def _source(
         self, adapter: str | None, weights: Path | str | None = None, role: str = "trainer"
@@ -365,7 +368,7 @@ class Models:
     async def save_weights(self, folder: Path, *, role: str = "trainer") -> None:
         """Write only the parameters, for ``load_weights``."""
         async with self._residency.of(role, "model"):
-            await self._groups[role].call("save_weights", folder)
+            await self._groups[role].call(ModelWorker.save_weights, folder)
 
     async def load_weights(
         self, folder: Path, version: int | None = None, *, role: str = "trainer"
@@ -386,7 +389,9 @@ class Models:
         """Return the digest of each parameter that is trained, or of ``adapter``, 16 hex digits."""
         self._source(adapter, None, role)
         async with self._residency.of(role, "model"):
-            return merge_digests(await self._groups[role].call("trained_digests", adapter))
+            return merge_digests(
+                await self._groups[role].call(ModelWorker.trained_digests, adapter)
+            )
 
     async def _start_model(self, role: str) -> None:
         """Restart a group, alone on the devices that it shares."""

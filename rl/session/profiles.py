@@ -3,10 +3,10 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from itertools import starmap
 from pathlib import Path
-from typing import Any
 
-from rl.actors.mesh import Mesh
+from rl.actors.mesh import Mesh, Rank
 from rl.session.recovery import unless_lost
 from rl.session.session import Session
 from rl.session.session_config import ProfileConfig
@@ -24,11 +24,13 @@ async def profiled(session: Session, config: ProfileConfig, folder: Path) -> Asy
         if f"{mesh.name}[{rank}]" in config.ranks and mesh.is_running
     ]
 
-    async def call(endpoint: str, mesh: Mesh, rank: int, *args: Any) -> None:
-        await unless_lost(mesh, mesh.call(endpoint, *args, config.memory, rank=rank))
+    async def begin(mesh: Mesh, rank: int) -> None:
+        await unless_lost(mesh, mesh.on(rank).call(Rank.begin_profile, config.memory))
 
-    await asyncio.gather(*(call("begin_profile", *each) for each in chosen))
+    async def end(mesh: Mesh, rank: int) -> None:
+        path = folder / f"{mesh.name}[{rank}]"
+        await unless_lost(mesh, mesh.on(rank).call(Rank.end_profile, path, config.memory))
+
+    await asyncio.gather(*starmap(begin, chosen))
     yield
-    await asyncio.gather(
-        *(call("end_profile", *each, folder / f"{each[0].name}[{each[1]}]") for each in chosen)
-    )
+    await asyncio.gather(*starmap(end, chosen))

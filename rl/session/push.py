@@ -9,7 +9,8 @@ from itertools import chain
 from typing import Any
 
 from rl.actors.generator import GeneratorMesh
-from rl.actors.policy_trainer import TrainerMesh
+from rl.actors.mesh import Rank
+from rl.actors.policy_trainer import PolicyTrainer, TrainerMesh
 from rl.errors import ActorFailure, NodeLost, RunError
 from rl.observe.events import Events
 from rl.observe.spans import Stopwatch
@@ -126,7 +127,7 @@ class WeightPush:
         """Leave a generator out until it joins again. A publish under way stops waiting for it."""
         if generator in self._generators:
             self._generators.remove(generator)
-            await self.trainer.call("excuse", generator.number)
+            await self.trainer.call(PolicyTrainer.excuse, generator.number)
 
     async def run(self) -> None:
         """Publish versions that were started, and compare versions that have arrived."""
@@ -174,7 +175,9 @@ class WeightPush:
         if source is not None:
             await self._until_unread()
             async with self.residency.of("trainer", "model"):
-                await self.trainer.call("merge", source)  # it fails here rather than in ``run``
+                await self.trainer.call(
+                    PolicyTrainer.merge, source
+                )  # it fails here rather than in ``run``
         version = self.publish(source)
         while self.arrived < version and self._connections == connection:
             await self._changed.until(
@@ -238,9 +241,9 @@ class WeightPush:
         weights = self.config.weights
         deadlines = self.config.deadlines
         async with self.residency.of("trainer", "model"):
-            sources = await self.trainer.layouts()
+            sources = await self.trainer.call(Rank.layout)
         async with self.residency.of("generator"):
-            layouts = await asyncio.gather(*(generator.layouts() for generator in generators))
+            layouts = await asyncio.gather(*(each.call(Rank.layout) for each in generators))
         domains = [domain for domain, *_ in chain(sources, *layouts)]
         transfer = Transfer(
             transport=choose_transport(
@@ -258,9 +261,9 @@ class WeightPush:
         )
         # A reader of shared memory that hangs ends by the deadline of its call; the trainer waits
         # longer.
-        patience = deadlines.push if transfer.is_network else deadlines.call
-        patience += transfer.nbytes / (weights.min_gb_s * 1e9)
-        self._transfer = replace(transfer, patience=patience)
+        timeout_s = deadlines.push if transfer.is_network else deadlines.call
+        timeout_s += transfer.nbytes / (weights.min_gb_s * 1e9)
+        self._transfer = replace(transfer, timeout_s=timeout_s)
         async with self.residency.of("trainer", "model"):
             self._addresses = await self.trainer.open_publishers(self._transfer)
         await asyncio.gather(*map(self._connect, generators))
@@ -284,9 +287,8 @@ class WeightPush:
             version, source = self.begun, self._begun[0]
             async with self.residency.of("trainer", "model"):
                 with self.watch.span("push"), self.watch.span("publish", "trainer"):
-                    sent = await self.trainer.call(
-                        "push_weights", version, source, patience=self._transfer.patience
-                    )
+                    ranks = self.trainer.on(extra_s=self._transfer.timeout_s)
+                    sent = await ranks.call(PolicyTrainer.push_weights, version, source)
                 if self._in_turns:
                     with self.watch.span("check"):
                         await self.checks.digest(version, self._transfer.dtype, source)

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from rl.actors.hosts import Hosts, gather_hosts
 from rl.actors.processes import ensure_runtime
-from rl.actors.worker import WorkerGroup
+from rl.actors.worker_group import WorkerGroup
 from rl.environments.task import Task
 from rl.errors import ActorFailure, RunError, counted, require, shown
 from rl.host.disk import TemporaryFolder

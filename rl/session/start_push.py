@@ -66,7 +66,7 @@ class StartPush:
             model=config.model,
             seed=config.seed,
             start=config.start,
-            patience=config.deadlines.start,
+            timeout_s=config.deadlines.start,
         )
         self.checks = StartChecks(config, self._weights, self.residency)
 

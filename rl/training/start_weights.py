@@ -40,7 +40,7 @@ class StartWeights:
     model: ModelConfig
     seed: int
     start: Start
-    patience: float = field(compare=False)
+    timeout_s: float = field(compare=False)
     """Seconds in which a generator loads them."""
 
     def __getstate__(self) -> dict[str, Any]:

@@ -93,7 +93,7 @@ class CollectiveSubscriber(TcpSubscriber):
             name = uuid.uuid4().hex
             send_json(connection, ["lane", [*self._store_at, name]])
             lane = Lane(connection, self._store, name, rank=1, device=self._device)
-        lane.limit(stall or self._patience)
+        lane.limit(stall or self._timeout_s)
         try:
             yield lane
         except BaseException:

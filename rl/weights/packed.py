@@ -50,7 +50,7 @@ class PackedPublisher:
         subscriber.pull(v)                                            # generation stands still
 
     A slot is reused when every reader has acknowledged its push or a newer one. The publisher stops
-    waiting for a reader that does not acknowledge within ``transfer.patience`` seconds, or that is
+    waiting for a reader that does not acknowledge within ``transfer.timeout_s`` seconds, or that is
     excused because its generator has gone, until the reader acknowledges again. A reader that was
     only slow gets VersionGone, which names the versions that exist. All ranks of a generator must
     hold the same version, so a fetch never chooses another version by itself.
@@ -71,7 +71,7 @@ class PackedPublisher:
         self._ranks = len(transfer.wanted)
         self._readers = transfer.generators * self._ranks
         self._acknowledgements = torch.zeros(self._readers, dtype=torch.int64)
-        self._patience = transfer.patience
+        self._timeout_s = transfer.timeout_s
         self._like = shards[0].tensor
         device = self._like.device
         self._header = torch.zeros(SLOTS, _DELTAS + len(self.blobs), dtype=torch.int64)
@@ -136,7 +136,7 @@ class PackedPublisher:
         """Publish the slot's blobs and deltas, if readers do not read this process's memory."""
 
     async def _await_readers(self, sequence: int) -> None:
-        deadline = time.monotonic() + self._patience
+        deadline = time.monotonic() + self._timeout_s
         while sequence and sequence % 2 == 0:
             acknowledged = enumerate(await self._acknowledged())
             behind = {(r, a) for r, a in acknowledged if a < sequence} - self._given_up.items()
@@ -208,7 +208,7 @@ class PackedSubscriber:
         self._rank = rank
         self._reader = generator * len(transfer.wanted) + rank
         self._blobs = plan_blobs(transfer.sources, transfer.wanted)
-        self._patience = transfer.patience
+        self._timeout_s = transfer.timeout_s
         self._fetching = asyncio.Lock()
         self._pulling = threading.Lock()
         self._make_staging()
@@ -238,18 +238,18 @@ class PackedSubscriber:
         parameters do not change.
 
         Drops the version fetched before. Raises VersionGone unless all trainer ranks hold
-        it whole, TransferFailed if it does not arrive within ``transfer.patience`` seconds.
+        it whole, TransferFailed if it does not arrive within ``transfer.timeout_s`` seconds.
         """
         async with self._fetching:
             await asyncio.to_thread(self._drop)
             try:
-                async with asyncio.timeout(self._patience):
+                async with asyncio.timeout(self._timeout_s):
                     await self._fetch(version)
             except TimeoutError:
                 mib = sum(whole.nbytes for whole, _ in self._staged.values()) / 2**20
                 raise TransferFailed(
                     f"fetch of version {version}: {mib:,.1f} MiB did not arrive within "
-                    f"{self._patience:.0f} s; check the network, or lower weights.min_gb_s"
+                    f"{self._timeout_s:.0f} s; check the network, or lower weights.min_gb_s"
                 ) from None
 
     async def _fetch(self, version: int) -> None:

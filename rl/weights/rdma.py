@@ -92,7 +92,7 @@ class RdmaSubscriber(PackedSubscriber):
     async def _submit(self, action: RDMAAction) -> None:
         try:
             # longer than the timeout of fetch
-            await action.submit(timeout=math.ceil(self._patience) + 1)
+            await action.submit(timeout=math.ceil(self._timeout_s) + 1)
         except Exception as error:  # Monarch raises no other type
             raise TransferFailed(f"the trainer's memory cannot be reached: {error}") from None
 

@@ -80,7 +80,7 @@ class SharedMemoryPublisher:
 
     def __init__(self, shards: Sequence[Shard], transfer: Transfer, *, rank: int):
         """Allocate two slots, each the size of the rank's shards in the transfer dtype."""
-        self._patience = transfer.patience
+        self._timeout_s = transfer.timeout_s
         self._tensors = [shard.tensor for shard in shards]
         device = self._tensors[0].device
         layout = layout_of(shards)
@@ -103,7 +103,7 @@ class SharedMemoryPublisher:
 
     async def publish(self, version: int) -> Sent:
         """Run ``write`` in a thread. Raises RunError if a reader holds the slot longer than
-        ``patience``.
+        ``timeout_s``.
         """
         await asyncio.to_thread(self.write, version)
         size = sum(view.nbytes for view in self._slots[0].views)
@@ -121,10 +121,10 @@ class SharedMemoryPublisher:
     def _claimed(self, version: int):
         """Yield the slot to overwrite, locked and with its header unset."""
         slot = self._slots[self._turn]
-        if not slot.wait_for_lock(fcntl.LOCK_EX, self._patience):
+        if not slot.wait_for_lock(fcntl.LOCK_EX, self._timeout_s):
             raise RunError(
                 f"publish of version {version}: a generator rank has been copying version "
-                f"{slot.version} for {self._patience:.0f} s; check whether it hangs"
+                f"{slot.version} for {self._timeout_s:.0f} s; check whether it hangs"
             )
         slot.version = _NONE
         try:
@@ -171,7 +171,7 @@ class SharedMemorySubscriber:
         reader = generator * len(transfer.wanted) + rank
         routes = plan_routes(layouts, layout_of(shards), reader=reader)
         self._like = shards[0].tensor
-        self._patience = transfer.patience
+        self._timeout_s = transfer.timeout_s
         device = self._like.device
         self._sources = [_open(rank, segment, device) for rank, segment in enumerate(segments)]
         self._copies: dict[_Slot, list[tuple[torch.Tensor, torch.Tensor]]] = {
@@ -192,11 +192,11 @@ class SharedMemorySubscriber:
 
         Raises RunError if some trainer rank holds neither ``version`` nor a newer one whole.
         """
-        deadline = time.monotonic() + self._patience
+        deadline = time.monotonic() + self._timeout_s
         target = version
         while not (claimed := self.claim(target)):
             target = min(
-                max(slot.settled_version(self._patience) for slot in source)
+                max(slot.settled_version(self._timeout_s) for slot in source)
                 for source in self._sources
             )
             if target < version or time.monotonic() > deadline:
@@ -269,18 +269,18 @@ class _Slot:
             return False
         return True
 
-    def wait_for_lock(self, kind: int, patience: float) -> bool:
-        """Take the lock; return False if it was not free within ``patience`` seconds."""
-        deadline = time.monotonic() + patience
+    def wait_for_lock(self, kind: int, timeout_s: float) -> bool:
+        """Take the lock; return False if it was not free within ``timeout_s`` seconds."""
+        deadline = time.monotonic() + timeout_s
         while not self.lock(kind):
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.0005)
         return True
 
-    def settled_version(self, patience: float) -> int:
+    def settled_version(self, timeout_s: float) -> int:
         """Return the version after any write in progress, during which the header names none."""
-        if not self.wait_for_lock(fcntl.LOCK_SH, patience):
+        if not self.wait_for_lock(fcntl.LOCK_SH, timeout_s):
             return _NONE
         version = self.version
         self.unlock()

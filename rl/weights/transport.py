@@ -106,7 +106,7 @@ class Transfer:
     delta: bool = False
     fan_out: int = 1
     """Number of hosts that a rank sends to, if its readers serve each other."""
-    patience: float = 60.0
+    timeout_s: float = 60.0
     """Seconds that either side waits for the other."""
 
     @property

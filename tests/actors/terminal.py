@@ -6,9 +6,10 @@ import sys
 import termios
 from pathlib import Path
 
-from monarch.actor import Actor, concurrent_endpoint
+from monarch.actor import Actor
 
 from rl.actors import fork_server
+from rl.actors.endpoint import endpoint
 from rl.actors.group import ActorGroup
 from rl.actors.hosts import Hosts
 from rl.actors.processes import ensure_runtime
@@ -19,7 +20,7 @@ DEADLINE_S = 20.0
 
 
 class Importing(Actor):
-    @concurrent_endpoint
+    @endpoint
     async def set_terminal(self) -> str:
         """Set the terminals of this process to what they are, as vLLM's compilers do when they are
         imported: a process of the background is stopped by that.
@@ -39,7 +40,7 @@ async def main(folder: Path) -> None:
     group = ActorGroup("importing", Place(ranks=1), Hosts(folder))
     try:
         await group.spawn(Importing, deadline=DEADLINE_S, meet=False)
-        print(*await group.call("set_terminal", deadline=DEADLINE_S))
+        print(*await group.on(timeout_s=DEADLINE_S).call(Importing.set_terminal))
     finally:
         await group.stop()
 

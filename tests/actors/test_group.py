@@ -18,10 +18,11 @@ import monarch.actor
 import pytest
 import torch
 import torch.distributed as dist
-from monarch.actor import Actor, concurrent_endpoint, current_rank
+from monarch.actor import Actor, current_rank
 
 from rl.actors import fork_server
 from rl.actors import hosts as run_hosts
+from rl.actors.endpoint import endpoint
 from rl.actors.fork_server import GUARDED, LOG
 from rl.actors.group import KEPT_LOG_BYTES, MOST_LOG_BYTES, ActorGroup, _tail
 from rl.actors.guard import parent_of
@@ -49,51 +50,51 @@ class Moody(Actor):
         if mood == "dying" and self._rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    @concurrent_endpoint
+    @endpoint
     async def say(self, word: str) -> str:
         return (
             f"{self._mood} {word} {self._rank} {os.environ['RANK']}/{os.environ['WORLD_SIZE']} "
             f"{os.environ['EXTRA']}"
         )
 
-    @concurrent_endpoint
+    @endpoint
     async def fail_on_rank_1(self) -> None:
         if self._rank == 1:
             raise ValueError("not today")
         await asyncio.sleep(3600)  # like a peer that waits in a collective
 
-    @concurrent_endpoint
+    @endpoint
     async def fail_without_text(self) -> None:
         raise Unprintable
 
-    @concurrent_endpoint
+    @endpoint
     async def hang_on_rank_0(self) -> None:
         await asyncio.sleep(3600 * (self._rank == 0))
 
-    @concurrent_endpoint
+    @endpoint
     async def progress(self, seconds: float) -> None:
         began = time.monotonic()
         while self._progressed < began + seconds:
             await asyncio.sleep(0.05)
             self._progressed = time.monotonic()
 
-    @concurrent_endpoint
+    @endpoint
     async def idle_s(self) -> float:
         return time.monotonic() - self._progressed
 
-    @concurrent_endpoint
+    @endpoint
     async def fail_when_rank_1_is_gone(self, pid: int) -> None:
         with contextlib.suppress(FileNotFoundError):  # Monarch has reaped it
             while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
                 await asyncio.sleep(0.001)
         raise ConnectionResetError("by peer")
 
-    @concurrent_endpoint
+    @endpoint
     async def speak_and_hang(self) -> None:
         print("last words", flush=True)
         await asyncio.sleep(3600)
 
-    @concurrent_endpoint
+    @endpoint
     async def meet(self) -> int:
         """Return the sum of all ranks' numbers, by torch.distributed."""
         number = torch.tensor(self._rank)
@@ -101,14 +102,14 @@ class Moody(Actor):
         await asyncio.to_thread(dist.all_reduce, number)
         return int(number)
 
-    @concurrent_endpoint
+    @endpoint
     async def end_a_program(self) -> int:
         """Start a program, send it SIGTERM, and return its exit code."""
         with subprocess.Popen(["sleep", "3600"]) as program:
             program.terminate()
             return program.wait()
 
-    @concurrent_endpoint
+    @endpoint
     async def pid(self) -> int:
         return os.getpid()
 
@@ -156,8 +157,8 @@ async def failures_of_all(group, pids, blow) -> list[ActorFailure]:
     rank 0 and to both ranks, and of a later call, and that of the group unless it is stopped.
     """
     pending = [
-        asyncio.ensure_future(failure_of(group.call("hang_on_rank_0", rank=0, deadline=3600))),
-        asyncio.ensure_future(failure_of(group.call("speak_and_hang", deadline=3600))),
+        asyncio.ensure_future(failure_of(group.on(0, timeout_s=3600).call(Moody.hang_on_rank_0))),
+        asyncio.ensure_future(failure_of(group.on(timeout_s=3600).call(Moody.speak_and_hang))),
     ]
     failed = asyncio.ensure_future(group.failed())
     while "last words" not in (group._hosts.logs / "moody-1.log").read_text():
@@ -169,20 +170,20 @@ async def failures_of_all(group, pids, blow) -> list[ActorFailure]:
     else:
         os.kill(pids[1], blow)
     lost = [] if blow is None else [failed]
-    later = failure_of(group.call("pid", rank=0, deadline=LONG))
+    later = failure_of(group.on(0, timeout_s=LONG).call(Moody.pid))
     return [*await asyncio.gather(*pending, *lost), await later]
 
 
 def test_calls_return_results_in_rank_order_or_the_exception_of_that_call_alone(in_group):
     async def work(group, pids):
-        said = await group.call("say", "hello", deadline=30)
+        said = await group.on(timeout_s=30).call(Moody.say, "hello")
         assert said == ["cheerful hello 0 0/2 set", "cheerful hello 1 1/2 set"]
-        said = await group.call("say", "you", rank=1, deadline=30)
+        said = await group.on(1, timeout_s=30).call(Moody.say, "you")
         assert said == ["cheerful you 1 1/2 set"]
-        other = asyncio.ensure_future(group.call("hang_on_rank_0", rank=0, deadline=3600))
-        failure = await failure_of(group.call("fail_on_rank_1", deadline=3600))
-        mute = await failure_of(group.call("fail_without_text", rank=1, deadline=LONG))
-        assert await group.call("pid", deadline=LONG) == pids
+        other = asyncio.ensure_future(group.on(0, timeout_s=3600).call(Moody.hang_on_rank_0))
+        failure = await failure_of(group.on(timeout_s=3600).call(Moody.fail_on_rank_1))
+        mute = await failure_of(group.on(1, timeout_s=LONG).call(Moody.fail_without_text))
+        assert await group.on(timeout_s=LONG).call(Moody.pid) == pids
         assert not other.done()
         other.cancel()
         return failure, mute
@@ -203,16 +204,18 @@ def test_ranks_rendezvous_when_another_process_wants_their_port(in_group):
             with contextlib.suppress(OSError):  # the ranks hold the port
                 other.bind(("127.0.0.1", group.port))
                 other.listen()
-            return await group.call("meet", deadline=LONG)
+            return await group.on(timeout_s=LONG).call(Moody.meet)
 
     assert in_group(work) == [1, 1]
 
 
 def test_exception_of_a_watched_endpoint_fails_the_group(in_group):
     async def work(group, _):
-        pending = asyncio.ensure_future(failure_of(group.call("hang_on_rank_0", deadline=3600)))
-        group.watch("fail_on_rank_1")
-        later = await group.failed(), await failure_of(group.call("pid", deadline=LONG))
+        pending = asyncio.ensure_future(
+            failure_of(group.on(timeout_s=3600).call(Moody.hang_on_rank_0))
+        )
+        group.watch(Moody.fail_on_rank_1)
+        later = await group.failed(), await failure_of(group.on(timeout_s=LONG).call(Moody.pid))
         return [await pending, *later]
 
     failures = in_group(work)
@@ -222,10 +225,10 @@ def test_exception_of_a_watched_endpoint_fails_the_group(in_group):
 
 def test_silent_rank_fails_the_group_at_the_deadline(in_group):
     async def work(group, _):
-        call = group.call("speak_and_hang", rank=1, deadline=3600)
+        call = group.on(1, timeout_s=3600).call(Moody.speak_and_hang)
         other = asyncio.ensure_future(failure_of(call))
-        await group.call("pid", deadline=LONG)  # the actors are built
-        return await failure_of(group.call("hang_on_rank_0", deadline=3.0)), await other
+        await group.on(timeout_s=LONG).call(Moody.pid)  # the actors are built
+        return await failure_of(group.on(timeout_s=3.0).call(Moody.hang_on_rank_0)), await other
 
     failure, other = in_group(work)
     assert str(failure) == str(other) == "moody rank 0, hang_on_rank_0: no answer within 3 s"
@@ -234,8 +237,10 @@ def test_silent_rank_fails_the_group_at_the_deadline(in_group):
 
 def test_a_call_may_last_while_its_rank_makes_progress(in_group):
     async def work(group, _):
-        await group.call("progress", 2.2, rank=0, deadline=1.0, idle="idle_s")
-        return await failure_of(group.call("hang_on_rank_0", rank=0, deadline=1.0, idle="idle_s"))
+        await group.on(0, timeout_s=1.0, idle=Moody.idle_s).call(Moody.progress, 2.2)
+        return await failure_of(
+            group.on(0, timeout_s=1.0, idle=Moody.idle_s).call(Moody.hang_on_rank_0)
+        )
 
     failure = in_group(work)
     assert str(failure) == "moody rank 0, hang_on_rank_0: no answer within 1 s"
@@ -280,7 +285,7 @@ def test_a_lost_rank_fails_every_call_with_its_name_and_a_stop_is_no_failure(in_
 
 def test_peer_that_raises_because_of_a_death_is_not_named(in_group):
     async def work(group, pids):
-        call = group.call("fail_when_rank_1_is_gone", pids[1], rank=0, deadline=LONG)
+        call = group.on(0, timeout_s=LONG).call(Moody.fail_when_rank_1_is_gone, pids[1])
         failing = asyncio.ensure_future(failure_of(call))
         process = group._processes[1]
         process._loop.remove_reader(process._descriptor)  # the controller sees the death later
@@ -295,7 +300,7 @@ def test_peer_that_raises_because_of_a_death_is_not_named(in_group):
 
 def test_rank_that_dies_in_its_constructor_is_named(in_group):
     async def work(group, _):
-        return await failure_of(group.call("pid", deadline=LONG))
+        return await failure_of(group.on(timeout_s=LONG).call(Moody.pid))
 
     assert str(in_group(work, mood="dying")).startswith("moody rank 1, pid: the process died")
 
@@ -323,12 +328,12 @@ def test_rank_that_is_silent_for_less_than_its_heartbeat_is_alive(in_group, monk
     async def work(group, pids):
         os.kill(pids[0], signal.SIGSTOP)
         failing = asyncio.ensure_future(
-            failure_of(group.call("fail_on_rank_1", rank=1, deadline=LONG))
+            failure_of(group.on(1, timeout_s=LONG).call(Moody.fail_on_rank_1))
         )
         await asyncio.sleep(0.6)
         os.kill(pids[0], signal.SIGCONT)
         assert (await failing).kind == "raised"
-        assert await group.call("pid", deadline=LONG) == pids
+        assert await group.on(timeout_s=LONG).call(Moody.pid) == pids
 
     in_group(work, heartbeat=60.0)
 
@@ -369,9 +374,9 @@ def test_death_on_another_host_fails_only_the_group_that_it_belongs_to(tmp_path,
         )
         monkeypatch.setattr("rl.actors.group.memory_domain", lambda: "another host")
         lost = await spawned(hosts)
-        pids = await lost.call("pid", deadline=LONG)
+        pids = await lost.on(timeout_s=LONG).call(Moody.pid)
         call = asyncio.ensure_future(
-            failure_of(lost.call("fail_when_rank_1_is_gone", pids[1], rank=0, deadline=LONG))
+            failure_of(lost.on(0, timeout_s=LONG).call(Moody.fail_when_rank_1_is_gone, pids[1]))
         )
         os.kill(pids[1], signal.SIGKILL)
         failure = await lost.failed()
@@ -382,7 +387,7 @@ def test_death_on_another_host_fails_only_the_group_that_it_belongs_to(tmp_path,
         for fault in faults:
             tell(fault)
         await asyncio.sleep(0)
-        await again.call("pid", deadline=LONG)
+        await again.on(timeout_s=LONG).call(Moody.pid)
         await again.stop()
         return failure
 
@@ -416,7 +421,10 @@ def greet_from(folder: Path, pipe: Connection) -> NoReturn:
         group = ActorGroup("moody", Place(ranks=2), Hosts(folder))
         await group.spawn(Moody, "good", deadline=LONG)
         pipe.send(
-            [said[: len("good day 0")] for said in await group.call("say", "day", deadline=LONG)]
+            [
+                said[: len("good day 0")]
+                for said in await group.on(timeout_s=LONG).call(Moody.say, "day")
+            ]
         )
         await group.stop()
 
@@ -455,7 +463,7 @@ def test_signals_after_which_a_program_leaves_end_no_other_process(
             for number in LEAVING:
                 subprocess.run(["kill", f"-{int(number)}", str(pid)], check=True)
             wait_until_delivered(pid)
-        answers = await group.call("end_a_program", deadline=LONG) if env else []
+        answers = await group.on(timeout_s=LONG).call(Moody.end_a_program) if env else []
         await group.check_alive()
         return len(targets), answers
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from monarch.actor import concurrent_endpoint
 
+from rl.actors.endpoint import endpoint
 from rl.actors.generator import Generator
 from rl.actors.policy_trainer import PolicyTrainer
 from rl.model.shards import Box, Shard
@@ -19,16 +19,16 @@ from rl.weights.transport import Sent
 
 
 class OpenTrainer(PolicyTrainer):
-    @concurrent_endpoint
+    @endpoint
     async def shards(self) -> list[Shard]:
         shards = (await self._in_engine(self.engine.shards)).values()
         return [shard._replace(tensor=shard.tensor.clone()) for shard in shards]
 
-    @concurrent_endpoint
+    @endpoint
     async def collective_timeout(self) -> float:
         return dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout.total_seconds()
 
-    @concurrent_endpoint
+    @endpoint
     async def watch_payloads(self) -> None:
         """Record the number of tokens of each later message to this rank."""
         self._payloads: list[int] = []
@@ -40,7 +40,7 @@ class OpenTrainer(PolicyTrainer):
 
         self.engine.from_leader = noted
 
-    @concurrent_endpoint
+    @endpoint
     async def watch_collections(self) -> None:
         """Record the generation of each later garbage collection in this process."""
         self._collections: list[int] = []
@@ -51,22 +51,22 @@ class OpenTrainer(PolicyTrainer):
 
         gc.callbacks.append(noted)
 
-    @concurrent_endpoint
+    @endpoint
     async def collections(self) -> list[int]:
         return self._collections
 
-    @concurrent_endpoint
+    @endpoint
     async def payloads(self) -> list[int]:
         return self._payloads
 
-    @concurrent_endpoint
+    @endpoint
     async def skip(self, name: str = "") -> None:
         """Always publish the current values of ``name``, or of all parameters."""
         for place, region in enumerate(self.publisher.address.layout):
             if name in ("", region.name):
                 self.publisher._tensors[place] = self.publisher._tensors[place].clone()
 
-    @concurrent_endpoint
+    @endpoint
     async def publish_only_behind(self, method: str, wait_s: float) -> None:
         """Have publish return after the engine's next ``method``, which waits for it to begin."""
         began = threading.Event()
@@ -88,7 +88,7 @@ class OpenTrainer(PolicyTrainer):
         self.publisher.publish = behind
         setattr(self.engine, method, awaited)
 
-    @concurrent_endpoint
+    @endpoint
     async def was_behind(self) -> bool:
         """Return whether publish outlasted the method; undo ``publish_only_behind``."""
         for name in ("forward_backward", "optim_step"):
@@ -96,30 +96,30 @@ class OpenTrainer(PolicyTrainer):
         del self.publisher.publish
         return self._was_behind
 
-    @concurrent_endpoint
+    @endpoint
     async def change(self, change: Any) -> None:
         """Call ``change(engine)``, between two calls of the engine."""
         await self._in_engine(lambda: change(self.engine))
 
-    @concurrent_endpoint
+    @endpoint
     async def segments(self) -> int:
         return held_segments()
 
 
 class OpenGenerator(Generator):
-    @concurrent_endpoint
+    @endpoint
     async def shards(self) -> list[Shard]:
         shards = await self._loop.run_between_steps(lambda engine: engine.parameters())
         return [shard._replace(tensor=shard.tensor.clone()) for shard in shards]
 
-    @concurrent_endpoint
+    @endpoint
     async def collective_timeout(self) -> float:
         def ask(engine: Any) -> float:
             return engine._engine.vllm_config.parallel_config.cpu_distributed_timeout_seconds
 
         return await self._loop.run_between_steps(ask)
 
-    @concurrent_endpoint
+    @endpoint
     async def cross(self, one: str, other: str) -> None:
         """Swap the slices of two parameters in later pulls."""
         shards = await self._loop.run_between_steps(lambda engine: engine.parameters())
@@ -137,7 +137,7 @@ class OpenGenerator(Generator):
                 copies[i] = (to_one, from_other)
                 copies[j] = (to_other, from_one)
 
-    @concurrent_endpoint
+    @endpoint
     async def honour_reset(self, really: bool) -> None:
         """Set whether later resets of vLLM's prefix cache have an effect."""
 
@@ -149,12 +149,12 @@ class OpenGenerator(Generator):
 
         await self._loop.run_between_steps(patch)
 
-    @concurrent_endpoint
+    @endpoint
     async def change(self, change: Any) -> None:
         """Call ``change(engine)``, between two steps."""
         await self._loop.run_between_steps(change)
 
-    @concurrent_endpoint
+    @endpoint
     async def cached_blocks(self) -> int:
         def count(engine: Any) -> int:
             manager = engine._engine.engine_core.engine_core.scheduler.kv_cache_manager
@@ -162,7 +162,7 @@ class OpenGenerator(Generator):
 
         return await self._loop.run_between_steps(count)
 
-    @concurrent_endpoint
+    @endpoint
     async def segments(self) -> int:
         return held_segments()
 
@@ -178,7 +178,7 @@ def held_segments() -> int:
 
 async def shards_of(mesh: Any) -> list[list[Shard]]:
     """Return every rank's parameters, by value."""
-    return await mesh._group.call("shards", deadline=300.0)
+    return await mesh.call(mesh.actor.shards)
 
 
 def whole(ranks: list[list[Shard]]) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ from rl.compare.comparison import Comparison, Example, comparable, stale_cache_f
 from rl.generation.generator_config import GeneratorConfig
 from rl.types import GenerationRequest, Prompt, Rollout, Sampling, Sequence
 from tests.session import faults
-from tests.session.sessions import DEADLINES, config_of, model_config, on_its_loop, trainer_config
+from tests.session.sessions import config_of, model_config, on_its_loop, trainer_config
 
 EXPERTS = {"num_experts": 4, "experts_per_token": 2, "moe_hidden_dim": 48, "expert_bias": True}
 PROMPT = [*range(3, 43)]
@@ -60,8 +60,8 @@ async def train_and_push(session, example):
         await session.settle()
 
 
-async def ask(mesh, *args):
-    await mesh._group.call(*args, deadline=DEADLINES.call)
+async def ask(mesh, endpoint: str, *args):
+    await mesh.call(getattr(mesh.actor, endpoint), *args)
 
 
 async def found(session, example=None):

@@ -39,7 +39,7 @@ def session(sessions, setting):
 @asynccontextmanager
 async def broken(mesh, fault, mended):
     async def change(how):
-        await mesh._group.call("change", how, deadline=100.0)
+        await mesh.call(mesh.actor.change, how)
 
     await change(fault)
     yield
@@ -81,7 +81,7 @@ async def test_a_flipped_bit_of_a_pushed_parameter_is_found(sessions, session, s
 
     async def push_and_flip():
         await push()
-        await generator._group.call("change", flip_a_bit, deadline=100.0)
+        await generator.call(generator.actor.change, flip_a_bit)
 
     session.push = push_and_flip
     async with session.running():
@@ -101,11 +101,11 @@ async def test_memory_that_a_model_keeps_is_found(sessions, session, setting):
 @on_its_loop
 async def test_weights_that_are_not_pushed_are_found(sessions, session, setting):
     # the last test of the session, which publishes this parameter, then all, never again
-    await session.trainer._group.call("skip", FIRST, deadline=100.0)
+    await session.trainer.call(session.trainer.actor.skip, FIRST)
     async with session.running():
         verdict = await judge_push(session, setting)
         assert verdict.wrong.startswith("1 of the generator's parameters differ from the trainer's")
         assert verdict.wrong.endswith(FIRST)
-        await session.trainer._group.call("skip", deadline=100.0)
+        await session.trainer.call(session.trainer.actor.skip)
         verdict = await judge_graphs(session, setting)
     assert "the graphs compute with other weights, or another kernel" in verdict.wrong

@@ -101,10 +101,10 @@ def test_auto_takes_rdma_if_every_host_has_it(generators_have_rdma, chosen):
             (scene.trainer, *scene.generators), hosts.items(), strict=True
         ):
 
-            async def layouts(host=host, rdma=rdma):
+            async def layout(host=host, rdma=rdma):
                 return [(host, rdma, GIB_15)]
 
-            mesh.layouts = layouts
+            mesh.layout = layout
             mesh.dtype = torch.bfloat16
         await scene.connect()
         return scene.push._transfer.transport
@@ -113,19 +113,19 @@ def test_auto_takes_rdma_if_every_host_has_it(generators_have_rdma, chosen):
 
 
 def test_patience_of_a_push_grows_with_its_bytes():
-    async def patience(**weights) -> float:
+    async def timeout_s(**weights) -> float:
         scene = Scene(replicas=8, **weights)
         given = []
 
-        async def layouts():
+        async def layout():
             return [("here", False, GIB_15)]
 
         async def open_publishers(transfer):
-            given.append(transfer.patience)
+            given.append(transfer.timeout_s)
             return ["address"]
 
         for mesh in (scene.trainer, *scene.generators):
-            mesh.layouts = layouts
+            mesh.layout = layout
             mesh.dtype = torch.bfloat16
         scene.trainer.open_publishers = open_publishers
         await scene.connect()
@@ -133,8 +133,8 @@ def test_patience_of_a_push_grows_with_its_bytes():
 
     total = 8 * 15 * 2**30
     ten_gbit_s = 1.25e9
-    assert asyncio.run(patience()) > 2 * total / ten_gbit_s
-    assert asyncio.run(patience(min_gb_s=10.0)) == pytest.approx(60.0 + total / 10e9)
+    assert asyncio.run(timeout_s()) > 2 * total / ten_gbit_s
+    assert asyncio.run(timeout_s(min_gb_s=10.0)) == pytest.approx(60.0 + total / 10e9)
 
 
 @in_a_loop

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from rl.actors.policy_trainer import PolicyTrainer
 from rl.algorithms.losses import grpo
 from rl.errors import ActorFailure, RunError
 from rl.generation.generator_config import GeneratorConfig
@@ -62,7 +63,7 @@ async def train(trainer) -> None:
 
 
 async def ask(mesh, endpoint: str, *args, rank: int | None = None):
-    return await mesh._group.call(endpoint, *args, rank=rank, deadline=DEADLINES.call)
+    return await mesh.on(rank).call(getattr(mesh.actor, endpoint), *args)
 
 
 async def whole_digests(mesh) -> dict[str, str]:
@@ -190,7 +191,7 @@ async def test_offloaded_model_is_not_pushed(sessions, trainer, generator):
     await trainer.offload()
     away = "trainer rank ., push_weights: .*the model is offloaded; call onload"
     with pytest.raises(RunError, match=away):
-        await trainer.call("push_weights", trainer.version)
+        await trainer.call(PolicyTrainer.push_weights, trainer.version)
     await trainer.onload()
 
 
@@ -201,7 +202,7 @@ async def test_publish_and_forward_backward_overlap(sessions, trainer, generator
     await connected(sessions, trainer, generator, DIGESTS)
     await ask(trainer, "publish_only_behind", "forward_backward", 60.0)
     calls = [
-        trainer.call("push_weights", trainer.version),
+        trainer.call(PolicyTrainer.push_weights, trainer.version),
         trainer.forward_backward(batch(), grpo(entropy_coef=0.01)),
     ]
     await asyncio.gather(*(calls if first == "push_weights" else reversed(calls)))
@@ -219,7 +220,9 @@ async def test_optim_step_waits_for_a_publish(sessions, trainer, generator):
     version = trainer.version
     await ask(trainer, "publish_only_behind", "optim_step", 0.5)
     _, _, after = await asyncio.gather(
-        trainer.call("push_weights", trainer.version), trainer.optim_step(), whole_digests(trainer)
+        trainer.call(PolicyTrainer.push_weights, trainer.version),
+        trainer.optim_step(),
+        whole_digests(trainer),
     )
     assert await ask(trainer, "was_behind") == [False] * 4
     assert trainer.version == version + 1

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rl.actors.mesh import Rank
 from rl.algorithms.losses import grpo
 from rl.errors import ActorFailure, RankLost
 from rl.generation.generator_config import GeneratorConfig
@@ -71,7 +72,7 @@ async def lose(mesh, call, signal_number: int) -> list[ActorFailure]:
     assert not pending.done()
     if signal_number != signal.SIGSTOP:
         os.kill(pids_of(mesh)[1], signal_number)
-    return [await pending, await mesh.failed(), await failure_of(mesh.layouts())]
+    return [await pending, await mesh.failed(), await failure_of(mesh.call(Rank.layout))]
 
 
 async def lose_all(session, signal_number: int) -> list[ActorFailure]:

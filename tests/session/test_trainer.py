@@ -9,6 +9,7 @@ from rl.algorithms.losses import grpo
 from rl.model.digest import merge_digests
 from rl.observe.events import Events
 from rl.observe.spans import Stopwatch
+from tests.session.open_actors import OpenTrainer
 from tests.session.sessions import batch, on_its_loop
 
 
@@ -46,9 +47,9 @@ async def test_each_part_of_a_batch_is_sent_once(sessions, trainer):
     """Four ranks, two data-parallel: the second of each tensor-parallel pair gets its part from the
     first.
     """
-    await trainer.call("watch_payloads")
+    await trainer.call(OpenTrainer.watch_payloads)
     await trainer.forward(batch())
-    payloads = await trainer.call("payloads")
+    payloads = await trainer.call(OpenTrainer.payloads)
     assert [rank[0] > 0 for rank in payloads] == [True, False, True, False]
     assert sum(rank[0] for rank in payloads) == len(batch().tokens)
 
@@ -109,10 +110,10 @@ async def test_weight_of_a_batch_scales_its_gradient_alone(sessions, trainer):
 
 @on_its_loop
 async def test_garbage_is_collected_every_gc_freq_steps_and_at_no_other_time(sessions, trainer):
-    await trainer.call("watch_collections")
+    await trainer.call(OpenTrainer.watch_collections)
     first = trainer.version
     for _ in range(6):
         await trainer.forward_backward(batch(), grpo())
         await trainer.optim_step(lr=0.0)
     assert (first // 3 + 2) == trainer.version // 3
-    assert await trainer.call("collections") == [[2, 2]] * 4
+    assert await trainer.call(OpenTrainer.collections) == [[2, 2]] * 4

@@ -61,8 +61,11 @@ class Mesh:
             raise await asyncio.wait_for(self.failed(), WAIT_S)
         self.alive()
 
-    async def call(self, name: str, *args: Any, **_: float) -> Any:
-        return await getattr(self, name)(*args)
+    def on(self, rank: int | None = None, **_: float) -> Any:
+        return self
+
+    async def call(self, endpoint: Any, *args: Any) -> Any:
+        return await getattr(self, endpoint.name)(*args)
 
     def lose(self, call: str = "between calls") -> ActorFailure:
         """Return the failure of a killed rank, and fail all calls with it."""
@@ -121,7 +124,7 @@ class Trainer(Mesh):
         self._steps = 0
         self._pushing = 0
 
-    async def layouts(self) -> list[Any]:
+    async def layout(self) -> list[Any]:
         return [("here", False, LAYOUT)]
 
     async def open_publishers(self, transfer: Any) -> list[Any]:
@@ -224,7 +227,7 @@ class Trainer(Mesh):
         self.loaded = self.checkpoints.path(newest) if newest else None
         return {name: value for name, value in state.items() if name != "engine"}, []
 
-    async def export_hf(self, folder: str) -> None:
+    async def export_hf(self, folder: str, adapter: str | None = None) -> None:
         self.log.append("export")
         await self._wait("export_hf")
         Path(folder).mkdir(exist_ok=True)
@@ -327,7 +330,7 @@ class Generator(Mesh):
         self.calls: list[tuple[list[str], bool]] = []
         """Ids of the requests of each call, and whether the call resets the prefix cache."""
 
-    async def layouts(self) -> list[Any]:
+    async def layout(self) -> list[Any]:
         return [("here", False, LAYOUT)]
 
     async def connect(self, transfer: Any, addresses: list[Any]) -> None:

@@ -37,12 +37,12 @@ def of_transport(transport: str, end: str) -> Any:
 
 
 class TrainerRank(Actor):
-    def __init__(self, transport: str, patience: float):
+    def __init__(self, transport: str, timeout_s: float):
         self.weights = weights_of(0)
         rank = current_rank().rank
         self.make = lambda: of_transport(transport, "Publisher")(
             trainer_parts(self.weights, rank),
-            transfer(SHAPES, delta=True, patience=patience),
+            transfer(SHAPES, delta=True, timeout_s=timeout_s),
             rank=rank,
         )
 
@@ -94,8 +94,8 @@ class GeneratorRank(Actor):
 
     @endpoint
     async def be_patient(self, seconds: float) -> None:
-        """Set the patience of a fetch."""
-        self.subscriber._patience = seconds
+        """Set the timeout_s of a fetch."""
+        self.subscriber._timeout_s = seconds
 
     @endpoint
     async def pid(self) -> int:

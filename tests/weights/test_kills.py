@@ -99,7 +99,7 @@ def test_no_push_is_wrong_or_hangs_while_generators_are_killed(transport, pushes
 async def push_and_kill(transport: str, pushes: int) -> None:
     rng = random.Random(pushes)
     weights = weights_of(0)
-    moved = transfer(generators=GENERATORS, patience=WAIT_S, transport=transport)
+    moved = transfer(generators=GENERATORS, timeout_s=WAIT_S, transport=transport)
     publishers = [
         open_publisher(moved, trainer_parts(weights, rank), rank=rank) for rank in range(RANKS)
     ]

@@ -81,7 +81,7 @@ async def test_versions_arrive_cast_in_any_order():
 @in_a_loop
 async def test_only_changes_are_read_if_they_are_smaller():
     weights = initial()
-    publishers, subscribers = make(weights, delta=True, patience=0.0)
+    publishers, subscribers = make(weights, delta=True, timeout_s=0.0)
     sent = await push(publishers, 0)
     assert (
         sent.bytes_sent
@@ -132,7 +132,7 @@ async def test_a_missing_version_is_refused_with_the_versions_that_exist():
 @in_a_loop
 async def test_a_slot_waits_for_its_readers_but_only_once_for_a_dead_one():
     weights = initial()
-    publishers, (here, gone) = make(weights, patience=3600.0)
+    publishers, (here, gone) = make(weights, timeout_s=3600.0)
     await push(publishers, 0)
     await push(publishers, 1)
     waiting = asyncio.create_task(publishers[0].publish(2))
@@ -144,15 +144,15 @@ async def test_a_slot_waits_for_its_readers_but_only_once_for_a_dead_one():
     await publishers[1].publish(2)
     await push(publishers, 3)
     await here.fetch(3)
-    publishers[0]._patience = 0.2
+    publishers[0]._timeout_s = 0.2
     start = time.monotonic()
     await publishers[0].publish(4)
     assert time.monotonic() - start >= 0.2
-    publishers[1]._patience = 0.2
+    publishers[1]._timeout_s = 0.2
     await publishers[1].publish(4)
     await here.fetch(4)
     for publisher in publishers:
-        publisher._patience = 3600.0
+        publisher._timeout_s = 3600.0
     await asyncio.wait_for(push(publishers, 5), 120)
     with pytest.raises(RunError, match="fetch of version 3: trainer rank 0 holds 4 and 5"):
         await gone.fetch(3)
@@ -168,7 +168,7 @@ async def test_a_slot_waits_for_its_readers_but_only_once_for_a_dead_one():
 
 @in_a_loop
 async def test_a_publish_does_not_wait_for_an_excused_generator():
-    publishers, subscribers = make(initial(), patience=3600.0)
+    publishers, subscribers = make(initial(), timeout_s=3600.0)
     await push(publishers, 0)
     await push(publishers, 1)
     waiting = asyncio.create_task(push(publishers, 2))
@@ -191,7 +191,7 @@ async def test_a_publish_does_not_wait_for_an_excused_generator():
 
 @in_a_loop
 async def test_an_excuse_holds_until_the_generator_is_behind():
-    publishers, here = make(initial(), patience=3600.0, generators=2)
+    publishers, here = make(initial(), timeout_s=3600.0, generators=2)
     gone = [MemorySubscriber(publishers, rank, replica=1) for rank in range(RANKS)]
     await push(publishers, 0)
     await push(publishers, 1)
@@ -213,7 +213,7 @@ async def test_a_fetch_over_a_slow_link_fails_after_its_patience():
     weights = initial()
     publishers, _ = make(weights)
     await push(publishers, 0)
-    subscriber = MemorySubscriber(publishers, 0, patience=0.1)
+    subscriber = MemorySubscriber(publishers, 0, timeout_s=0.1)
     subscriber.read_takes = 0.2
     with pytest.raises(
         TransferFailed, match="fetch of version 0: 0.0 MiB did not arrive within 0 s"
@@ -222,7 +222,7 @@ async def test_a_fetch_over_a_slow_link_fails_after_its_patience():
     subscriber.late()  # the transfer continues after the fetch failed
     with pytest.raises(RunError, match="pull of version 0: fetched is None"):
         subscriber.pull(0)
-    subscriber._patience = 60.0
+    subscriber._timeout_s = 60.0
     await pull([subscriber], 0)
     assert same(subscriber.shards, weights, 0)
 

@@ -35,7 +35,7 @@ class Pushes(RuleBasedStateMachine):
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(packed, "BLOCK", 32)
         self.loop = asyncio.new_event_loop()
-        self.options = {"delta": use_delta, "patience": 0.0, "generators": REPLICAS}
+        self.options = {"delta": use_delta, "timeout_s": 0.0, "generators": REPLICAS}
         self.weights = initial()
         self.version = 0
         self.history = {}

@@ -180,13 +180,13 @@ def test_a_slot_is_not_reused_under_a_reader_until_the_reader_is_killed(pair):
     process = children.Process(target=hang_in_a_copy, args=(segments, of_reader), daemon=True)
     process.start()
     assert copying.poll(60) and copying.recv()
-    publishers[0]._patience = 0.2
+    publishers[0]._timeout_s = 0.2
     held = "publish of version 2: a generator rank has been copying version 0 for"
     with pytest.raises(RunError, match=held):
         publishers[0].write(2)
     process.kill()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # dead, but not yet reaped
-    publishers[0]._patience = 5.0
+    publishers[0]._timeout_s = 5.0
     publish(publishers, 2)
     assert subscriber.pull(2) == 2
     assert torch.equal(pulled[2:5], trained[2:5].to(DTYPE))

@@ -10,7 +10,7 @@ from rl.errors import RunError
 from rl.weights.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber
 from tests.weights.test_shared_memory import SHAPE, moved, rows
 
-HASTY = moved(torch.float32, patience=0.0)
+HASTY = moved(torch.float32, timeout_s=0.0)
 
 
 class Protocol(RuleBasedStateMachine):

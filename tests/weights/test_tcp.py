@@ -128,11 +128,11 @@ async def test_with_a_fan_out_the_trainer_sends_to_as_many_hosts(opened):
 @in_a_loop
 async def test_a_reader_of_an_older_version_is_not_served_a_newer_one(opened):
     weights = initial()
-    publishers, (first, second) = opened(weights, [2, 3], patience=0.0)
+    publishers, (first, second) = opened(weights, [2, 3], timeout_s=0.0)
     older = copied(weights)
     await publish(publishers, 0)
     for subscriber in (*first, *second):
-        subscriber._patience = WAIT_S
+        subscriber._timeout_s = WAIT_S
     await pull([first], 0)
     change(weights, 1.0, seed=0)
     await publish(publishers, 1)
@@ -156,8 +156,8 @@ def half_served(publisher) -> SharedBuffers:
 
 @in_a_loop
 async def test_a_version_that_is_overwritten_during_a_fetch_is_gone(opened):
-    publishers, ((subscriber, _),) = opened(initial(), [2], patience=0.0)
-    subscriber._patience = WAIT_S
+    publishers, ((subscriber, _),) = opened(initial(), [2], timeout_s=0.0)
+    subscriber._timeout_s = WAIT_S
     await publish(publishers, 0)
     for publisher in publishers:
         half_served(publisher)
@@ -245,7 +245,7 @@ async def _read(
 def start_reader(transport, addresses, number, weights):
     """Start the process of a generator on a host of its own; return it and what it says."""
     here, there = FORK.Pipe(duplex=False)
-    inputs = (transport, transfer(generators=3, patience=WAIT_S), addresses, number, weights)
+    inputs = (transport, transfer(generators=3, timeout_s=WAIT_S), addresses, number, weights)
     arguments = there, f"127.0.0.{number + 2}", inputs
     process = FORK.Process(target=read, args=arguments, daemon=True)
     process.start()

@@ -18,7 +18,7 @@ from rl.model.activations import Activations
 from rl.model.digest import merge_digests, policy_digest
 from rl.observe.spans import Stopwatch
 from rl.session.concurrency import background
-from rl.session.residency import Residency
+from rl.session.device_sharing import DeviceSharing
 from rl.training.trainer_config import BASE, AdapterConfig, Source
 from rl.types import Batch
 
@@ -56,10 +56,10 @@ class Models:
         self._groups = _Groups(groups)
         self._with_digests = digests
         self._digests: dict[str, list[StepDigests]] = {}
-        self._residency = Residency(shared)
+        self._devices = DeviceSharing(shared)
         for role, group in groups.items():
             group.watch = self.watch
-            self._residency.add(role, group)
+            self._devices.add(role, group)
         self.adapters: dict[str, AdapterConfig] = {}
         """Adapters of the policy by name, besides its own. A trainer that is started again has
         none."""
@@ -100,7 +100,7 @@ class Models:
             await group.close()
         finally:
             await group.stop()
-            self._residency.forget(role)
+            self._devices.forget(role)
 
     @property
     def present(self) -> dict[str, WorkerGroup]:
@@ -114,7 +114,7 @@ class Models:
         """Start every model that is not running; models that share devices start one by one."""
         lost = [role for role, group in self.present.items() if not group.is_running]
         for role in lost:
-            self._residency.forget(role)
+            self._devices.forget(role)
         async with background() as work:
             for role in lost:
                 work.create_task(self._start_model(role))
@@ -135,7 +135,7 @@ class Models:
         folder, or of the "base" model.
         """
         source = self._source(adapter, weights, role)
-        async with self._residency.of(role, "model"):
+        async with self._devices.of(role, "model"):
             with self.watch.span("forward", role):
                 group = self._groups[role]
                 return await group.forward(batch, temperature=temperature, source=source)
@@ -151,7 +151,7 @@ class Models:
         """Return outputs of the modules of a model for the one sequence of ``batch``: see
         :meth:`rl.actors.worker_group.WorkerGroup.activations`.
         """
-        async with self._residency.of(role, "model"):
+        async with self._devices.of(role, "model"):
             return await self._groups[role].activations(batch, positions, temperature=temperature)
 
     async def forward_backward(
@@ -174,7 +174,7 @@ class Models:
         """
         self._source(adapter, None, role)
         batch = reduced_for(batch, loss)
-        async with self._residency.of(role, "model", "optimizer"):
+        async with self._devices.of(role, "model", "optimizer"):
             with self.watch.span("train"), self.watch.span("forward_backward", role):
                 group = self._groups[role]
                 try:
@@ -215,7 +215,7 @@ class Models:
             if role == "trainer":
                 await self.settle()  # nothing that is pushed has another adapter
             self._changed.add(role)
-        async with self._residency.of(role, "model", "optimizer"):
+        async with self._devices.of(role, "model", "optimizer"):
             group = self._groups[role]
             with self.watch.span("train"), self.watch.span("optim_step", role):
                 metrics = await group.optim_step(with_digests=self._with_digests, **options)
@@ -235,7 +235,7 @@ class Models:
         self, step: int, state: dict[str, Any] | None = None, *, role: str = "trainer"
     ) -> None:
         """Write checkpoint ``step`` of weights and optimizer, with the JSON-able ``state``."""
-        async with self._residency.of(role, "model", "optimizer"):
+        async with self._devices.of(role, "model", "optimizer"):
             with self.watch.span("save", role):
                 await self._groups[role].call(ModelWorker.save_checkpoint, step, state or {})
 
@@ -251,7 +251,7 @@ class Models:
             await self.init_model(role)
             return {}, []
         self._reductions.clear()
-        async with self._residency.of(role, "model", "optimizer"):
+        async with self._devices.of(role, "model", "optimizer"):
             with self.watch.span("load", role):
                 state, ignored = await self._groups[role].load_checkpoint(step)
         if step > 0 or state:
@@ -264,7 +264,7 @@ class Models:
         """Give the model the weights that its config starts from and delete its checkpoints."""
         if role in self._changed:  # a process builds its model once
             await self._start_model(role)
-        async with self._residency.of(role, "model", "optimizer"):
+        async with self._devices.of(role, "model", "optimizer"):
             await self._groups[role].load_checkpoint(0)
 
     async def export_hf(
@@ -272,7 +272,7 @@ class Models:
     ) -> None:
         """Write the model, with ``adapter`` merged into its weights, as a Hugging Face folder."""
         self._source(adapter, None, role)
-        async with self._residency.of(role, "model"):
+        async with self._devices.of(role, "model"):
             await self._groups[role].call(ModelWorker.export_hf, str(folder), adapter)
 
     async def create_adapter(self, name: str, config: AdapterConfig) -> None:
@@ -322,7 +322,7 @@ class Models:
         if adapter is None:
             await self.settle()
             self._changed.add("trainer")
-        async with self._residency.of("trainer", "model", "optimizer"):
+        async with self._devices.of("trainer", "model", "optimizer"):
             await self.trainer.load_state(Path(folder).absolute(), optimizer, adapter)
 
     async def reset_optimizer(self, *, adapter: str | None = None) -> None:
@@ -341,7 +341,7 @@ class Models:
     async def _with_optimizer(
         self, endpoint: Endpoint[P, None], *args: P.args, **kwargs: P.kwargs
     ) -> None:
-        async with self._residency.of("trainer", "model", "optimizer"):
+        async with self._devices.of("trainer", "model", "optimizer"):
             await self.trainer.call(endpoint, *args, **kwargs)
 
     def _source(
@@ -367,7 +367,7 @@ class Models:
 
     async def save_weights(self, folder: Path, *, role: str = "trainer") -> None:
         """Write only the parameters, for ``load_weights``."""
-        async with self._residency.of(role, "model"):
+        async with self._devices.of(role, "model"):
             await self._groups[role].call(ModelWorker.save_weights, folder)
 
     async def load_weights(
@@ -375,12 +375,12 @@ class Models:
     ) -> None:
         """Load parameters that ``save_weights`` wrote, as those of policy ``version`` if given."""
         self._changed.add(role)
-        async with self._residency.of(role, "model"):
+        async with self._devices.of(role, "model"):
             await self._groups[role].load_weights(folder, version)
 
     async def weight_digest(self, role: str = "trainer") -> str:
         """Return 64 hex digits that depend on every bit of the parameters, not on the layout."""
-        async with self._residency.of(role, "model"):
+        async with self._devices.of(role, "model"):
             return policy_digest(merge_digests(await self._groups[role].weight_digests()))
 
     async def trained_digests(
@@ -388,7 +388,7 @@ class Models:
     ) -> dict[str, str]:
         """Return the digest of each parameter that is trained, or of ``adapter``, 16 hex digits."""
         self._source(adapter, None, role)
-        async with self._residency.of(role, "model"):
+        async with self._devices.of(role, "model"):
             return merge_digests(
                 await self._groups[role].call(ModelWorker.trained_digests, adapter)
             )
@@ -399,7 +399,7 @@ class Models:
         self._changed.discard(role)
         if role == "trainer":
             self.adapters.clear()
-        async with self._residency.starting(role):
+        async with self._devices.starting(role):
             with self.watch.span("start", role):
                 await group.stop()
                 await group.start()

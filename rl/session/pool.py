@@ -14,8 +14,8 @@ from rl.session.placement import Placement
 from rl.session.push import UNLIMITED
 from rl.session.recovery import Recovery, unless_lost
 from rl.session.router import Router
-from rl.session.serving import Push
 from rl.session.session_config import SessionConfig
+from rl.session.weight_selector import Push
 
 LOOK_EVERY_S = 1.0
 FIGURES_S = 5.0

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 from rl.actors.generator import GeneratorMesh
 from rl.actors.mesh import Rank
@@ -15,9 +15,9 @@ from rl.errors import ActorFailure, NodeLost, RunError
 from rl.observe.events import Events
 from rl.observe.spans import Stopwatch
 from rl.session.concurrency import Signal, background
-from rl.session.push_checks import Arrival, PushChecks
+from rl.session.device_sharing import DeviceSharing
+from rl.session.push_checks import LoadedVersion, PushChecks
 from rl.session.recovery import unless_lost
-from rl.session.residency import Residency
 from rl.session.session_config import SessionConfig
 from rl.training.trainer_config import Source
 from rl.weights.transport import Transfer, TransferFailed, VersionGone, choose_transport
@@ -27,11 +27,35 @@ NONE = -1  # version before the first
 RETRY_S = 1.0  # before a failed transfer is tried again; doubled each time
 
 
+class Pushed(NamedTuple):
+    """Weights that were pushed under a version of their own."""
+
+    version: int = NONE
+    source: Source = None
+    policy: tuple[int, int] = NONE, 0
+    """Version of the policy that ``source`` None stands for, and its number of loads."""
+
+
+FIRST = Pushed()  # before the first version
+
+
+@dataclass(slots=True)
+class PushState:
+    """Weights on their way to the generators, since the push was connected."""
+
+    pending: Pushed = FIRST
+    """Weights that are published next, and that the trainer keeps until then."""
+    readable: Pushed = FIRST
+    """Newest weights that generators can read."""
+    loaded: Pushed = FIRST
+    """Weights that every generator holds, or newer ones."""
+
+
 @dataclass(eq=False)
 class WeightPush:
     """Moves the trainer's weights to the generators: publish, pull, settle. ::
 
-        push = WeightPush(config, trainer, residency, watch, events)
+        push = WeightPush(config, trainer, devices, watch, events)
         await push.connect(generators)          # they have the trainer's weights
         async with background(push.run()):
             version = push.publish()            # copy the new weights, behind what comes next
@@ -56,39 +80,30 @@ class WeightPush:
 
     config: SessionConfig
     trainer: TrainerMesh
-    residency: Residency
+    devices: DeviceSharing
     watch: Stopwatch
     events: Events
-    begun: int = field(default=0, init=False)
-    """Version that is published next, and that the trainer keeps until then."""
-    held: Source = field(default=None, init=False)
-    """Source of the weights of ``arrived``."""
-    published: int = field(default=0, init=False)
-    """Newest version that generators can read."""
-    arrived: int = field(default=0, init=False)
-    """Version that every generator holds, or a newer one; -1 until the first one."""
+    state: PushState = field(default_factory=PushState, init=False)
+    """A connection begins another one, so that what is left of the last one changes nothing."""
     metrics: dict[str, float] = field(default_factory=dict, init=False)
     """Metrics of the last push."""
 
     def __post_init__(self) -> None:
         config = self.config
         generator = config.generator
-        self.checks = PushChecks(config, self.trainer, self.residency)
+        self.checks = PushChecks(config, self.trainer, self.devices)
         self._in_order = config.pushes == "in_order"
         self._compares = self.checks.are_on and (config.compares_all or not self._in_order)
         is_rolling = generator is not None and generator.update == "rolling"
         self._rolling = is_rolling and not self._in_order
         self._is_changing = False  # the weights, which must not be compared then
-        self._in_turns = self.residency.share("trainer", "generator")
+        self._in_turns = self.devices.share("trainer", "generator")
         self._settling = 0  # number of tasks that wait until the weights may change
-        self._unchecked: deque[Arrival] = deque()
+        self._unchecked: deque[LoadedVersion] = deque()
         self._generators: list[GeneratorMesh] = []
         self._joining = asyncio.Lock()  # no pull while a generator joins or leaves
         self._changed = Signal()
-        self._begun = self._weights(None)  # of ``begun``
-        self._policy = self._begun  # that was published last
-        self._published: Source = None  # of ``published``
-        self._connections = 0
+        self._policy = self._present_policy  # that was published last
         self._addresses: list[Any] = []
 
     @property
@@ -106,10 +121,7 @@ class WeightPush:
         self._unchecked.clear()
         self.checks.forget()
         plan = await self._open()
-        self.begun = self.published = self.arrived = NONE
-        self._begun = None, NONE, 0
-        self.held = self._published = None
-        self._connections += 1
+        self.state = PushState()
         self._changed.notify()
         async with background(self._publish_each()):
             await self.pull(self.publish())
@@ -121,7 +133,8 @@ class WeightPush:
             if generator not in self._generators:
                 self._generators.append(generator)
             await self._connect(generator)
-            await self._pull(generator, self.arrived if self._in_order else self.published)
+            state = self.state
+            await self._pull(generator, state.loaded if self._in_order else state.readable)
 
     async def remove(self, generator: GeneratorMesh) -> None:
         """Leave a generator out until it joins again. A publish under way stops waiting for it."""
@@ -138,23 +151,24 @@ class WeightPush:
         """Have ``run`` make the policy's weights readable, or those of ``source``, if they changed
         since the last time; return their version without waiting.
         """
-        if self._begun != self._weights(source):
-            self._begun = self._weights(source)
-            self.begun = max(self.begun + 1, self._begun[1])
+        state = self.state
+        policy = self._present_policy if source is None else (NONE, 0)
+        if state.pending[1:] != (source, policy):
+            state.pending = Pushed(max(state.pending.version + 1, policy[0]), source, policy)
         if source is None:
-            self._policy = self._begun
+            self._policy = policy
             self._is_changing = False
         self._changed.notify()
-        return self.begun
+        return state.pending.version
 
-    def _weights(self, source: Source) -> tuple[Source, int, int]:
-        """Return what tells the present weights of ``source`` from earlier ones."""
-        trainer = self.trainer
-        return (None, trainer.version, trainer.loads) if source is None else (source, NONE, 0)
+    @property
+    def _present_policy(self) -> tuple[int, int]:
+        """What tells the trainer's weights from earlier ones."""
+        return self.trainer.version, self.trainer.loads
 
     def has(self, source: Source) -> bool:
         """Whether the trainer still has the weights of ``source`` that were published last."""
-        return source is not None or self._policy == self._weights(None)
+        return source is not None or self._policy == self._present_policy
 
     async def hold(self, source: Source) -> None:
         """Have every generator load a snapshot or the base model, or with None the policy of the
@@ -163,9 +177,9 @@ class WeightPush:
         Raises RunError if the policy has changed since its last push, and the failure of the
         trainer if it cannot load the snapshot.
         """
-        connection = self._connections
-        await self.pull(self.begun)
-        if source == self.held:
+        state = self.state
+        await self.pull(state.pending.version)
+        if source == state.loaded.source:
             return
         if source is None and (self._is_changing or not self.has(source)):
             raise RunError(
@@ -174,17 +188,17 @@ class WeightPush:
             )
         if source is not None:
             await self._until_unread()
-            async with self.residency.of("trainer", "model"):
+            async with self.devices.of("trainer", "model"):
                 await self.trainer.call(
                     PolicyTrainer.merge, source
                 )  # it fails here rather than in ``run``
         version = self.publish(source)
-        while self.arrived < version and self._connections == connection:
+        while state.loaded.version < version and state is self.state:
             await self._changed.until(
-                lambda: self.published != self.arrived or self._connections != connection
+                lambda: state.readable != state.loaded or state is not self.state
             )
-            await self.pull(self.published)
-        if self.held != source:
+            await self.pull(self.state.readable.version)
+        if self.state.loaded.source != source:
             raise RunError("the push was connected again while generators loaded a snapshot")
 
     async def pull(self, version: int) -> int:
@@ -192,30 +206,30 @@ class WeightPush:
 
         Waits until ``version`` is published.
         """
-        await self._changed.until(lambda: self.published >= min(version, self.begun))
+        await self._changed.until(
+            lambda: self.state.readable.version >= min(version, self.state.pending.version)
+        )
         async with self._joining:
-            if self.arrived >= version:
-                return self.arrived
-            version, source = self.published, self._published
-            connection = self._connections
-            behind = [each for each in self._generators if each.version != version]
+            state = self.state
+            if state.loaded.version >= version:
+                return state.loaded.version
+            wanted = state.readable
+            behind = [each for each in self._generators if each.version != wanted.version]
             with self.watch.span("push"):
                 if self._rolling:
                     pauses = [
-                        await unless_lost(each, self._pull(each, version))
+                        await unless_lost(each, self._pull(each, wanted))
                         for each in behind
                         if each in self._generators  # it may have left during the pulls of others
                     ]
                 else:
                     pauses = await asyncio.gather(
-                        *(unless_lost(each, self._pull(each, version)) for each in behind)
+                        *(unless_lost(each, self._pull(each, wanted)) for each in behind)
                     )
             self.metrics["timing/push_pause"] = max(filter(None, pauses), default=0.0)
-            if self._connections == connection:  # versions began anew otherwise
-                self.arrived = version
-                self.held = source
-                self._changed.notify()
-            return version
+            state.loaded = wanted
+            self._changed.notify()
+            return wanted.version
 
     async def settle(self) -> None:
         """Wait until nothing reads the trainer's weights, not even a check."""
@@ -232,17 +246,18 @@ class WeightPush:
             self._settling -= 1
 
     def _may_change(self) -> bool:
-        late = self._compares and self.arrived != self.begun
-        return self.begun == self.published and not late and not self._unchecked
+        state = self.state
+        late = self._compares and state.loaded != state.pending
+        return state.pending == state.readable and not late and not self._unchecked
 
     async def _open(self) -> str:
         """Plan the routes and open both ends of each."""
         generators = self._generators
         weights = self.config.weights
         deadlines = self.config.deadlines
-        async with self.residency.of("trainer", "model"):
+        async with self.devices.of("trainer", "model"):
             sources = await self.trainer.call(Rank.layout)
-        async with self.residency.of("generator"):
+        async with self.devices.of("generator"):
             layouts = await asyncio.gather(*(each.call(Rank.layout) for each in generators))
         domains = [domain for domain, *_ in chain(sources, *layouts)]
         transfer = Transfer(
@@ -264,13 +279,13 @@ class WeightPush:
         timeout_s = deadlines.push if transfer.is_network else deadlines.call
         timeout_s += transfer.nbytes / (weights.min_gb_s * 1e9)
         self._transfer = replace(transfer, timeout_s=timeout_s)
-        async with self.residency.of("trainer", "model"):
+        async with self.devices.of("trainer", "model"):
             self._addresses = await self.trainer.open_publishers(self._transfer)
         await asyncio.gather(*map(self._connect, generators))
         return transfer.describe()
 
     async def _connect(self, generator: GeneratorMesh) -> None:
-        async with self.residency.of("generator"):
+        async with self.devices.of("generator"):
             await generator.connect(self._transfer, self._addresses)
 
     async def _publish_each(self) -> None:
@@ -279,13 +294,15 @@ class WeightPush:
         """
 
         def may_publish() -> bool:
-            waits = self._in_order and self.arrived != self.published
-            return self.begun != self.published and not waits
+            state = self.state
+            waits = self._in_order and state.loaded != state.readable
+            return state.pending != state.readable and not waits
 
         while True:
             await self._changed.until(may_publish)
-            version, source = self.begun, self._begun[0]
-            async with self.residency.of("trainer", "model"):
+            state = self.state
+            version, source, _ = pending = state.pending
+            async with self.devices.of("trainer", "model"):
                 with self.watch.span("push"), self.watch.span("publish", "trainer"):
                     ranks = self.trainer.on(extra_s=self._transfer.timeout_s)
                     sent = await ranks.call(PolicyTrainer.push_weights, version, source)
@@ -297,54 +314,53 @@ class WeightPush:
                 "push/bytes_sent": sum(each.bytes_sent for each in sent),
             }
             self.events.emit("pushed", version=version, metrics=self.metrics)
-            self.published, self._published = version, source
+            state.readable = pending
             self._changed.notify()
 
-    async def _pull(self, generator: GeneratorMesh, version: int) -> float:
-        """Have a generator load ``version``, or a newer one; return the pause of generation, in s.
+    async def _pull(self, generator: GeneratorMesh, wanted: Pushed) -> float:
+        """Have a generator load weights, or newer ones; return the pause of generation, in s.
 
         Transfers that fail are repeated at growing intervals.
         """
         failures = 0
-        async with self.residency.of("generator"):
+        async with self.devices.of("generator"):
             with self.watch.span("pull", generator.name):
                 while True:
                     try:
-                        pause = await generator.pull_weights(version)
+                        pause = await generator.pull_weights(wanted.version)
                         break
                     except ActorFailure as failure:
                         failures += isinstance(failure.__cause__, TransferFailed)
-                        version = await self._version_after(failure, version, failures)
+                        wanted = await self._next(failure, wanted, failures)
                         if failures:  # not when others try, which may have failed with it
                             wait_s = RETRY_S * 2 ** (failures - 1) * random.uniform(1, 2)
                             await asyncio.sleep(wait_s)
-            version = generator.version or version
+            version = generator.version or wanted.version
             self.events.emit("arrived", process=generator.name, version=version)
             if self.checks.are_on:
-                source = self._published if version == self.published else self.held
+                source = (wanted if version == wanted.version else self.state.readable).source
                 with self.watch.span("check"):
                     self._unchecked.append(await self.checks.ask(generator, version, source))
         self._changed.notify()
         return pause
 
-    async def _version_after(self, failure: ActorFailure, version: int, failures: int) -> int:
-        """Return the version to pull after ``failure`` of a pull of ``version``; raise if none is
-        left.
+    async def _next(self, failure: ActorFailure, wanted: Pushed, failures: int) -> Pushed:
+        """Return the weights to pull after a pull of ``wanted`` failed; raise if none are left.
 
         Raises NodeLost if transfers between living processes keep failing.
         """
         # Reads from a trainer that died may fail before its death is known.
         await self.trainer.check_alive()
-        newest = version if self._in_order else self.published
+        newest = wanted if self._in_order else self.state.readable
         if isinstance(failure.__cause__, TransferFailed):
             if failures > self.config.max_restarts:
                 raise NodeLost(
                     f"{failure}\nthe transfer failed {failures} times in a row while the "
                     "trainer is alive: the network is broken or below weights.min_gb_s"
                 ) from failure
-        elif newest == version or not isinstance(failure.__cause__, VersionGone):
+        elif newest == wanted or not isinstance(failure.__cause__, VersionGone):
             raise failure
-        self.events.warn(f"{str(failure).splitlines()[0]}; pulling version {newest}")
+        self.events.warn(f"{str(failure).splitlines()[0]}; pulling version {newest.version}")
         return newest
 
     async def _compare_each(self) -> None:
@@ -352,13 +368,14 @@ class WeightPush:
         while True:
             await self._changed.until(lambda: self._unchecked)
             arrival = self._unchecked[0]
+            is_newest = arrival.version == self.state.pending.version
             changes = self._is_changing and arrival.source is None
-            if arrival.version == self.begun and self.has(arrival.source) and not changes:
+            if is_newest and self.has(arrival.source) and not changes:
                 await self._compare(arrival)
             self._unchecked.popleft()
             self._changed.notify()
 
-    async def _compare(self, arrival: Arrival) -> None:
+    async def _compare(self, arrival: LoadedVersion) -> None:
         """Compare an arrival.
 
         - A trainer that shares its devices with generators computes its side of the canary in the

@@ -10,8 +10,8 @@ from rl.actors.policy_trainer import TrainerMesh
 from rl.errors import RunError
 from rl.model.digest import ShardDigests, differing, merge_digests
 from rl.model.shape import shape_of
+from rl.session.device_sharing import DeviceSharing
 from rl.session.recovery import unless_lost
-from rl.session.residency import Residency
 from rl.session.session_config import SessionConfig
 from rl.training.trainer_config import Source
 from rl.types import Batch, Completion, GenerationRequest, Sampling
@@ -20,7 +20,7 @@ TOKENS = 4
 BLOCK = 128  # largest of vLLM's default block sizes of the KV cache
 
 
-class Arrival(NamedTuple):
+class LoadedVersion(NamedTuple):
     """A version that a generator has loaded, and what it says about that version."""
 
     generator: GeneratorMesh
@@ -48,11 +48,11 @@ class PushChecks:
     expected = "the trainer's"
     """The side that generators are compared with, for messages."""
 
-    def __init__(self, config: SessionConfig, trainer: TrainerMesh | None, residency: Residency):
+    def __init__(self, config: SessionConfig, trainer: TrainerMesh | None, devices: DeviceSharing):
         self._digests = config.weights.digests
         self._trainer = trainer
-        self._residency = residency
-        self._in_turns = residency.share("trainer", "generator")
+        self._devices = devices
+        self._in_turns = devices.share("trainer", "generator")
         self._tolerance = config.weights.canary_tolerance or 0.0
         generator = config.generator
         if generator is not None and config.weights.canary_tolerance is None:
@@ -88,7 +88,7 @@ class PushChecks:
         """Whether to compare anything."""
         return self._digests or self._tolerance > 0
 
-    async def ask(self, generator: GeneratorMesh, version: int, source: Source) -> Arrival:
+    async def ask(self, generator: GeneratorMesh, version: int, source: Source) -> LoadedVersion:
         """Ask a generator for the canary with ``version``, the weights of ``source``, which it has
         loaded.
         """
@@ -98,7 +98,7 @@ class PushChecks:
             (answer,) = await generator.generate([request])
         if self._digests and self._in_turns:
             digests = await generator.weight_digests()
-        return Arrival(generator, version, source, answer, digests)
+        return LoadedVersion(generator, version, source, answer, digests)
 
     async def digest(self, version: int, dtype: torch.dtype, source: Source) -> None:
         """Compute the trainer's digests of ``version``, if any are compared. The trainer must have
@@ -107,14 +107,14 @@ class PushChecks:
         if self._digests:
             await self._digest(version, dtype, source, f"push of policy version {version}: ")
 
-    async def compare_digests(self, arrival: Arrival) -> None:
+    async def compare_digests(self, arrival: LoadedVersion) -> None:
         """Raise RunError that names the first parameter that differs, if digests are compared,
         unless the generator was lost meanwhile.
         """
         if self._digests:
             await self._compare_digests(arrival)
 
-    async def compare_canary(self, arrival: Arrival, metrics: dict[str, float]) -> None:
+    async def compare_canary(self, arrival: LoadedVersion, metrics: dict[str, float]) -> None:
         """Raise RunError if a log-prob differs by more than the tolerance.
 
         ``push/canary`` of ``metrics`` becomes the largest difference of a log-prob so far.
@@ -136,7 +136,7 @@ class PushChecks:
                 "difference"
             )
 
-    async def differing(self, arrival: Arrival, owner: str = "") -> list[str]:
+    async def differing(self, arrival: LoadedVersion, owner: str = "") -> list[str]:
         """Return the names of the generator's parameters that differ, in a bit of its own dtype,
         from those of the arrival's source; none if it was started again and lost the version.
 
@@ -144,14 +144,14 @@ class PushChecks:
         """
         generator, version, source, _, loaded = arrival
         if loaded is None:
-            async with self._residency.of("generator", "model"):
+            async with self._devices.of("generator", "model"):
                 if generator.version != version:  # it was started again
                     return []
                 loaded = await unless_lost(generator, generator.weight_digests())
         if loaded is None:
             return []
         if self._digested != (version, generator.dtype):
-            async with self._residency.of("trainer", "model"):
+            async with self._devices.of("trainer", "model"):
                 await self._digest(version, generator.dtype, source, owner)
         return differing(self._trained, _merged(loaded, f"{owner}{generator.name}"))
 
@@ -172,11 +172,11 @@ class PushChecks:
         batch = Batch(tokens=tokens, lengths=lengths, loss_weights=weights, experts=answer.experts)
         temperature = self._canary.sampling.temperature
         assert self._trainer is not None, "a session without one has other checks"
-        async with self._residency.of("trainer", "model"):
+        async with self._devices.of("trainer", "model"):
             scored = await self._trainer.forward(batch, temperature=temperature, source=source)
         return scored["logprobs"][len(prompt) :]
 
-    async def _compare_digests(self, arrival: Arrival) -> None:
+    async def _compare_digests(self, arrival: LoadedVersion) -> None:
         owner = f"push of policy version {arrival.version}: "
         if wrong := await self.differing(arrival, owner):
             raise RunError(

@@ -24,13 +24,13 @@ from rl.session.meshes import Meshes
 from rl.session.models import Models
 from rl.session.pool import GeneratorPool
 from rl.session.push import WeightPush
-from rl.session.push_checks import Arrival
+from rl.session.push_checks import LoadedVersion
 from rl.session.recovery import Recovery
 from rl.session.router import Router
-from rl.session.serving import Push, Serving
 from rl.session.session_config import SessionConfig
 from rl.session.start_push import StartPush
 from rl.session.task_rollouters import TaskRollouters, rollouter_of
+from rl.session.weight_selector import Push, WeightSelector
 from rl.types import Completion, GenerationRequest, GivenSequence, Prompt, Rollout, Sampling
 
 
@@ -92,18 +92,18 @@ class Session(Models):
         shared = {"none": [], "models": [*groups], "all": [*groups, "generator"]}
         super().__init__(groups, shared[config.colocate], Stopwatch(events), digests=config.digests)
         self._rewards = meshes.rewards(task, events) if task is not None else None
-        self.router = Router(lambda: self._residency.of("generator", "model"), self.watch)
+        self.router = Router(lambda: self._devices.of("generator", "model"), self.watch)
         self._push: Push
         if config.trainer is None:
-            self._push = StartPush(config, self._residency, self.watch, events)
+            self._push = StartPush(config, self._devices, self.watch, events)
         else:
-            self._push = WeightPush(config, self.trainer, self._residency, self.watch, events)
-        self._serving = Serving(self._push)
+            self._push = WeightPush(config, self.trainer, self._devices, self.watch, events)
+        self._selector = WeightSelector(self._push)
         replicas = folder / "replicas"
         self.pool = GeneratorPool(
             config, meshes.generator, self.router, self._push, replicas, events
         )
-        self._residency.add("generator", self.pool)
+        self._devices.add("generator", self.pool)
         make_rollouter = partial(
             rollouter_of,
             seed=config.seed,
@@ -253,7 +253,7 @@ class Session(Models):
                 f"sample takes a list of rl.GenerationRequest, not {shown(other[0])}; encode text "
                 "with task.tokenizer, or call rollout(task, prompts, samples=...)"
             )
-        async with self._serving.of(source):
+        async with self._selector.of(source):
             return await self.router.generate(given, affinity=affinity, alone=alone)
 
     async def rollout(
@@ -294,7 +294,7 @@ class Session(Models):
     async def finish_cancelled(self) -> None:
         """Abort the requests of cancelled calls, and finish a cancelled push."""
         await self.abort()
-        await self._push.pull(self._push.begun)
+        await self._push.pull(self._push.state.pending.version)
 
     def _require_generators(self) -> None:
         has_generators = self.config.generator is not None
@@ -303,7 +303,7 @@ class Session(Models):
     async def generator_activations(self, sequence: GivenSequence) -> Activations:
         """Return outputs of the modules of the first generator along the tokens of ``sequence``."""
         self._require_generators()
-        async with self._residency.of("generator", "model"):
+        async with self._devices.of("generator", "model"):
             return await self.pool.meshes[0].activations(sequence)
 
     async def differing_weights(self) -> list[str]:
@@ -313,9 +313,10 @@ class Session(Models):
         self._require_generators()
         push = self._push
         push.checks.forget()  # a load may keep the version
-        if not push.has(push.held):
+        loaded = push.state.loaded
+        if not push.has(loaded.source):
             return []
-        arrival = Arrival(self.pool.meshes[0], push.arrived, push.held, None, None)
+        arrival = LoadedVersion(self.pool.meshes[0], loaded.version, loaded.source, None, None)
         return await push.checks.differing(arrival)
 
     async def push(self) -> int:
@@ -332,7 +333,7 @@ class Session(Models):
 
         Waits until ``version`` was published.
         """
-        return await self._serving.pull(version)
+        return await self._selector.pull(version)
 
     async def settle(self) -> None:
         """Wait until the trainer's weights may change; ``optim_step`` calls it."""

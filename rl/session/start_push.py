@@ -12,10 +12,10 @@ from rl.errors import RunError
 from rl.model.digest import ShardDigests
 from rl.observe.events import Events
 from rl.observe.spans import Stopwatch
-from rl.session.push import UNLIMITED
+from rl.session.device_sharing import DeviceSharing
+from rl.session.push import UNLIMITED, Pushed, PushState
 from rl.session.push_checks import PushChecks
 from rl.session.recovery import unless_lost
-from rl.session.residency import Residency
 from rl.session.session_config import SessionConfig
 from rl.training.start_weights import StartWeights
 from rl.training.trainer_config import Source
@@ -27,8 +27,8 @@ class StartChecks(PushChecks):
 
     expected = "the files'"
 
-    def __init__(self, config: SessionConfig, weights: StartWeights, residency: Residency):
-        super().__init__(config, None, residency)
+    def __init__(self, config: SessionConfig, weights: StartWeights, devices: DeviceSharing):
+        super().__init__(config, None, devices)
         self._weights = weights
         self._first: Completion | None = None
 
@@ -48,13 +48,11 @@ class StartPush:
     version is 0, which each generator loads itself.
     """
 
-    begun: ClassVar[int] = 0
-    arrived: ClassVar[int] = 0
-    held: ClassVar[Source] = None
+    state: ClassVar = PushState(Pushed(0), Pushed(0), Pushed(0))
     max_generators: ClassVar[int] = UNLIMITED
 
     config: SessionConfig
-    residency: Residency
+    devices: DeviceSharing
     watch: Stopwatch
     events: Events
     metrics: dict[str, float] = field(default_factory=dict, init=False)
@@ -68,7 +66,7 @@ class StartPush:
             start=config.start,
             timeout_s=config.deadlines.start,
         )
-        self.checks = StartChecks(config, self._weights, self.residency)
+        self.checks = StartChecks(config, self._weights, self.devices)
 
     async def connect(self, generators: Sequence[GeneratorMesh]) -> str:
         """Have every generator load the weights; return their source."""
@@ -77,15 +75,15 @@ class StartPush:
 
     async def join(self, generator: GeneratorMesh) -> None:
         """Have a generator load the weights."""
-        async with self.residency.of("generator"):
+        async with self.devices.of("generator"):
             await generator.connect(self._weights, [])
             with self.watch.span("pull", generator.name):
                 await generator.pull_weights(0)
             self.events.emit("arrived", process=generator.name, version=0)
-            arrival = await self.checks.ask(generator, 0, None)
+            loaded = await self.checks.ask(generator, 0, None)
         with self.watch.span("check"):
-            await self.checks.compare_digests(arrival)
-            await self.checks.compare_canary(arrival, self.metrics)
+            await self.checks.compare_digests(loaded)
+            await self.checks.compare_canary(loaded, self.metrics)
 
     async def remove(self, generator: GeneratorMesh) -> None:
         """Do nothing: no other process waits for a generator."""

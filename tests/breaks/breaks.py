@@ -194,10 +194,10 @@ BREAKS = (
         "training/test_adapters.py",
     ),
     Break(
-        "rl/session/serving.py",
+        "rl/session/weight_selector.py",
         "await self._changed.until(lambda: not self._present.users)\n                await",
         "await",
-        "session/test_serving.py",
+        "session/test_selector.py",
     ),
     Break(
         "rl/session/push.py",

@@ -70,7 +70,7 @@ async def test_samples_have_the_log_probs_of_their_snapshot(sessions, session, t
             await session.forward_backward(batch(), LOSS, adapter=name)
         snapshots = {name: tmp_path / name for name in ("a", "b")}
         asked = [("base", None), ("a", 1), ("b", 1), ("a", 2), ("base", 2), ("b", 2)]
-        begun = push.begun
+        version = push.state.pending.version
         found = await asyncio.gather(
             *(
                 difference(session, held, f"{name}/{number}", weights=held)
@@ -79,7 +79,9 @@ async def test_samples_have_the_log_probs_of_their_snapshot(sessions, session, t
             )
         )
         assert max(found) <= 1e-5
-        assert push.begun == begun + 3  # one change for all calls of the same weights
+        assert (
+            push.state.pending.version == version + 3
+        )  # one change for all calls of the same weights
         assert await difference(session, snapshots["a"], "live", adapter="a") <= 1e-5
         assert await difference(session, snapshots["a"], "other", adapter="b") > 1e-4
 

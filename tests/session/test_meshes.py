@@ -35,7 +35,7 @@ def test_run_has_the_models_that_it_needs_and_places_them_as_it_says(roles):
     for config.colocate, names in shared.items():
         session = session_of(config)
         assert [*session._groups] == roles
-        assert session._residency._shared == names
+        assert session._devices._shared == names
         assert session.pool.meshes[0]._arguments()[-1]["in_turns"] == ("generator" in names)
 
 

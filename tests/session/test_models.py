@@ -166,7 +166,7 @@ async def test_calls_on_separate_devices_overlap(shared):
     await models.start_models()
 
     async def meet(role, other):
-        async with models._residency.of(role, "model"):
+        async with models._devices.of(role, "model"):
             begun.add(role)
             while other not in begun:
                 await asyncio.sleep(0)

@@ -15,8 +15,8 @@ from rl.observe.events import WARNINGS, Event, Events
 from rl.observe.spans import Stopwatch
 from rl.session import push
 from rl.session.concurrency import background
+from rl.session.device_sharing import DeviceSharing
 from rl.session.push import WeightPush
-from rl.session.residency import Residency
 from rl.session.session_config import SessionConfig
 from rl.weights.transport import TransferFailed, VersionGone, WeightPushConfig
 from tests.loops import in_a_loop
@@ -51,7 +51,7 @@ class Scene:
             max_restarts=2,
         )
         events = Events(self.note_warning)
-        self.push = WeightPush(config, self.trainer, Residency(), Stopwatch(), events)
+        self.push = WeightPush(config, self.trainer, DeviceSharing(), Stopwatch(), events)
         self.changed = self.push._changed
 
     def note_warning(self, event: Event) -> None:
@@ -145,7 +145,7 @@ async def test_too_slow_generator_pulls_the_newest():
     async def slow():
         generator.pulling = None
         scene.step()
-        await scene.changed.until(lambda: scene.push.published == 2)
+        await scene.changed.until(lambda: scene.push.state.readable.version == 2)
         raise failure(VersionGone("fetch of version 1: trainer rank 0 overwrote it meanwhile"))
 
     generator.pulling = slow
@@ -203,7 +203,7 @@ async def test_generator_that_joins_in_order_has_the_same_version():
     scene = await connected(pipeline="deterministic", replicas=2)
     async with asyncio.timeout(WAIT_S), background(scene.push.run()):
         scene.step()
-        await scene.changed.until(lambda: scene.push.published == 1)
+        await scene.changed.until(lambda: scene.push.state.readable.version == 1)
         fail_pulls(scene.generators[1], TOO_SLOW)
         await scene.push.join(scene.generators[1])
     assert [generator.version for generator in scene.generators] == [0, 0]
@@ -239,14 +239,14 @@ async def test_a_generator_that_joins_loads_the_snapshot_that_the_others_hold():
     first, second = scene.generators
     async with asyncio.timeout(WAIT_S), background(scene.push.run()):
         await scene.push.hold(Path("a"))
-        assert (scene.push.held, first.version, second.version) == (Path("a"), 1, 1)
+        assert (scene.push.state.loaded.source, first.version, second.version) == (Path("a"), 1, 1)
         await scene.push.remove(second)
         scene.step()
-        await scene.changed.until(lambda: scene.push.published == 2)
+        await scene.changed.until(lambda: scene.push.state.readable.version == 2)
         await scene.push.join(second)
         assert (first.version, second.version) == (1, 1)
         await scene.push.pull(2)
-        assert (scene.push.held, first.version, second.version) == (None, 2, 2)
+        assert (scene.push.state.loaded.source, first.version, second.version) == (None, 2, 2)
         await scene.push.hold(Path("b"))
         scene.trainer.version += 1
         with pytest.raises(RunError, match="call push"):

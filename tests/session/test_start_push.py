@@ -57,7 +57,7 @@ async def test_weights_are_those_of_a_push(sessions, tmp_path, kind):
     assert await answered(own) == expected
     assert await own.differing_weights() == []
     (mesh,) = own.pool.meshes
-    await mesh.call("change", faults.double_norm)
+    await mesh.call(mesh.actor.change, faults.double_norm)
     assert await own.differing_weights() == [NORM]
     for verb in (own.forward(None), own.optim_step(), own.save(1)):
         with pytest.raises(ConfigError, match="trains no policy; set trainer"):
@@ -72,7 +72,7 @@ async def test_a_generator_that_computes_otherwise_than_the_first_is_found(sessi
     )
     await session.connect()
     (mesh,) = session.pool.meshes
-    await mesh.call("change", faults.drop_norm)
+    await mesh.call(mesh.actor.change, faults.drop_norm)
     with pytest.raises(RunError, match="canary .* from the files'"):
         await session.connect()
 

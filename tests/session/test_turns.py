@@ -12,8 +12,8 @@ from rl.observe.checkpoint_folders import StepFolders
 from rl.observe.events import Events
 from rl.observe.spans import Stopwatch
 from rl.session.concurrency import background
+from rl.session.device_sharing import DeviceSharing
 from rl.session.push import WeightPush
-from rl.session.residency import Residency
 from rl.session.session_config import SessionConfig
 from tests.loops import in_a_loop
 from tests.trainers.fakes import WAIT_S, Generator, Trainer
@@ -40,12 +40,12 @@ class Colocated:
         self.turns = list[str]()
         self.trainer = Trainer([], StepFolders(Path("none")))
         self.generators = [Generator(self.trainer.log, number) for number in range(2)]
-        self.residency = Residency(["trainer", "generator"])
+        self.devices = DeviceSharing(["trainer", "generator"])
         for name in ("trainer", "generator"):
-            self.residency.add(name, Role(name, self.turns))
+            self.devices.add(name, Role(name, self.turns))
         config = SessionConfig(pushes="in_order", generator=GeneratorConfig(replicas=2))
         watch = Stopwatch()
-        self.push = WeightPush(config, self.trainer, self.residency, watch, Events())
+        self.push = WeightPush(config, self.trainer, self.devices, watch, Events())
 
     async def connect(self) -> None:
         for mesh in (self.trainer, *self.generators):
@@ -54,12 +54,12 @@ class Colocated:
 
     async def step(self) -> None:
         """Sample, train, push."""
-        async with self.residency.of("generator", "model"):
+        async with self.devices.of("generator", "model"):
             pass
-        async with self.residency.of("trainer", "model", "optimizer"):
+        async with self.devices.of("trainer", "model", "optimizer"):
             pass
         await self.push.settle()
-        async with self.residency.of("trainer", "model", "optimizer"):
+        async with self.devices.of("trainer", "model", "optimizer"):
             self.trainer.version += 1
         await self.push.pull(self.push.publish())
 

@@ -1,11 +1,12 @@
 """Generators hold one set of weights at a time; calls for others wait for their turn."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
 from rl.errors import RunError
-from rl.session.serving import Serving
+from rl.session.weight_selector import WeightSelector
 from tests.loops import in_a_loop
 
 
@@ -13,7 +14,8 @@ class Push:
     """The weights that generators hold, as names. It asserts that no block samples meanwhile."""
 
     def __init__(self):
-        self.held = None
+        self.source = None
+        self.state = SimpleNamespace(loaded=self)
         self.holds: list[object] = []
         self.sampling: list[object] = []
 
@@ -22,23 +24,23 @@ class Push:
         await asyncio.sleep(0)
         if source == "broken":
             raise RunError("broken cannot be read")
-        if source != self.held:
+        if source != self.source:
             self.holds.append(source)
-        self.held = source
+        self.source = source
 
     async def pull(self, version):
-        assert self.held is None or not self.sampling
+        assert self.source is None or not self.sampling
         await asyncio.sleep(0)
-        self.held = None
+        self.source = None
         return version
 
 
-async def sample(serving: Serving, push: Push, source: object, ticks: int = 3) -> object:
+async def sample(serving: WeightSelector, push: Push, source: object, ticks: int = 3) -> object:
     async with serving.of(source):
         push.sampling.append(source)
         for _ in range(ticks):
             await asyncio.sleep(0)
-            assert push.held == source == push.sampling[0]
+            assert push.source == source == push.sampling[0]
         push.sampling.remove(source)
     return source
 
@@ -46,7 +48,7 @@ async def sample(serving: Serving, push: Push, source: object, ticks: int = 3) -
 @in_a_loop
 async def test_calls_for_the_same_weights_share_a_turn_and_turns_are_fair():
     push = Push()
-    serving = Serving(push)
+    serving = WeightSelector(push)
     asked = [None, "a", "b", None, "a", "b", "a"]
     assert await asyncio.gather(*(sample(serving, push, each) for each in asked)) == asked
     assert push.holds == ["a", "b", None]
@@ -61,7 +63,7 @@ async def test_calls_for_the_same_weights_share_a_turn_and_turns_are_fair():
 @in_a_loop
 async def test_a_failure_or_a_cancelled_call_does_not_stop_other_turns():
     push = Push()
-    serving = Serving(push)
+    serving = WeightSelector(push)
     left = asyncio.create_task(sample(serving, push, "a", ticks=1000))
     asked = [sample(serving, push, each) for each in ("broken", "b", "broken")]
     waiting = asyncio.gather(*asked, return_exceptions=True)
@@ -78,7 +80,7 @@ async def test_a_failure_or_a_cancelled_call_does_not_stop_other_turns():
 @in_a_loop
 async def test_a_push_waits_for_calls_of_a_snapshot_alone(held):
     push = Push()
-    serving = Serving(push)
+    serving = WeightSelector(push)
     await sample(serving, push, "a")
     call = asyncio.create_task(sample(serving, push, held, ticks=20))
     for _ in range(10):

@@ -1,4 +1,4 @@
-"""Residency: which model has memory on devices that several models share."""
+"""DeviceSharing: which model has memory on devices that several models share."""
 
 import asyncio
 from collections.abc import AsyncIterator, Collection
@@ -18,12 +18,12 @@ class Offloadable(Protocol):
     async def onload(self, *, model: bool, optimizer: bool) -> Any: ...
 
 
-class Residency:
+class DeviceSharing:
     """Gives the devices that ``shared`` roles have in common to one role at a time. ::
 
-        residency = Residency(shared=["trainer", "reference"])
-        residency.add("trainer", trainer)
-        async with residency.of("trainer", "model"):
+        devices = DeviceSharing(shared=["trainer", "reference"])
+        devices.add("trainer", trainer)
+        async with devices.of("trainer", "model"):
             ...     # the trainer's parameters are on the device, nothing of the reference is
 
     - Before the block, other roles move to host memory, and missing components come back. Without

@@ -1,4 +1,4 @@
-"""Serving: which weights the generators hold, for requests that sample from different ones."""
+"""WeightSelector: which weights generators hold, for requests that sample from different ones."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -22,7 +22,7 @@ class _Turn:
     """Change of the weights that the blocks wait for; None for weights that are there."""
 
 
-class Serving:
+class WeightSelector:
     """Has the generators hold one set of weights at a time. ::
 
         async with serving.of(folder):
@@ -67,14 +67,14 @@ class Serving:
         if not self._is_shared:
             return await self._push.pull(version)
         async with self._order:
-            if self._push.held is not None:
+            if self._push.state.loaded.source is not None:
                 await self._changed.until(lambda: not self._present.users)
             return await self._push.pull(version)
 
     def _turn(self, source: Source) -> _Turn:
         """Return the turn that a block of ``source`` joins."""
         is_free = not self._waiting and not self._order.locked()
-        if is_free and source == self._push.held:
+        if is_free and source == self._push.state.loaded.source:
             return self._present
         if source not in self._waiting:
             turn = self._waiting[source] = _Turn()

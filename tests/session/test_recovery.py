@@ -57,7 +57,7 @@ class Saving(Group):
     """A trainer that saves what it is told to."""
 
     async def call(self, endpoint, *args):
-        assert endpoint in ("save_checkpoint", "save_state")
+        assert endpoint.name in ("save_checkpoint", "save_state")
 
 
 @pytest.mark.parametrize("save", ["save", "save_state"])

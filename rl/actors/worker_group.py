@@ -12,6 +12,7 @@ from torchtitan.config import Configurable
 from rl.actors.endpoint import Endpoint, P, R
 from rl.actors.mesh import Mesh
 from rl.actors.worker import EngineArguments, ModelWorker, Outputs
+from rl.errors import ConfigError, require
 from rl.host.platform import allocator_variables, thread_variables
 from rl.metrics import Metrics
 from rl.model.activations import Activations, joined
@@ -164,6 +165,15 @@ class WorkerGroup(Mesh):
         others = [None] * (self.ranks // len(shares) - 1)
         parts = [part for share in shares for part in (batch.select(share), *others)]
         return shares, await self.on().split(endpoint, parts, *args, **kwargs)
+
+
+class Roles(dict[str, WorkerGroup]):
+    """Worker groups by role. A role that is missing is a ConfigError."""
+
+    def __missing__(self, role: str) -> WorkerGroup:
+        found = "this session trains no policy"
+        require(role != "trainer", f"{found}; set trainer in its config", field="trainer")
+        raise ConfigError(f"no model has the role {role!r}; there are {[*self]}", field="role")
 
 
 def _merge(batch: Batch, shares: list[list[int]], answers: list[Outputs]) -> Outputs:

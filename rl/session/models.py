@@ -10,9 +10,9 @@ from torchtitan.config import Configurable
 from rl.actors.endpoint import Endpoint, P
 from rl.actors.policy_trainer import TrainerMesh
 from rl.actors.worker import ModelWorker, Outputs
-from rl.actors.worker_group import WorkerGroup
+from rl.actors.worker_group import Roles, WorkerGroup
 from rl.algorithms.batch import reduced_for
-from rl.errors import ConfigError, RunError, require
+from rl.errors import RunError, require
 from rl.metrics import Metrics
 from rl.model.activations import Activations
 from rl.model.digest import merge_digests, policy_digest
@@ -24,13 +24,6 @@ from rl.types import Batch
 
 StepDigests = dict[str, dict[str, str]]
 """``gradient``, divided and clipped, and ``weights`` after the step: digests by parameter."""
-
-
-class _Groups(dict[str, WorkerGroup]):
-    def __missing__(self, role: str) -> WorkerGroup:
-        found = "this session trains no policy"
-        require(role != "trainer", f"{found}; set trainer in its config", field="trainer")
-        raise ConfigError(f"no model has the role {role!r}; there are {[*self]}", field="role")
 
 
 class Models:
@@ -53,7 +46,7 @@ class Models:
         digests: bool = False,
     ):
         self.watch = watch or Stopwatch()
-        self._groups = _Groups(groups)
+        self._groups = Roles(groups)
         self._with_digests = digests
         self._digests: dict[str, list[StepDigests]] = {}
         self._devices = DeviceSharing(shared)

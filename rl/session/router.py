@@ -81,7 +81,10 @@ class Router:
         affects how sums are rounded, and sometimes which token is drawn.
         """
         while True:
-            await self._changed.until(lambda: self._may_ask(alone))
+            # With ``alone``, requests wait for an idle generator.
+            await self._changed.until(
+                lambda: (least := self._least_loaded()) and not (alone and least.load)
+            )
             replica = self._choose(affinity)
             replica.load += len(requests)
             self._sort(replica)
@@ -114,11 +117,6 @@ class Router:
             if len(self._homes) > AFFINITIES:
                 self._homes.popitem(last=False)
         return replica
-
-    def _may_ask(self, alone: bool) -> bool:
-        """Whether a generator can be asked now: an idle one with ``alone``."""
-        replica = self._least_loaded()
-        return replica is not None and not (alone and replica.load)
 
     def _least_loaded(self) -> _Replica | None:
         """Return the least loaded replica, the least recently chosen one of equals."""

@@ -185,8 +185,11 @@ class Session(Models):
         If a model is lost, cancel the block and raise that failure.
         """
         generators = [self.pool.run(), self._push.run()] if self.config.generator else []
-        models = [_raise_failure(group) for group in self.present.values()]
-        async with background(*generators, *models):
+
+        async def raise_failure(group: WorkerGroup) -> None:
+            raise await group.failed()
+
+        async with background(*generators, *map(raise_failure, self.present.values())):
             yield
 
     def recover(self, failure: ActorFailure) -> None:
@@ -207,8 +210,7 @@ class Session(Models):
         """End every process of the session, whatever it is doing. Raises a failure after it has
         ended all of them.
         """
-        rewards = [self._rewards] if self._rewards is not None else []
-        everything = [*self._groups.values(), *rewards, self.pool]
+        everything = filter(None, [*self._groups.values(), self._rewards, self.pool])
         async with AsyncExitStack() as ends:
             if self._temporary is not None:
                 ends.callback(self._temporary.cleanup)
@@ -219,10 +221,7 @@ class Session(Models):
 
     async def lost_node(self) -> None:
         """Wait until a node of the session is lost, which raises NodeLost."""
-        if self._hosts is not None:
-            await self._hosts.lost()
-        else:
-            await asyncio.Event().wait()
+        await (asyncio.Event().wait() if self._hosts is None else self._hosts.lost())
 
     async def sample(
         self,
@@ -398,7 +397,3 @@ class Session(Models):
             ranks = counted(generator.tensor_parallel_degree, "rank")
             meshes.append(f"{generator.replicas} x generator ({ranks})")
         return ", ".join(meshes)
-
-
-async def _raise_failure(group: WorkerGroup) -> None:
-    raise await group.failed()

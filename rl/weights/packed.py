@@ -113,7 +113,10 @@ class PackedPublisher:
         row[_SEQUENCE] += 1
         self._push += 1  # at once: a number that was shown as whole is never given again
         await self._put_header(slot)
-        return self._sent(slot)
+        parts = [*zip(self.blobs, self._slots[slot], self._delta_sizes(slot), strict=True)]
+        full = sum(whole.nbytes * len(blob.readers) for blob, whole, _ in parts)
+        sent = sum((size or whole.nbytes) * len(blob.readers) for blob, whole, size in parts)
+        return Sent(full, sent)
 
     async def excuse(self, generator: int) -> None:
         """Stop waiting for a generator that has gone, until a reader of its number has fetched."""
@@ -157,14 +160,6 @@ class PackedPublisher:
     def _delta_sizes(self, slot: int) -> list[int]:
         """Return the bytes of each blob's delta, 0 if it has none."""
         return self._header[slot, _DELTAS:].tolist()
-
-    def _sent(self, slot: int) -> Sent:
-        full = sent = 0
-        sizes = self._delta_sizes(slot)
-        for blob, whole, size in zip(self.blobs, self._slots[slot], sizes, strict=True):
-            full += whole.nbytes * len(blob.readers)
-            sent += (size or whole.nbytes) * len(blob.readers)
-        return Sent(full, sent)
 
 
 class Read(NamedTuple):

@@ -197,12 +197,12 @@ BREAKS = (
         "rl/session/weight_selector.py",
         "await self._changed.until(lambda: not self._present.users)\n                await",
         "await",
-        "session/test_selector.py",
+        "session/test_weight_selector.py",
     ),
     Break(
         "rl/session/push.py",
-        "return (None, trainer.version, trainer.loads) if",
-        "return (None, trainer.version, 0) if",
+        "return self.trainer.version, self.trainer.loads",
+        "return self.trainer.version, 0",
         "session/test_adapters.py",
     ),
     # weights

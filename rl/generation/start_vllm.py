@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from rl.compat.torch_internals import set_unique_cache_keys
 from rl.errors import require
 from rl.generation.generator_config import GeneratorConfig, check_variables
+from rl.host.disk import TemporaryFolder
 from rl.host.platform import device_type
 from rl.model.shape import ModelShape, engine_config
 from rl.types import MAX_TOP_LOGPROBS
@@ -33,7 +33,7 @@ def start_vllm(config: GeneratorConfig, shape: ModelShape, **options: Any) -> An
 
     from rl.compat.vllm_executor import RankExecutor
 
-    with tempfile.TemporaryDirectory(prefix="tiller-model-") as folder:
+    with TemporaryFolder("tiller-model-") as folder:
         chosen = vllm_config(config, shape, Path(folder), **options)
         # otherwise vLLM's sampler compiles a helper, which takes seconds and g++
         compiles = chosen.compilation_config.mode != CompilationMode.NONE

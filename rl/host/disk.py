@@ -1,14 +1,17 @@
 """Durable writes: when a call returns, its file or folder is on disk."""
 
 import atexit
+import contextlib
 import ctypes
 import errno
+import fcntl
+import glob
 import os
 import re
+import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
@@ -20,11 +23,23 @@ RENAME_EXCHANGE = 2
 class TemporaryFolder:
     """New folder, deleted at the end of its ``with`` block or of the process that made it.
 
-    Processes that are forked from that process leave the folder alone.
+    Processes that are forked from that process leave the folder alone. A killed process leaves it
+    behind. The next folder with this prefix removes it, if
+
+    - no process has the kernel's lock on the file ``NAME.lock`` beside it, which ends with the
+      process and those that were forked from it;
+    - that file says that it was made since the boot of this host;
+    - this user made both.
     """
 
     def __init__(self, prefix: str, within: Path | None = None):
+        for left in Path(within or tempfile.gettempdir()).glob(f"{glob.escape(prefix)}*.lock"):
+            with contextlib.suppress(OSError):
+                _remove_left(left)
         self.name = tempfile.mkdtemp(prefix=prefix, dir=within)
+        self._lock = os.open(f"{self.name}.lock", os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        os.write(self._lock, boot().encode())
         self._owner = os.getpid()
         at_end.append(self.cleanup)
         atexit.register(self.cleanup)
@@ -38,7 +53,54 @@ class TemporaryFolder:
     def cleanup(self) -> None:
         """Delete the folder. Errors are ignored."""
         if os.getpid() == self._owner:
+            self._owner = 0
+            at_end.remove(self.cleanup)
+            atexit.unregister(self.cleanup)
             shutil.rmtree(self.name, ignore_errors=True)
+            if not os.path.lexists(self.name):
+                Path(f"{self.name}.lock").unlink(missing_ok=True)
+            os.close(self._lock)
+
+
+def _remove_left(lock: Path) -> None:
+    """Remove the folder of a killed process, and its lock."""
+    descriptor = os.open(lock, os.O_RDWR | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        folder = lock.with_suffix("")
+        made = [os.fstat(descriptor), *([os.lstat(folder)] if os.path.lexists(folder) else [])]
+        is_own = all(each.st_uid == os.geteuid() for each in made)
+        if is_own and os.pread(descriptor, 100, 0) == boot().encode():
+            if os.path.lexists(folder):
+                remove_tree(folder)
+            lock.unlink()
+    finally:
+        os.close(descriptor)
+
+
+def remove_tree(top: Path) -> None:
+    """Delete a folder that no process uses.
+
+    Neither depth, nor modes, nor links hinder that: each folder is moved to the top before it is
+    emptied.
+    """
+    os.chmod(top, 0o700)
+    folders = [str(top)]
+    for folder in folders:
+        for entry in list(os.scandir(folder)):
+            if entry.is_dir(follow_symlinks=False):
+                os.chmod(entry.path, 0o700)
+                folders.append(f"{top}/{secrets.token_hex(8)}")
+                os.rename(entry.path, folders[-1])
+            else:
+                os.unlink(entry.path)
+    for folder in reversed(folders):
+        os.rmdir(folder)
+
+
+def boot() -> str:
+    """Return the id of the boot of this host."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def steps_in(folder: Path, suffix: str = "", *, prefix: str = "step-") -> list[int]:
@@ -141,7 +203,7 @@ _ADVICE = {
 """First part of the advice, by the name of the error."""
 
 
-@contextmanager
+@contextlib.contextmanager
 def failing_loudly(path: Path) -> Iterator[None]:
     """Raise RunError, naming ``path``, the error and a remedy, for an OSError of the block."""
     try:

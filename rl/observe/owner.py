@@ -21,7 +21,7 @@ from rl.errors import (
     printable,
     require,
 )
-from rl.host.disk import failing_loudly
+from rl.host.disk import boot, failing_loudly
 
 RENEW_S = 5.0
 FENCE_S = 30.0
@@ -126,7 +126,7 @@ class FolderOwner:
                 owner = _parse(text)
                 unchanged = _now() - unchanged_since
                 # an owner that was killed before it could write leaves an empty file
-                is_left = owner.get("boot") == _boot() or (not owner and unchanged >= RENEW_S)
+                is_left = owner.get("boot") == boot() or (not owner and unchanged >= RENEW_S)
                 has_ended = bool(is_free) and is_left
                 is_expired = is_free is not False and unchanged >= LEASE_S
                 if (has_ended or is_expired) and _is_at(self._path, file.fileno()):
@@ -169,7 +169,7 @@ class FolderOwner:
             "host": self._host,
             "pid": os.getpid(),
             "attempt": Path(os.environ.get("TILLER_LOGS", "")).name,
-            "boot": _boot(),
+            "boot": boot(),
             "token": self._token,
             "renewals": f"{self._renewals:09d}",
         }
@@ -239,7 +239,7 @@ def read_owner(folder: Path) -> tuple[str, bool, bool]:
     owner = _read(path)
     if not owner:
         return "", False, False
-    elsewhere = owner.get("boot") != _boot()
+    elsewhere = owner.get("boot") != boot()
     renewed = time.time() - path.stat().st_mtime < LEASE_S
     alive = renewed and (elsewhere or Path(f"/proc/{owner.get('pid')}").exists())
     return _name(owner), elsewhere, alive
@@ -288,10 +288,6 @@ def _name(owner: dict[str, Any]) -> str:
         return "another process"
     attempt = f", attempt {owner['attempt']}" if owner.get("attempt") else ""
     return f"process {owner.get('pid')} on {owner.get('host')}{attempt}"
-
-
-def _boot() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def _now() -> float:

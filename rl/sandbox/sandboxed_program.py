@@ -4,11 +4,9 @@ import asyncio
 import contextlib
 import marshal
 import os
-import secrets
 import select
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rl.errors import RunError
+from rl.host.disk import TemporaryFolder, remove_tree
 
 START_S = 60.0  # for the launcher, on a host that is busy
 END_S = 1.0  # for the kernel, to end killed processes
@@ -114,7 +113,8 @@ class Program:
         with contextlib.ExitStack() as stack:
             self._scratch = Scratch() if scratch else None
             if self._scratch:
-                stack.callback(self._scratch.remove)
+                stack.callback(self._scratch.cleanup)
+                stack.callback(remove_tree, Path(self._scratch.name))
             self._stdout = _memory_file(stack)
             self._stderr = _memory_file(stack)
             self._started, started = os.pipe()
@@ -126,7 +126,7 @@ class Program:
                     stdin=stdin,
                     stdout=self._stdout,
                     stderr=self._stderr,
-                    cwd=self._scratch.path if self._scratch else "/",
+                    cwd=self._scratch.name if self._scratch else "/",
                     env=dict(environment),
                     pass_fds=(started, *fds),
                     start_new_session=True,
@@ -283,17 +283,17 @@ async def _wait_readable_async(fd: int, seconds: float) -> bool:
     return True
 
 
-class Scratch:
-    """Empty folder, which :meth:`remove` deletes with all its content."""
+class Scratch(TemporaryFolder):
+    """Empty folder of a program."""
 
     def __init__(self) -> None:
-        self.path = tempfile.mkdtemp(prefix="tiller-sandbox-")
+        super().__init__("tiller-sandbox-")
 
     def exceeds(self, most: int) -> bool:
         """Whether the files take more than ``most`` bytes of disk, or are too many."""
         size = 0
         entries = 0
-        folders = [self.path]
+        folders = [self.name]
         while folders:
             try:
                 found = list(os.scandir(folders.pop()))
@@ -310,22 +310,3 @@ class Scratch:
             if size > most or entries > MOST_ENTRIES:
                 return True
         return False
-
-    def remove(self) -> None:
-        """Delete the folder. Its processes must have ended.
-
-        Neither depth, nor modes, nor links of the program's hinder that: each folder is moved to
-        the top before it is emptied.
-        """
-        os.chmod(self.path, 0o700)
-        folders = [self.path]
-        for folder in folders:
-            for entry in list(os.scandir(folder)):
-                if entry.is_dir(follow_symlinks=False):
-                    os.chmod(entry.path, 0o700)
-                    folders.append(f"{self.path}/{secrets.token_hex(8)}")
-                    os.rename(entry.path, folders[-1])
-                else:
-                    os.unlink(entry.path)
-        for folder in reversed(folders):
-            os.rmdir(folder)

@@ -4,11 +4,13 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from rl.host import disk
-from rl.host.disk import shorten
+from rl.host.disk import TemporaryFolder, boot, shorten
+from tests.tables import check_rows
 
 KILLED = """
 import os, shutil, sys
@@ -102,3 +104,77 @@ def test_a_long_log_keeps_its_end_while_a_process_appends(tmp_path):
         "line 12 is longer than the others",
         "end",
     ]
+
+
+LEAVES = """
+import os, sys
+from pathlib import Path
+from rl.host.disk import TemporaryFolder
+
+folder = Path(TemporaryFolder("tiller-", Path(sys.argv[1])).name)
+deep = folder / "deep" / "closed"
+deep.mkdir(parents=True)
+(deep / "file").touch()
+(folder / "link").symlink_to(sys.argv[1])
+deep.chmod(0)
+print(folder, flush=True)
+sys.stdin.read()
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_the_folder_of_a_killed_process_is_removed_by_the_next_one(tmp_path):
+    program = [sys.executable, "-c", LEAVES, str(tmp_path)]
+    with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        left = Path(process.stdout.readline().decode().strip())
+        with TemporaryFolder("tiller-", tmp_path):
+            assert left.is_dir()  # its process lives
+        process.communicate()
+    assert left.is_dir()
+    with TemporaryFolder("other-", tmp_path):
+        assert left.is_dir()
+    with TemporaryFolder("tiller-", tmp_path) as name:
+        found = {each.name for each in tmp_path.iterdir()}
+        assert found == {os.path.basename(name), f"{os.path.basename(name)}.lock"}
+    assert [*tmp_path.iterdir()] == []
+
+
+UNPROVEN = {
+    "without a file": None,
+    "with an empty file": "",
+    "of another boot": "00000000-0000-4000-8000-000000000000",
+    "with a file of its own": "mine",
+}
+
+
+def test_a_folder_that_may_have_an_owner_is_never_removed(tmp_path):
+    def check(name):
+        (tmp_path / "tiller-x").mkdir(exist_ok=True)
+        lock = tmp_path / "tiller-x.lock"
+        if UNPROVEN[name] is not None:
+            lock.write_text(UNPROVEN[name])
+        with TemporaryFolder("tiller-", tmp_path):
+            assert (tmp_path / "tiller-x").is_dir() and lock.exists() == (name != "without a file")
+
+    check_rows(UNPROVEN, check)
+    lock = tmp_path / "tiller-x.lock"
+    lock.unlink()
+    (tmp_path / "made").write_text(boot())
+    lock.symlink_to(tmp_path / "made")
+    with TemporaryFolder("tiller-", tmp_path):
+        assert (tmp_path / "tiller-x").is_dir()
+    lock.unlink()
+    lock.write_text(boot())
+    with TemporaryFolder("tiller-", tmp_path):
+        assert not (tmp_path / "tiller-x").exists() and not lock.exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="makes files of another user")
+def test_a_folder_of_another_user_is_never_removed(tmp_path):
+    for number, owned in enumerate(("{}", "{}.lock")):
+        folder = tmp_path / f"tiller-{number}"
+        folder.mkdir()
+        (tmp_path / f"tiller-{number}.lock").write_text(boot())
+        os.chown(tmp_path / owned.format(folder.name), 65534, 65534)
+        with TemporaryFolder("tiller-", tmp_path):
+            assert folder.is_dir()

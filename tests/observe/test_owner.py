@@ -25,7 +25,7 @@ def write_rows(folder: Path, elsewhere: bool) -> None:
     With ``elsewhere``, do so as a process of another host, which cannot see the locks of this one.
     """
     if elsewhere:
-        owners._boot = lambda: "another boot"
+        owners.boot = lambda: "another boot"
         owners._lock = lambda descriptor, wait=False: True
     owner = FolderOwner(folder)
     parent = os.getppid()

@@ -313,11 +313,11 @@ def test_the_log_of_a_rank_is_bounded_for_every_heartbeat(
 
     async def work(group, pids):
         log = tmp_path / "moody-1.log"
-        await group.call("pid", deadline=LONG)
+        await group.on(timeout_s=LONG).call(Moody.pid)
         os.truncate(log, MOST_LOG_BYTES + 1)
         while not KEPT_LOG_BYTES < log.stat().st_size < KEPT_LOG_BYTES + 1000:
             await asyncio.sleep(0.05)
-        assert await group.call("pid", deadline=LONG) == pids
+        assert await group.on(timeout_s=LONG).call(Moody.pid) == pids
 
     in_group(work, heartbeat=heartbeat)
 

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -248,7 +248,7 @@ class GeneratorMesh(Mesh):
         """Return rank 0, which leads, to be called. The call may last while tokens are sampled:
         answers can be long, and requests and pulls wait for those of others.
         """
-        return self.on(0, extra_s=extra_s, idle=Generator.idle_s)
+        return replace(self.on(0, extra_s=extra_s), idle=Generator.idle_s)
 
     async def weight_digests(self) -> list[ShardDigests]:
         """Return digests of every rank's parameters."""

@@ -186,16 +186,10 @@ class ActorGroup:
         self._actor = self._procs.spawn(self._mesh, actor, *args)
         self._background.append(asyncio.create_task(self._beat()))
 
-    def on(
-        self,
-        rank: int | None = None,
-        *,
-        timeout_s: float,
-        idle: Endpoint[[], float] | None = None,
-    ) -> Ranks:
-        """Return every rank, or one, to be called; the arguments are those of Ranks."""
+    def on(self, rank: int | None = None, *, timeout_s: float) -> Ranks:
+        """Return every rank, or one, to be called."""
         ranks = range(self._place.ranks) if rank is None else [rank]
-        return Ranks(self, self._actor, ranks, timeout_s, idle)
+        return Ranks(self, self._actor, ranks, timeout_s)
 
     def _beside(self, timeout_s: float, ranks: Sequence[int] = ()) -> Ranks:
         """Return the actors beside every rank, or some, to be called."""

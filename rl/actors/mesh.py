@@ -126,17 +126,9 @@ class Mesh:
         await self._group.on(timeout_s=deadline).call(Rank.start)
         self._started = True
 
-    def on(
-        self,
-        rank: int | None = None,
-        *,
-        extra_s: float = 0.0,
-        idle: Endpoint[[], float] | None = None,
-    ) -> Ranks:
-        """Return every rank, or one, to be called. ``extra_s`` is added to the deadline of a call;
-        ``idle`` is that of Ranks.
-        """
-        return self._group.on(rank, timeout_s=self.deadlines.call + extra_s, idle=idle)
+    def on(self, rank: int | None = None, *, extra_s: float = 0.0) -> Ranks:
+        """Return every rank, or one, to be called. ``extra_s`` is added to the usual deadline."""
+        return self._group.on(rank, timeout_s=self.deadlines.call + extra_s)
 
     async def call(self, endpoint: Endpoint[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Call an endpoint of every rank; return results in rank order."""

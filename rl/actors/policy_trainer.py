@@ -75,12 +75,12 @@ class TrainerMesh(WorkerGroup):
     """Worker group of the policy, which also pushes weights."""
 
     actor = PolicyTrainer
-    _store: "StoreProcess | None" = field(default=None, init=False)
+    _store: ProcMesh | None = field(default=None, init=False)
 
     async def open_publishers(self, transfer: Transfer) -> list[Any]:
         """Make each rank ready to push; return the addresses that generators connect to."""
         if transfer.transport == "torchstore" and self._store is None:
-            self._store = await StoreProcess.start(self.hosts)
+            self._store = await start_store(self.hosts)
         return await self.call(PolicyTrainer.open_publisher, transfer)
 
     async def stop(self) -> None:
@@ -89,29 +89,23 @@ class TrainerMesh(WorkerGroup):
         store = self._store
         self._store = None
         if store is not None:
-            await store.stop()
+            await stop_store(store)
 
 
-class StoreProcess:
-    """A process with torchstore's volume, which every rank of the run finds by name."""
+async def start_store(hosts: Hosts) -> ProcMesh:
+    """Start a process with torchstore's volume, which every rank of the run finds by name."""
+    from rl.weights.store import open_store
 
-    def __init__(self, procs: ProcMesh):
-        self._procs = procs
+    procs = hosts.spawn("store", Place(ranks=1), env={})
+    await open_store(procs)
+    return procs
 
-    @classmethod
-    async def start(cls, hosts: Hosts) -> "StoreProcess":
-        """Spawn the process on the first host and open an empty store in it."""
-        from rl.weights.store import open_store
 
-        procs = hosts.spawn("store", Place(ranks=1), env={})
-        await open_store(procs)
-        return cls(procs)
+async def stop_store(procs: ProcMesh) -> None:
+    """End the process and drop its contents; another can be started after it."""
+    from rl.weights.store import close_store
 
-    async def stop(self) -> None:
-        """End the process and drop its contents; another can be started after it."""
-        from rl.weights.store import close_store
-
-        with contextlib.suppress(Exception):  # the process has ended
-            async with asyncio.timeout(CLOSE_STORE_S):
-                await close_store()
-        await stop_procs(self._procs)
+    with contextlib.suppress(Exception):  # the process has ended
+        async with asyncio.timeout(CLOSE_STORE_S):
+            await close_store()
+    await stop_procs(procs)

@@ -107,19 +107,24 @@ class PushChecks:
         if self._digests:
             await self._digest(version, dtype, source, f"push of policy version {version}: ")
 
-    async def compare_digests(self, arrival: LoadedVersion) -> None:
-        """Raise RunError that names the first parameter that differs, if digests are compared,
-        unless the generator was lost meanwhile.
+    async def compare_digests(self, loaded: LoadedVersion, *, always: bool = False) -> None:
+        """Raise RunError that names the first parameter that differs, if digests are compared or
+        ``always``, unless the generator was lost meanwhile.
         """
-        if self._digests:
-            await self._compare_digests(arrival)
+        owner = f"push of policy version {loaded.version}: "
+        if (always or self._digests) and (wrong := await self.differing(loaded, owner)):
+            raise RunError(
+                f"{owner}{len(wrong)} of {len(self._trained)} parameters of "
+                f"{loaded.generator.name} "
+                f"differ from {self.expected}; the first is {wrong[0]}"
+            )
 
-    async def compare_canary(self, arrival: LoadedVersion, metrics: dict[str, float]) -> None:
+    async def compare_canary(self, loaded: LoadedVersion, metrics: dict[str, float]) -> None:
         """Raise RunError if a log-prob differs by more than the tolerance.
 
         ``push/canary`` of ``metrics`` becomes the largest difference of a log-prob so far.
         """
-        generator, version, source, answer, _ = arrival
+        generator, version, source, answer, _ = loaded
         if answer is None:
             return
         key = (version, answer.tokens, answer.experts)
@@ -128,7 +133,7 @@ class PushChecks:
         difference = float((self._scored[1] - torch.tensor(answer.logprobs)).abs().max())
         metrics["push/canary"] = max(difference, metrics.get("push/canary", 0.0))
         if not difference <= self._tolerance:
-            await self._compare_digests(arrival)
+            await self.compare_digests(loaded, always=True)
             raise RunError(
                 f"canary of policy version {version}: a log-prob of {generator.name} differs by "
                 f"{difference:.3g} from {self.expected}, above weights.canary_tolerance="
@@ -136,24 +141,24 @@ class PushChecks:
                 "difference"
             )
 
-    async def differing(self, arrival: LoadedVersion, owner: str = "") -> list[str]:
+    async def differing(self, given: LoadedVersion, owner: str = "") -> list[str]:
         """Return the names of the generator's parameters that differ, in a bit of its own dtype,
-        from those of the arrival's source; none if it was started again and lost the version.
+        from those of its source; none if it was started again and lost the version.
 
         Raises RunError that begins with ``owner`` if ranks differ in a part that both have.
         """
-        generator, version, source, _, loaded = arrival
-        if loaded is None:
+        generator, version, source, _, digests = given
+        if digests is None:
             async with self._devices.of("generator", "model"):
                 if generator.version != version:  # it was started again
                     return []
-                loaded = await unless_lost(generator, generator.weight_digests())
-        if loaded is None:
+                digests = await unless_lost(generator, generator.weight_digests())
+        if digests is None:
             return []
         if self._digested != (version, generator.dtype):
             async with self._devices.of("trainer", "model"):
                 await self._digest(version, generator.dtype, source, owner)
-        return differing(self._trained, _merged(loaded, f"{owner}{generator.name}"))
+        return differing(self._trained, _merged(digests, f"{owner}{generator.name}"))
 
     async def _digest(self, version: int, dtype: torch.dtype, source: Source, owner: str) -> None:
         digests = await self._source_digests(dtype, source)
@@ -175,15 +180,6 @@ class PushChecks:
         async with self._devices.of("trainer", "model"):
             scored = await self._trainer.forward(batch, temperature=temperature, source=source)
         return scored["logprobs"][len(prompt) :]
-
-    async def _compare_digests(self, arrival: LoadedVersion) -> None:
-        owner = f"push of policy version {arrival.version}: "
-        if wrong := await self.differing(arrival, owner):
-            raise RunError(
-                f"{owner}{len(wrong)} of {len(self._trained)} parameters of "
-                f"{arrival.generator.name} "
-                f"differ from {self.expected}; the first is {wrong[0]}"
-            )
 
 
 def _merged(digests: list[ShardDigests], owner: str) -> dict[str, str]:

@@ -200,7 +200,11 @@ class SharedMemorySubscriber:
                 for source in self._sources
             )
             if target < version or time.monotonic() > deadline:
-                raise RunError(f"pull of version {version}: {self._held_versions()}")
+                versions = [
+                    sorted({slot.version for slot in each} - {_NONE}) for each in self._sources
+                ]
+                held = (f"trainer rank {n} holds {v or 'nothing'}" for n, v in enumerate(versions))
+                raise RunError(f"pull of version {version}: {'; '.join(held)}")
         copy_all((pair for slot in claimed for pair in self._copies[slot]), self._like)
         self.release(claimed)
         return target
@@ -226,13 +230,6 @@ class SharedMemorySubscriber:
         for slot in self._copies:
             slot.close()
         self._copies = {}
-
-    def _held_versions(self) -> str:
-        held = [sorted({slot.version for slot in source} - {_NONE}) for source in self._sources]
-        return "; ".join(
-            f"trainer rank {rank} holds {versions or 'nothing'}"
-            for rank, versions in enumerate(held)
-        )
 
 
 class _Slot:

@@ -57,12 +57,6 @@ class Piece(NamedTuple):
     stop: int
 
 
-def _pieces_of(buffer: Buffer, size: int) -> list[Piece]:
-    """Cut a buffer of ``size`` bytes into pieces of PIECE_BYTES; the last may be smaller."""
-    starts = range(0, size, PIECE_BYTES)
-    return [Piece(buffer, start, min(start + PIECE_BYTES, size)) for start in starts]
-
-
 class Link:
     """Connection of a reader and a server, over which runs of pieces travel.
 
@@ -134,7 +128,11 @@ class SharedBuffers:
     def __init__(self, memory: dict[Buffer, Any]):
         """``memory`` has the bytes of each buffer, as the links take them."""
         self._memory = memory
-        self.pieces = [p for buffer, view in memory.items() for p in _pieces_of(buffer, len(view))]
+        self.pieces = [
+            Piece(buffer, start, min(start + PIECE_BYTES, len(view)))
+            for buffer, view in memory.items()
+            for start in range(0, len(view), PIECE_BYTES)
+        ]
         """All pieces, whether they have arrived or not."""
         self._known = frozenset(self.pieces)
         self._arrived: list[Piece] = []

@@ -157,7 +157,78 @@ class TcpSubscriber(PackedSubscriber):
         if not reads:
             return
         await asyncio.to_thread(self._server.withdraw, _OWN)
-        buffers = self._buffers_of(reads)
+        memory: dict[Buffer, Any] = {}
+        for read in reads:
+            buffer = Buffer(read.source, read.sequence, read.blob, bool(read.delta))
+            memory[buffer] = self._memory(read.into)[: read.delta or None]
+        buffers = SharedBuffers(memory)
+        buffers.arrive(buffers.pieces)
+        return buffers
+
+    def _rows(self) -> list[list[int]]:
+        return self._header.tolist()
+
+    def _note(self, reader: int, sequence: int) -> None:
+        self._acknowledgements[reader] = sequence
+
+    def _parent(self, reader: int, sequence: int, address: list[Any]) -> Address | None:
+        return self._tree.place(reader, reader % self._ranks, sequence, Address(*address))
+
+
+class TcpSubscriber(PackedSubscriber):
+    """Subscriber that reads from a parent or from the trainer, and serves others: see
+    TcpPublisher.
+    """
+
+    _addresses: Sequence[Address]
+    _streams = STREAMS
+
+    def __init__(self, addresses: Sequence[Any], shards: Sequence[Shard], *args: Any, **more: Any):
+        """Accept the arguments of PackedSubscriber."""
+        self._server = self._make_server(shards)
+        super().__init__(addresses, shards, *args, **more)
+
+    def _make_server(self, shards: Sequence[Shard]) -> Server:
+        return Server({})
+
+    def _memory(self, tensor: torch.Tensor) -> Any:
+        """Return the bytes of ``tensor`` as the links take them."""
+        return _bytes(tensor)
+
+    def _link(self, address: Address, stall: float | None) -> AbstractContextManager[Link]:
+        return linked(address, stall)
+
+    def _make_staging(self) -> None:
+        self._server.withdraw(_OWN)
+        super()._make_staging()
+
+    def close(self) -> None:
+        self._server.close()
+        super().close()
+
+    async def _headers(self) -> list[torch.Tensor]:
+        ranks = range(len(self._addresses))
+        rows = [asyncio.to_thread(self._ask, rank, "header") for rank in ranks]
+        return [torch.tensor(each) for each in await asyncio.gather(*rows)]
+
+    async def _acknowledge(self, sequences: list[int]) -> None:
+        words = [
+            asyncio.to_thread(self._ask, rank, "acknowledge", self._reader, sequence)
+            for rank, sequence in enumerate(sequences)
+        ]
+        await asyncio.gather(*words)
+
+    async def _read(self, reads: list[Read]) -> None:
+        if not reads:
+            return
+        await asyncio.to_thread(self._server.withdraw, _OWN)
+        memory = {
+            Buffer(read.source, read.sequence, read.blob, bool(read.delta)): self._memory(
+                read.into
+            )[: read.delta or None]
+            for read in reads
+        }
+        buffers = SharedBuffers(memory)
         self._server.offer(_OWN, buffers)
         await asyncio.to_thread(self._receive, buffers, reads)
 
@@ -182,13 +253,6 @@ class TcpSubscriber(PackedSubscriber):
                 for first in range(self._streams)
             ]
             list(pool.map(lambda job: self._from_trainer(buffers, *job), jobs))
-
-    def _buffers_of(self, reads: list[Read]) -> SharedBuffers:
-        memory: dict[Buffer, Any] = {}
-        for read in reads:
-            buffer = Buffer(read.source, read.sequence, read.blob, bool(read.delta))
-            memory[buffer] = self._memory(read.into)[: read.delta or None]
-        return SharedBuffers(memory)
 
     def _from_trainer(self, buffers: SharedBuffers, source: int, pieces: list[Piece]) -> None:
         missing, why = buffers.receive(self._link(self._addresses[source], None), pieces)

@@ -37,7 +37,7 @@ from push_plot import draw
 import rl  # noqa: F401  # before anything imports torchtitan, which asks it for the device
 from configs.qwen3 import qwen3_0_6b
 from rl.actors.hosts import Hosts
-from rl.actors.policy_trainer import StoreProcess
+from rl.actors.policy_trainer import start_store, stop_store
 from rl.actors.processes import ensure_runtime, stop_runtime
 from rl.model.digest import ShardDigests, digests, merge_digests
 from rl.model.shape import ModelConfig, shape_of
@@ -177,7 +177,7 @@ class Pushes:
         self.generators = self.all_generators
         self.version = 0
         self.hosts = hosts
-        self.store: StoreProcess | None = None
+        self.store: Any = None
 
     async def open(self, transport: str, generators: int = 1) -> float:
         """Open the trainer's end and those of the first generators; return the trainer's growth in
@@ -193,7 +193,7 @@ class Pushes:
             delta=False,
         )
         if transport == "torchstore":
-            self.store = await StoreProcess.start(self.hosts)
+            self.store = await start_store(self.hosts)
         answers = await self.trainer.call("open_publisher", transfer)
         for generator in self.generators:
             await generator.call("open_subscriber", transfer, [address for address, _ in answers])
@@ -203,7 +203,7 @@ class Pushes:
         """Release the resources of the transport."""
         await asyncio.gather(*(ranks.call("close") for ranks in [self.trainer, *self.generators]))
         if self.store is not None:
-            await self.store.stop()
+            await stop_store(self.store)
             self.store = None
 
     async def push(self) -> tuple[float, float]:

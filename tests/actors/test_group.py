@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -237,9 +238,9 @@ def test_silent_rank_fails_the_group_at_the_deadline(in_group):
 
 def test_a_call_may_last_while_its_rank_makes_progress(in_group):
     async def work(group, _):
-        await group.on(0, timeout_s=1.0, idle=Moody.idle_s).call(Moody.progress, 2.2)
+        await replace(group.on(0, timeout_s=1.0), idle=Moody.idle_s).call(Moody.progress, 2.2)
         return await failure_of(
-            group.on(0, timeout_s=1.0, idle=Moody.idle_s).call(Moody.hang_on_rank_0)
+            replace(group.on(0, timeout_s=1.0), idle=Moody.idle_s).call(Moody.hang_on_rank_0)
         )
 
     failure = in_group(work)

@@ -163,7 +163,7 @@ class WeightPush:
 
     @property
     def _present_policy(self) -> tuple[int, int]:
-        """What tells the trainer's weights from earlier ones."""
+        """Version and number of loads of the trainer, which tell its weights from earlier ones."""
         return self.trainer.version, self.trainer.loads
 
     def has(self, source: Source) -> bool:
@@ -189,9 +189,8 @@ class WeightPush:
         if source is not None:
             await self._until_unread()
             async with self.devices.of("trainer", "model"):
-                await self.trainer.call(
-                    PolicyTrainer.merge, source
-                )  # it fails here rather than in ``run``
+                # It fails here rather than in ``run``.
+                await self.trainer.call(PolicyTrainer.merge, source)
         version = self.publish(source)
         while state.loaded.version < version and state is self.state:
             await self._changed.until(

@@ -63,7 +63,8 @@ async def train(trainer) -> None:
 
 
 async def ask(mesh, endpoint: str, *args, rank: int | None = None):
-    return await mesh.on(rank).call(getattr(mesh.actor, endpoint), *args)
+    ranks = mesh._group.on(rank, timeout_s=DEADLINES.call)
+    return await ranks.call(getattr(mesh.actor, endpoint), *args)
 
 
 async def whole_digests(mesh) -> dict[str, str]:

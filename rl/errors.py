@@ -22,7 +22,7 @@ TOO_MANY_FILES = "TooManyOpenFiles"
 MOST_FILES = 2**20
 CONTROLS = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), *range(127, 160))}
 
-at_end: list[Callable[[], None]] = []
+at_end: list[Callable[[], object]] = []
 """Clean-ups that ``end_program`` calls, for resources that would outlive the process. Their errors
 are ignored."""
 os.register_at_fork(after_in_child=at_end.clear)  # only the parent cleans up

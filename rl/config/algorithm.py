@@ -131,11 +131,6 @@ class PolicyGradientConfig(AlgorithmConfig):
         own = self.old_logprobs == "recomputed" or self.loss.needs_proximal
         return own or bool(self.corrections)
 
-    @property
-    def proximal_column(self) -> str:
-        """Name of the batch column in the denominator of the importance ratio."""
-        return "proximal_logprobs" if self.recomputes else "behaviour_logprobs"
-
     def columns(self) -> dict[str, tuple[str, str]]:
         """Return {role: (output, column)}: the output of a model, and the batch column that
         stores it.

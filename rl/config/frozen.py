@@ -56,7 +56,8 @@ def thawed(data: Any, kind: Any = RunConfig, name: str = "config") -> Any:
         f"{name} has no type, which names the kind of config, such as rl.config.rl.RLConfig",
     )
     kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
-    parts = tuple(each for each in kinds if _is_part(each))
+    bases = Configurable.Config | RunConfig
+    parts = tuple(each for each in kinds if isinstance(each, type) and issubclass(each, bases))
     if isinstance(data, dict) and "type" in data and parts:
         kind = find_part(data["type"], parts, name)
         data = {field: value for field, value in data.items() if field != "type"}
@@ -147,10 +148,6 @@ def _defines(spec: ModuleSpec | None, names: Sequence[str]) -> bool:
         inside = (inner for node in nodes for inner in ast.walk(node))
         nodes = [node for node in inside if isinstance(node, ast.ClassDef) and node.name == name]
     return any(isinstance(node, ast.ClassDef) and node.bases for node in nodes)
-
-
-def _is_part(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, Configurable.Config | RunConfig)
 
 
 def _takes(kind: Any, data: Any) -> bool:

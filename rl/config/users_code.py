@@ -51,7 +51,8 @@ def users_error(what: str, error: BaseException, *, field: str = "") -> ConfigEr
     """Return a ConfigError with ``error`` and the line of the user's code that raised it. ``field``
     is the field that names the code, by default ``what``.
     """
-    text = (error.msg if isinstance(error, SyntaxError) else _text(error)) or "no message"
+    last = traceback.format_exception_only(error)[-1].strip().partition(": ")[2]
+    text = (error.msg if isinstance(error, SyntaxError) else last) or "no message"
     problem = f"{what}: {place_of(error)}: {type(error).__name__}: {text}{hint(text)}"
     return ConfigError(problem, field=field or what, fix="correct it there")
 
@@ -65,7 +66,3 @@ def users_code(what: str, *, field: str = "") -> Iterator[None]:
         raise
     except (Exception, SystemExit) as error:
         raise users_error(what, error, field=field) from error
-
-
-def _text(error: BaseException) -> str:
-    return traceback.format_exception_only(error)[-1].strip().partition(": ")[2]

@@ -85,7 +85,11 @@ def read_preferences(
         if chosen is None or rejected is None or np.array_equal(chosen.tokens, rejected.tokens):
             yield None
         else:
-            margin = _margin(row)
+            margin = row.value.get("margin")
+            is_number = isinstance(margin, int | float) and math.isfinite(margin)
+            if margin is not None and (not is_number or isinstance(margin, bool)):
+                raise row.error(f"field 'margin' is {shown(margin)}; write a number")
+            margin = None if margin is None else float(margin)
             yield Pair(chosen=chosen, rejected=rejected, prompt_tokens=prompt, margin=margin)
 
     return read_examples(source, encoder, PAIRS, make)
@@ -146,14 +150,6 @@ def _of_transcript(answer: Any) -> Any:
         return answer
     turns = TURN.findall(answer)
     return [{"role": SPEAKERS[speaker], "content": text.strip()} for speaker, text in turns]
-
-
-def _margin(row: Row) -> float | None:
-    margin = row.value.get("margin")
-    is_number = isinstance(margin, int | float) and math.isfinite(margin)
-    if margin is not None and (not is_number or isinstance(margin, bool)):
-        raise row.error(f"field 'margin' is {shown(margin)}; write a number")
-    return None if margin is None else float(margin)
 
 
 def _refuse_weight(row: Row, *weights: float) -> None:

@@ -102,7 +102,9 @@ class FolderOwner:
             started = _now()
             owner = _read(self._path)
             if owner.get("token") != self._token:
-                _end(f"{self.folder}: {_name(owner)} has taken this folder")
+                text = f"{self.folder}: {_name(owner)} has taken this folder"
+                os.write(2, f"error: {text}; this run ends\n".encode())
+                end_program(EXIT_INTERRUPTED)
             self._write(self._descriptor)
             self._renewed = started
 
@@ -132,7 +134,9 @@ class FolderOwner:
                 if (has_ended or is_expired) and _is_at(self._path, file.fileno()):
                     self._path.unlink()
                     created = self._create()
-                    if created is not None and (has_ended or self._is_settled()):
+                    if created is not None and not has_ended:
+                        time.sleep(2 * RENEW_S)  # for the previous owner to renew its file
+                    if created is not None and _read(self._path).get("token") == self._token:
                         return created
                     continue
                 if _now() >= ends and (is_alive or is_free is False):
@@ -157,11 +161,6 @@ class FolderOwner:
             return None
         self._write(descriptor)
         return descriptor
-
-    def _is_settled(self) -> bool:
-        """Whether this owner's file is in place after the previous owner has had time to renew."""
-        time.sleep(2 * RENEW_S)
-        return _read(self._path).get("token") == self._token
 
     def _write(self, descriptor: int) -> None:
         self._renewals += 1
@@ -292,8 +291,3 @@ def _name(owner: dict[str, Any]) -> str:
 
 def _now() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)  # also counts while the host sleeps
-
-
-def _end(reason: str) -> None:
-    os.write(2, f"error: {reason}; this run ends\n".encode())
-    end_program(EXIT_INTERRUPTED)

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections import deque
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -68,7 +69,7 @@ class Progress:
 
     def __enter__(self) -> Self:
         if self._is_live:
-            at_end.append(self._show_cursor)
+            at_end.append(partial(os.write, self.console.file.fileno(), b"\x1b[?25h"))
             self._live.start()
         return self
 
@@ -138,10 +139,17 @@ class Progress:
             self._headlines.append(headline)
         if "timing/step" in metrics:
             self._step_seconds.append(metrics["timing/step"])
-        if self._is_line_due():
+        is_due = self._printed_step is None or self.step >= self.total_steps
+        if not is_due:
+            steps = (self.step, self._printed_step or 0)
+            tenth, printed = (step * 10 // self.total_steps for step in steps)
+            is_due = tenth > printed or self._updated - self._printed >= PLAIN_LINE_EVERY_S
+        if is_due:
             self._printed = self._updated
             self._printed_step = self.step
-            self._print(self._plain_line(), when=not self._is_live)
+            parts = [f"step {self.step}/{self.total_steps}", *self._numbers()]
+            parts += [time_shares(metrics), self._time_left()]
+            self._print(" · ".join(filter(None, parts)), when=not self._is_live)
 
     def _print(self, text: str, *, style: str = "", when: bool = True) -> None:
         self._write(text)
@@ -152,19 +160,6 @@ class Progress:
         if self._log is not None:
             with contextlib.suppress(OSError), self._log.open("a", encoding="utf-8") as log:
                 log.write(f"{time.strftime('%F %T')}  {printable(text)}\n")
-
-    def _show_cursor(self) -> None:
-        os.write(self.console.file.fileno(), b"\x1b[?25h")
-
-    def _is_line_due(self) -> bool:
-        if self._printed_step is None or self.step >= self.total_steps:
-            return True
-        tenth, printed = (step * 10 // self.total_steps for step in (self.step, self._printed_step))
-        return tenth > printed or self._updated - self._printed >= PLAIN_LINE_EVERY_S
-
-    def _plain_line(self) -> str:
-        parts = [f"step {self.step}/{self.total_steps}", *self._numbers()]
-        return " · ".join(filter(None, [*parts, time_shares(self._metrics), self._time_left()]))
 
     def _numbers(self) -> list[str]:
         headline = "reward" if "reward/mean" in self._metrics else "loss"
@@ -187,7 +182,14 @@ class Progress:
     def _render(self) -> Group | Text:
         head = Table.grid(padding=(0, 1))
         head.add_row(*self._head())
-        return Group(head, self._body()) if self._metrics else Group(head)
+        if not self._metrics:
+            return Group(head)
+        reward, *others = self._numbers() or [""]
+        others.append(time_shares(self._metrics))
+        tail = "".join(f" · {other}" for other in others if other)
+        graph = sparkline(self._headlines, 24)
+        parts = ((reward, "bold green"), " ", (graph, "green"), (tail, "dim"))
+        return Group(head, Text.assemble(*parts, no_wrap=True, overflow="ellipsis"))
 
     def _head(self) -> list:
         if self._stage is not None:
@@ -201,14 +203,6 @@ class Progress:
         if left := self._time_left():
             cells.append(Text(left, style="dim"))
         return cells
-
-    def _body(self) -> Text:
-        reward, *others = self._numbers() or [""]
-        others.append(time_shares(self._metrics))
-        tail = "".join(f" · {other}" for other in others if other)
-        graph = sparkline(self._headlines, 24)
-        parts = ((reward, "bold green"), " ", (graph, "green"), (tail, "dim"))
-        return Text.assemble(*parts, no_wrap=True, overflow="ellipsis")
 
 
 def summary_text(summary: dict[str, Any], start: dict[str, float] | None = None) -> str:

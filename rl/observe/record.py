@@ -223,10 +223,6 @@ class RunRecord:
         """Return all rows of ``metrics.jsonl``, in order."""
         return _read_numbers(self.metrics_path)
 
-    def newest_metrics(self) -> Iterator[dict]:
-        """Yield the rows of ``metrics.jsonl`` as :func:`rows_from_end` does."""
-        return (_with_nan(row) for row in rows_from_end(self.metrics_path))
-
     def read_evaluations(self) -> list[dict]:
         """Return all rows of ``evaluations.jsonl``, in order."""
         return _read_numbers(self.evaluations_path)

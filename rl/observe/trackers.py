@@ -30,14 +30,6 @@ def require_package(field: str, package: str) -> None:
     )
 
 
-def has_wandb_key() -> bool:
-    """Whether wandb finds a key without asking for one."""
-    from requests.utils import get_netrc_auth
-
-    server = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
-    return bool(os.environ.get("WANDB_API_KEY") or get_netrc_auth(server))
-
-
 def numbers(metrics: dict[str, Any]) -> Iterator[tuple[str, float]]:
     """Yield the metrics that are finite numbers."""
     for name, value in metrics.items():
@@ -98,9 +90,13 @@ class WeightsAndBiases(Sink):
 
         def check(self) -> None:
             """Raise ConfigError if wandb is not installed, or has no key to go online."""
+            from requests.utils import get_netrc_auth
+
             require_package("sinks.wandb", "wandb")
+            server = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
+            has_key = os.environ.get("WANDB_API_KEY") or get_netrc_auth(server)
             require(
-                self.mode == "offline" or has_wandb_key(),
+                self.mode == "offline" or bool(has_key),
                 "sinks.wandb is 'online', and this user has no key of Weights & Biases",
                 field="sinks.wandb",
                 fix="run wandb login, set WANDB_API_KEY, or set sinks.wandb to 'offline'",

@@ -51,6 +51,7 @@ choice.
 
 exit codes: 0 equal, or compared with another choice, or not failed again;
 1 different or failed; 2 the arguments cannot work; 130 Ctrl-C"""
+SAME = "gradient and weights are equal"
 SHOWN = (
     "loss/mean",
     "trainer/grad_norm",
@@ -237,13 +238,14 @@ def _take_again(replay: "Replay[Any]", failure: dict[str, Any], *, is_same: bool
 
     call = f"step {replay.last + 1}"
     is_recorded = True
-    show = _equal_or_not if is_same else _side_by_side
 
     async def work(session: "Session") -> None:
         nonlocal is_recorded
         await replay.load(session)
         async for replayed in replay.steps(session):
-            print(show(replayed), flush=True)
+            text = f"different from {replayed.difference}" if replayed.difference else SAME
+            shown = f"step {replayed.step}: {text}" if is_same else _side_by_side(replayed)
+            print(shown, flush=True)
         is_recorded = False
         await replay.fail_again(session)
 
@@ -254,11 +256,6 @@ def _take_again(replay: "Replay[Any]", failure: dict[str, Any], *, is_same: bool
             raise
         return RepeatedCall(call=call, recorded=failure, error=facts_of(error))
     return RepeatedCall(call=call, recorded=failure)
-
-
-def _equal_or_not(replayed: "ReplayedStep") -> str:
-    difference = f"different from {replayed.difference}" if replayed.difference else ""
-    return f"step {replayed.step}: {difference or 'gradient and weights are equal'}"
 
 
 def _row(replayed: "ReplayedStep") -> dict[str, Any]:

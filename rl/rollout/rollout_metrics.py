@@ -28,21 +28,17 @@ def rollout_metrics(
     """
     rollouts = [rollout for group in groups for rollout in group]
     lengths = [rollout.sampled_count for rollout in rollouts]
+    cut = [each.cut_turns or each.stop_reason == "length" for each in rollouts]
     metrics = {
         **_reward_metrics("reward", groups, reward_key),
         "completion/length_mean": sum(lengths) / len(rollouts),
         "completion/length_max": float(max(lengths)),
-        "completion/cut_off": sum(map(_is_cut, rollouts)) / len(rollouts),
+        "completion/cut_off": sum(map(bool, cut)) / len(rollouts),
     }
     for task in sorted({r.prompt.task for r in rollouts} - {""}):
         own = [group for group in groups if group[0].prompt.task == task]
         metrics |= _reward_metrics(f"reward/{task}", own, reward_key)
     return metrics
-
-
-def _is_cut(rollout: Rollout) -> bool:
-    """Whether a maximum length cut an answer or the episode."""
-    return rollout.cut_turns > 0 or rollout.stop_reason == "length"
 
 
 def _reward_metrics(

@@ -313,7 +313,8 @@ class PolicyGradient(Algorithm):
         zeros = torch.zeros(int(mask.sum()))
         if "reference_logprobs" not in columns:
             return {}, zeros
-        policy = columns[self.config.proximal_column][mask]
+        origin = "proximal" if self.config.recomputes else "behaviour"
+        policy = columns[f"{origin}_logprobs"][mask]
         reference = columns["reference_logprobs"][mask]
         distance = float(kl(policy, reference, "k3").mean())
         metrics: dict[str, Entry] = {"kl/reference": distance, "kl/coef": self._kl_coef}

@@ -129,15 +129,12 @@ class PreferenceTrainer(DatasetTrainer[PreferenceConfig, Preference]):
             batch = with_mismatched(batch, max_tokens=longest)
             return score_batch(batch, self.loss), Labels.unpaired(desirable)
         pairs = [item for item in items if isinstance(item, Pair)]
-        labels = Labels.pairs(len(pairs), self._margins(pairs))
+        margins = None  # those of the rows, or that of the loss where a row has none
+        if isinstance(self.loss, BradleyTerryLoss) and any(p.margin is not None for p in pairs):
+            default = self.loss.config.margin
+            margins = torch.tensor([default if p.margin is None else p.margin for p in pairs])
+        labels = Labels.pairs(len(pairs), margins)
         return score_batch(batch_of_pairs(pairs), self.loss), labels
-
-    def _margins(self, pairs: list[Pair]) -> torch.Tensor | None:
-        """Return the margins of the rows, or of the loss where a row has none; None without any."""
-        if not isinstance(self.loss, BradleyTerryLoss) or all(p.margin is None for p in pairs):
-            return None
-        default = self.loss.config.margin
-        return torch.tensor([default if p.margin is None else p.margin for p in pairs])
 
     def warnings(self) -> list[str]:
         """Return warnings of the examples, for the start of the run."""

@@ -10,7 +10,7 @@ from typing import Any
 from rl.config import RunConfig
 from rl.metrics import Metrics
 from rl.observe.events import Events
-from rl.observe.record import RunRecord, failing_loudly
+from rl.observe.record import RunRecord, failing_loudly, rows_from_end
 from rl.observe.spans import Stopwatch
 from rl.session.models import StepDigests
 from rl.trainers.watchdog import Watchdog
@@ -34,7 +34,7 @@ class Report:
         self._events = events
         self._watch = watch
         self._watchdog = Watchdog(config.watchdog_limits())
-        self._peak_tflops = config.trainer_tflops
+        self._peak_tflops = config.trainer.ranks * config.hardware.peak_tflops
         self.evaluated = -1
         """Step of the newest evaluation on the way; -1 before the first."""
 
@@ -72,7 +72,7 @@ class Report:
 
     def first_step(self, version: float) -> int:
         """Return the first step after which the policy's version was ``version`` or newer, or 0."""
-        rows = self._record.newest_metrics()
+        rows = rows_from_end(self._record.metrics_path)
         reached = takewhile(lambda row: row["policy_version"] >= version, rows)
         return min((row["step"] for row in reached), default=0)
 

@@ -143,9 +143,6 @@ class RolloutScheduler:
             self._arrived += 1
         self._changed.notify()
 
-    def _has_arrived_after(self, step: int) -> bool:
-        return self._arrived > step
-
     async def _sample_batch(self, ledger: Ledger) -> None:
         """Sample one batch. Each round samples the groups that are still missing."""
         alone = partial(self._session.sample, alone=True)
@@ -187,7 +184,7 @@ class RolloutScheduler:
         async def evaluate_newest() -> None:
             evaluated = step - 1
             while evaluated < self._config.steps:
-                await self._changed.until(partial(self._has_arrived_after, evaluated))
+                await self._changed.until(lambda: self._arrived > evaluated)  # noqa: B023
                 evaluated = self._arrived
                 await self._evaluate(evaluated)
             self.is_done = True

@@ -35,7 +35,10 @@ def export(runs: Sequence[Run], path: Path) -> None:
     evaluations, and the newest steps' rollouts and timelines; the page names what is missing.
     Raises OSError if the file cannot be written.
     """
-    data = _data(runs)
+    data: dict[str, Any] = {}  # answers by name, as the page asks for them
+    left = MAX_BYTES // len(runs)
+    notes = [_add_run(data, runs, number, left) for number in range(len(runs))]
+    data["runs"] = answer(runs, "runs", {}) | {"exported": notes}
     page = (PAGE / "index.html").read_text()
     entry = next(SCRIPT.finditer(page))
     script = bundle(entry[1])
@@ -78,15 +81,6 @@ def bundle(entry: str) -> str:
 
 def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-
-
-def _data(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return the answers by name, as the page asks for them."""
-    found: dict[str, Any] = {}
-    left = MAX_BYTES // len(runs)
-    notes = [_add_run(found, runs, number, left) for number in range(len(runs))]
-    found["runs"] = answer(runs, "runs", {}) | {"exported": notes}
-    return found
 
 
 def _add_run(found: dict[str, Any], runs: Sequence[Run], number: int, left: int) -> str:

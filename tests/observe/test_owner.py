@@ -175,7 +175,7 @@ def test_an_owner_that_was_stopped_and_not_replaced_goes_on(tmp_path, writer):
 
 def test_missing_storage_blocks_writes_and_ends_nothing(tmp_path, monkeypatch):
     lost = []
-    monkeypatch.setattr(owners, "_end", lost.append)
+    monkeypatch.setattr(owners, "end_program", lost.append)
     with FolderOwner(tmp_path) as owner:
         path = owner._path
         owner._path = Path("/dev/null/owner.json")  # every look at it fails with an OSError

@@ -80,7 +80,8 @@ class EncodingConfig:
 
     columns: dict[str, str] = field(default_factory=dict)
     """Names of columns by the fields that they hold, such as ``prompt`` from ``question``. Other
-    fields have columns of their own names."""
+    fields have columns of their own names. An empty name leaves a column out, such as metadata
+    that is called ``loss``."""
 
     enable_thinking: bool = True
     """Value of the chat template's switch of this name. False: prompts hold an empty thought."""
@@ -153,7 +154,7 @@ class Encoder:
     ):
         check_choice(f"{section}.truncate", config.truncate, Truncate)
         check_choice(f"{section}.control_tokens", config.control_tokens, WrittenControl)
-        for name in config.columns:
+        for name in filter(config.columns.get, config.columns):
             check_choice(f"{section}.columns", name, FIELDS)
         self.dialect = dialect
         self.config = config
@@ -324,7 +325,9 @@ def weight_of(row: Row, value: Mapping[str, Any], where: str = "") -> float:
         else:
             allowed = f"'weight' (a number) or 'train' (true or false) in place of {key!r}"
         if allowed:
-            raise row.error(f"{where}{key!r} is {shown(given)}; write {allowed}")
+            left_out = f"or leave it out, as metadata: --{row.section}.columns {key} ''"
+            problem = f"{where}{key!r} is {shown(given)}; write {allowed}"
+            raise row.error(problem, fix="" if where else left_out)
         factor *= float(given)
     return factor
 

@@ -56,25 +56,31 @@ class Row:
     def columns(self) -> str:
         """Names of the columns, and the field that maps them, as the fix of an error."""
         names = ", ".join(map(repr, self.value)) or "none"
-        section = self.field.rpartition(".")[0]
-        return f"the row has {names}; name the column of the field in {section}.columns"
+        return f"the row has {names}; name the column of the field in {self.section}.columns"
+
+    @property
+    def section(self) -> str:
+        """Section of the config that names the source."""
+        return self.field.rpartition(".")[0]
 
     def error(self, problem: str, *, fix: str = "") -> ConfigError:
         """Return an error that names the row."""
         return ConfigError(f"{self.where}: {problem}", field=self.field, fix=fix)
 
     def renamed(self, columns: Mapping[str, str]) -> "Row":
-        """Return the row with ``columns`` under the names of their fields.
+        """Return the row with ``columns`` under the names of their fields, and without the fields
+        whose column is "".
 
-        Raises ConfigError if it lacks one of them.
+        Raises ConfigError if it lacks one of the columns.
         """
-        for name in columns.values():
+        for name in filter(None, columns.values()):
             if name not in self.value:
-                section = self.field.rpartition(".")[0]
-                problem = f"{section}.columns names {name!r}; the row has no such column"
+                problem = f"{self.section}.columns names {name!r}; the row has no such column"
                 raise self.error(problem, fix=self.columns)
-        kept = {key: each for key, each in self.value.items() if key not in columns.values()}
-        return replace(self, value=kept | {ours: self.value[own] for ours, own in columns.items()})
+        moved = {*columns.values(), *(ours for ours, own in columns.items() if not own)}
+        kept = {key: each for key, each in self.value.items() if key not in moved}
+        named = {ours: self.value[own] for ours, own in columns.items() if own}
+        return replace(self, value=kept | named)
 
     def text(self, name: str, *, empty: bool = False) -> str:
         """Return the text in field ``name``.

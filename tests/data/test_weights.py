@@ -63,6 +63,16 @@ def test_rows_of_the_weight_0_are_left_out(dialect):
         read(rows[1:], dialect)
 
 
+def test_columns_of_metadata_with_the_name_of_a_loss_can_be_left_out(dialect):
+    metadata = {"loss": 1.7, "weights": [1, 2], "mask": [0, 1], "train": [{"x": 1}]}
+    for name, value in metadata.items():
+        row = {"messages": CHAT, name: value}
+        with pytest.raises(ConfigError, match=f"metadata: --data.columns {name} ''"):
+            read([row], dialect)
+        (example,) = read([row], dialect, columns={name: ""})
+        assert example.weights is None
+
+
 WEIGHTS = {
     "negative": ({"messages": weighted(weight=-1)}, "message 1: 'weight' is -1; write a number of"),
     "not finite": ({"messages": weighted(weight=float("nan"))}, "message 1: 'weight' is nan"),

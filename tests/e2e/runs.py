@@ -1,6 +1,7 @@
 """Start of the program as a user starts it, and checks of its run folder."""
 
 import contextlib
+import ipaddress
 import json
 import os
 import random
@@ -50,6 +51,8 @@ class Run:
         self.folder = folder
         self._mark = f"TILLER_TEST_RUN={uuid.uuid4().hex}"
         self._shared: set[Path] = set()
+        self.listened: set[str] = set()
+        """Addresses at which its processes listened while it was waited for."""
         self._known: set[tuple[int, str]] = set()
         name, value = self._mark.split("=")
         environment = {**os.environ, name: value}
@@ -73,6 +76,7 @@ class Run:
             while self.process.poll() is None:
                 assert time.monotonic() < deadline, f"still running: {self.stderr}"
                 self._note_shared_memory()
+                self.listened |= listening(self.processes())
                 time.sleep(0.5)
             return self.process.returncode
         finally:
@@ -197,6 +201,25 @@ def living() -> list[tuple[int, int, str]]:
                 if fields[0] not in "ZX":
                     table.append((int(entry.name), int(fields[1]), fields[19]))
     return sorted(table, key=lambda row: (int(row[2]), row[0]))
+
+
+def listening(pids: list[int]) -> set[str]:
+    """Return the IP addresses at which these processes listen."""
+    own = set[str]()
+    for pid in pids:
+        with contextlib.suppress(OSError):  # it ended while we looked
+            for entry in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    own.add(os.readlink(entry))
+    found = set[str]()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in own:
+                words = bytes.fromhex(fields[1].partition(":")[0])
+                order = [words[at : at + 4][::-1] for at in range(0, len(words), 4)]
+                found.add(str(ipaddress.ip_address(b"".join(order))))
+    return found
 
 
 def start(tmp_path: Path, arguments: tuple[str, ...]) -> Run:

@@ -14,7 +14,7 @@ import pytest
 
 from tests import warm
 from tests.e2e.configs import BLOCK
-from tests.e2e.runs import PATIENCE_S, TIMEOUT_S, TINY, Run, words
+from tests.e2e.runs import PATIENCE_S, TIMEOUT_S, TINY, Run, listening, living, words
 from tests.tiny_tokenizers import make_model
 
 READY = r"^serving .* (http://[^/,\s]+)"
@@ -32,7 +32,13 @@ def trained(model, finished) -> Run:
         "--evaluation.prompts 2 --rollout.prompts_per_step 2 --rollout.samples_per_prompt 3"
     )
     config = ("--config", "tests.e2e.configs.agents", *TINY[2:], "--model.hf_path", str(model))
-    return finished(*config, *few, "--evaluation.prompts", "2")
+    page = ("--sinks.prometheus", "127.0.0.1:0", "--rollout.reward_workers", "1")
+    return finished(*config, *few, "--evaluation.prompts", "2", *page)
+
+
+@pytest.mark.long
+def test_on_one_host_no_process_of_a_run_listens_beyond_loopback(trained):
+    assert trained.listened == {"127.0.0.1"}
 
 
 @pytest.mark.long
@@ -87,6 +93,12 @@ class Server:
     def _output(self) -> str:
         return self._said.read_text() if self._said.exists() else ""
 
+    def listened(self):
+        family = {self._program.pid}
+        for pid, parent, _ in living():
+            family |= {pid} if parent in family else set()
+        return listening([*family])
+
     def ask(self, path, method="GET", body=None):
         request = urllib.request.Request(
             self.url + path,
@@ -124,6 +136,7 @@ def test_a_policy_is_served_token_for_token(request, tmp_path, origin):
         arguments = [*config, "--model.hf_path", model]
         number, version = signal.SIGTERM, 0
     with Server(tmp_path, *arguments) as server:
+        assert server.listened() == {"127.0.0.1"}
         opened = server.ask("/sessions", "POST")
         client = openai.OpenAI(base_url=opened["base_url"], api_key="none", max_retries=0)
         messages = [*MESSAGES]

@@ -21,6 +21,7 @@ from rl.gateway.protocol import (
     Limits,
     Sampled,
     SamplingParams,
+    aside,
     context_exceeded,
     read,
 )
@@ -50,8 +51,6 @@ Work = list[tuple[Ask, Choose]]
 ID_OF = {ChatRequest: "chatcmpl", CompletionRequest: "cmpl"}
 """Begin of the ids of answers by the kind of the request, as OpenAI's API has it."""
 
-LARGE = 2**14
-"""Size of the bodies that are encoded in the event loop; larger ones would hold up others."""
 REMEMBERED = 8
 """Number of latest requests of a session whose answers are kept."""
 
@@ -155,7 +154,7 @@ class Gateway:
 
     async def chat(self, name: str, body: bytes, *, is_retry: bool = False) -> Reply:
         """Answer ``/v1/chat/completions``. Raises ApiError."""
-        request = read(ChatRequest, body)
+        request = await aside(len(body), lambda: read(ChatRequest, body))
         session = self._session(name)
         form = self._form(request, bool(request.logprobs))
         top = request.top_count
@@ -183,7 +182,7 @@ class Gateway:
 
     async def completions(self, name: str, body: bytes, *, is_retry: bool = False) -> Reply:
         """Answer ``/v1/completions``. Raises ApiError."""
-        request = read(CompletionRequest, body)
+        request = await aside(len(body), lambda: read(CompletionRequest, body))
         session = self._session(name)
         form = self._form(request, request.logprobs is not None)
 
@@ -202,7 +201,7 @@ class Gateway:
 
     async def generate(self, name: str, body: bytes, *, is_retry: bool = False) -> Reply:
         """Answer ``/inference/v1/generate``. Raises ApiError."""
-        request = read(GenerateRequest, body)
+        request = await aside(len(body), lambda: read(GenerateRequest, body))
         params = request.sampling_params or SamplingParams()
         name = name or str((params.extra_args or {}).get("session", ""))
         session = self._session(name)
@@ -359,7 +358,7 @@ class Gateway:
             known = session.answers.get(digest) if is_retry else None
             if known and not (known.done() and (known.cancelled() or known.exception())):
                 return known
-            work = await asyncio.to_thread(prepare) if len(body) > LARGE else prepare()
+            work = await aside(len(body), prepare)
             return self._begin(session, digest, work)
 
     def _begin(self, session: _Session, digest: bytes, work: Work) -> asyncio.Future[list[Choice]]:
@@ -367,7 +366,7 @@ class Gateway:
             message = f"{self._waiting} answers are being sampled; try again later"
             raise ApiError(429, message, code="too_many_requests")
         self._waiting += len(work)
-        future = asyncio.ensure_future(self._choices(work))
+        future = asyncio.ensure_future(self._choices(session, work))
         self._work.add(future)
         future.add_done_callback(self._done)
         session.answers[digest] = future
@@ -380,11 +379,11 @@ class Gateway:
         if not future.cancelled():
             future.exception()  # known, also if the client has gone
 
-    async def _choices(self, work: Work) -> list[Choice]:
+    async def _choices(self, session: _Session, work: Work) -> list[Choice]:
         try:
             completions = await asyncio.gather(*(self._sample(ask) for ask, _ in work))
         finally:
             self._waiting -= len(work)
-        return [
-            choose(completion) for (_, choose), completion in zip(work, completions, strict=True)
-        ]
+        pairs = [*zip(work, completions, strict=True)]
+        async with session.order:
+            return await asyncio.to_thread(lambda: [choose(each) for (_, choose), each in pairs])

@@ -12,6 +12,7 @@ from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.concurrency import iterate_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -178,13 +179,18 @@ class _Endpoints:
     async def read_session(self, request: Request) -> Response:
         name = request.path_params["session"]
         capture = self._gateway.capture(name)
-        sequences = [
-            {**{name: getattr(each, name) for name in COLUMNS}, **_records_of(each.snapshot())}
+        rows = [
+            ({name: [*getattr(each, name)] for name in COLUMNS}, each.snapshot())
             for each in capture.log.sequences
         ]
         counts = {"turns": capture.turns, "rewritten": capture.rewritten}
         counts["malformed_calls"] = capture.malformed
-        return JSONResponse({"id": name, **counts, "sequences": sequences})
+
+        def answer() -> Response:
+            sequences = [{**columns, **_records_of(each)} for columns, each in rows]
+            return JSONResponse({"id": name, **counts, "sequences": sequences})
+
+        return await asyncio.to_thread(answer)
 
     async def close_session(self, request: Request) -> Response:
         name = request.path_params["session"]
@@ -230,7 +236,7 @@ class _Endpoints:
                 await asyncio.wait([reply.choices], timeout=ALIVE_S)
                 if not reply.choices.done():
                     yield ": waiting\n\n"
-            for each in reply.events(await self._choices(reply)):
+            async for each in iterate_in_threadpool(reply.events(await self._choices(reply))):
                 yield each
             yield DONE
         except ApiError as error:

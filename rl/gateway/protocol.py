@@ -1,5 +1,7 @@
 """Requests of the API, checked, and its errors."""
 
+import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -10,6 +12,8 @@ from rl.types import MAX_TEMPERATURE, MAX_TOP_LOGPROBS
 
 MAX_CHOICES = 64
 """Maximum of ``n``."""
+LARGE = 2**14
+"""Size of the bodies that are read in the event loop."""
 MAX_PROMPTS = 64
 """Maximum number of prompts of one request for completions."""
 IGNORED = {
@@ -33,6 +37,7 @@ NEUTRAL = {
 """Parameters that are not supported, with the values that change nothing."""
 
 Request = TypeVar("Request", bound="Strict")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,6 +250,13 @@ class GenerateRequest(Strict):
     prompt_token_ids: list[int] | None = None
     sampling_params: SamplingParams | None = None
     stream: Literal[False] | None = None
+
+
+async def aside(size: int, work: Callable[[], Result]) -> Result:
+    """Return ``work()`` on a body of ``size`` bytes; a large one would hold up other clients in the
+    event loop.
+    """
+    return await asyncio.to_thread(work) if size > LARGE else work()
 
 
 def read(kind: type[Request], body: bytes) -> Request:

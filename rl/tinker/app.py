@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from rl.errors import RunError
 from rl.gateway.http import admit, finish_or_cancel, read_body
-from rl.gateway.protocol import ApiError
+from rl.gateway.protocol import ApiError, aside
 from rl.tinker.catalog import LISTED, Catalog, adapter_facts, page
 from rl.tinker.checkpoints import until
 from rl.tinker.errors import BadRequest, UserError
@@ -32,6 +32,7 @@ from rl.tinker.protocol import (
     Text,
     read,
 )
+from rl.tinker.samplers import sample_head
 from rl.tinker.server import Server
 from rl.tinker.store import Accepted, Answer, Record
 from rl.tinker.wire import MEDIA_TYPE, parse_forward_backward
@@ -100,7 +101,8 @@ def _endpoint(
                 server.parts.store.require_written()
             given = {}
             if handler.__name__ not in ("forward_backward", "asample", "telemetry"):
-                given = read(handler, request.state.body, whole=handler.__name__ != "_in_order")
+                body, whole = request.state.body, handler.__name__ != "_in_order"
+                given = await aside(len(body), lambda: read(handler, body, whole=whole))
             answer = handler(request, **request.path_params, **given)
             if inspect.isawaitable(answer):
                 work = asyncio.ensure_future(answer)
@@ -248,14 +250,18 @@ class _Handlers:
 
     optim_step = save_weights = save_weights_for_sampler = save_weights_external = _in_order
 
-    def forward_backward(self, request: Request) -> Any:
+    async def forward_backward(self, request: Request) -> Any:
         encoding = request.headers.get("content-encoding", "")
-        body = decoded(request.state.body, encoding, MAX_BODY)
-        head = parse_forward_backward(body)
+        given = request.state.body
+
+        def parse() -> tuple[Any, bytes]:
+            head = parse_forward_backward(decoded(given, encoding, MAX_BODY))
+            return head, head.SerializeToString(deterministic=True)  # repeated ones are compared
+
+        head, body = await aside(len(given), parse)
         verb = "forward" if head.forward_only else "forward_backward"
         if head.seq_id < 1:
             raise UserError("seq_id must be at least 1")
-        body = head.SerializeToString(deterministic=True)  # a repeated one is compared with it
         return self._server.models.accept(head.model_id, head.seq_id, verb, body)
 
     def create_custom_loss(
@@ -269,7 +275,7 @@ class _Handlers:
     ) -> Any:
         self._store.get("session", session_id)
         id = f"{session_id}:loss:{custom_loss_seq_id}"
-        self._futures.require_same(f"{id}:0", request.state.body)
+        digest = self._futures.require_same(f"{id}:0", request.state.body)
         fact: Record = {"graph": graph, "inputs": [each.model_dump() for each in inputs]}
         answer = Answer.of(loss_id=id, type="create_custom_loss")
         try:
@@ -277,7 +283,7 @@ class _Handlers:
             self._store.put("loss", id, fact)
         except UserError as error:
             answer = Answer.failure(str(error), "user")
-        self._store.accept(id, Accepted(0, "create_custom_loss"))
+        self._store.accept(id, Accepted(0, "create_custom_loss"), digest)
         self._store.answer(id, 0, answer)
         return {"request_id": f"{id}:0"}
 
@@ -360,8 +366,10 @@ class _Handlers:
     def join_sampling_session(self, request: Request, *, sampling_session_id: Text) -> Any:
         return {"client_counter": self._server.samplers.join(sampling_session_id)}
 
-    def asample(self, request: Request) -> Any:
-        return self._server.samplers.ask(request.state.body)
+    async def asample(self, request: Request) -> Any:
+        body = request.state.body
+        head = await aside(len(body), lambda: read(sample_head, body, whole=False))
+        return self._server.samplers.ask(body, *head.values())
 
     # Checkpoints.
 

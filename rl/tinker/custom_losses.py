@@ -1,6 +1,6 @@
 """A process of its own for the operations of clients' losses, with limits of time and memory.
 
-An operation may end its process, such as an integer division that overflows, or compute for hours.
+An operation may end its process, as one that runs out of memory does, or compute for hours.
 """
 
 import asyncio
@@ -55,13 +55,13 @@ class CustomLosses:
         try:
             found = await asyncio.to_thread(self._answer, graph, datums)
         except BaseException:
-            self.stop()
+            self.close()
             raise
         if isinstance(found, UserError):
             raise found
         return found
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """End the process."""
         if self._process is not None:
             self._process.kill()
@@ -77,8 +77,7 @@ class CustomLosses:
         except (EOFError, OSError):
             self._process.join()
             cause = signal.strsignal(-(self._process.exitcode or 0))
-            text = f"the loss ended its process ({cause}), as an integer division by 0 or -1 may"
-            return UserError(text)
+            return UserError(f"the loss ended its process ({cause})")
         return found
 
 

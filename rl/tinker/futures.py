@@ -51,14 +51,21 @@ class Futures:
         """Return a future; None if it is unknown, or was forgotten."""
         return self._all.get(id)
 
-    def require_same(self, id: str, content: bytes) -> None:
-        """Raise BadRequest if the request ``id`` has come with other content."""
+    def remember(self, id: str, digest: bytes) -> None:
+        """Compare later requests ``id`` with one that a process before has accepted."""
+        self._digests[id] = digest
+
+    def require_same(self, id: str, content: bytes) -> bytes:
+        """Return the digest of the request ``id``. Raises BadRequest if the request has come with
+        other content.
+        """
         digest = hashlib.blake2b(content, digest_size=16).digest()
         if self._digests.setdefault(id, digest) != digest:
             problem = f"request {id} has come before with other content"
             raise BadRequest(400, f"{problem}; another client uses the same ids and numbers")
         while len(self._digests) > MAX_DIGESTS:
             del self._digests[next(iter(self._digests))]
+        return digest
 
     def open(self, id: str, **more: Any) -> Future:
         """Return a new future. ``more`` are other fields of its promise."""

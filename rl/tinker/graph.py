@@ -191,10 +191,21 @@ def _evaluated(node: Record, values: Record, inputs: Record, left: int) -> Any:
         require(right, f"{target} takes numbers here")
         if not given and target.endswith("pow"):
             args = [float(each) for each in args]
+    if target.endswith(("floordiv", "mod")) or named.get("rounding_mode"):
+        operands = [*args, *(named[each] for each in ("input", "other") if each in named)]
+        _check_division(*map(torch.as_tensor, operands[:2]))
     result = function(*args, **named)
     parts = result if isinstance(result, tuple) else [result]
     require(all(isinstance(each, RESULTS) for each in parts), "its result has an unknown type")
     return result
+
+
+def _check_division(dividend: torch.Tensor, divisor: torch.Tensor) -> None:
+    """Raise UserError for integers whose quotient does not exist: it could end the process."""
+    if not (dividend.is_floating_point() or divisor.is_floating_point()):
+        overflows = (divisor == -1) & (dividend == torch.iinfo(torch.int64).min)
+        missing = (overflows | (divisor == 0)).any()
+        require(not missing, "an integer is divided by 0, or the least integer by -1")
 
 
 def _check_index(index: Any) -> None:

@@ -71,6 +71,8 @@ class Models:
 
     async def load(self) -> None:
         """Read the models, and the requests that wait, from the store."""
+        for id, digest in await self._store.digests():
+            self._parts.futures.remember(id, digest)
         for id in self._store.facts["model"]:
             model = self._models[id] = Model(id, await self._store.progress(id))
             if self._verbs.fact(model)["failed"].startswith(UNRESTORED):  # of an older server
@@ -101,34 +103,44 @@ class Models:
             for name in ("state", "live"):
                 self._checkpoints.release(fact[name])
 
-    def drop_live(self, session: str) -> None:
-        """Delete the weights that samplers of a session's models shared."""
+    def free_finished(self) -> None:
+        """Delete the states and unnamed weights of models whose sessions have finished, once no
+        request of a model waits. Checkpoints stay.
+        """
         for model in self._models.values():
             fact = self._verbs.fact(model)
-            if fact["session"] == session and fact["live"]:
-                self._verbs.set(model, live="")
+            if self._has_finished(model) and not model.waiting and (fact["live"] or fact["state"]):
+                self._verbs.set(model, live="", state="")
                 self._checkpoints.release(fact["live"])
+                self._checkpoints.release(fact["state"])
+                self._store.cut(model.id, model.next_seq)
+
+    def _has_finished(self, model: Model) -> bool:
+        session = self._store.facts["session"].get(self._verbs.fact(model)["session"], {})
+        return bool(session.get("finished"))
 
     def accept(self, id: str, seq: int, verb: str, body: bytes) -> dict[str, Any]:
         """Return the promise of request ``seq`` of a model.
 
-        Raises BadRequest if the model is unknown, or too much waits.
+        Raises BadRequest if the model is unknown or its session has finished, or too much waits.
         """
         self._store.get("model", id)
         model = self._models[id]
         model.used = time.time()
         own = re.sub(rb'"sampling_session_seq_id": *\d+', b"", body)  # a retry has another one
-        self._parts.futures.require_same(f"{id}:{seq}", verb.encode() + own)
+        digest = self._parts.futures.require_same(f"{id}:{seq}", verb.encode() + own)
         if seq < model.next_seq:
             return {"request_id": f"{id}:{seq}", "model_id": id}
         if seq in model.waiting:
             return model.waiting[seq][1].promise
+        if self._has_finished(model):
+            raise BadRequest(410, f"the session of {id} has finished")
         if seq >= model.next_seq + WINDOW:
             raise BadRequest(400, f"seq_id is {seq}, and {model.next_seq} has not come yet")
         if self._bytes + len(body) > WAITING_BYTES:
             raise BadRequest(429, "too many requests wait; try again later")
         request = Accepted(seq, verb, body)
-        self._store.accept(id, request)
+        self._store.accept(id, request, digest)
         return self._enqueue(model, request).promise
 
     def _enqueue(self, model: Model, request: Accepted) -> Future:
@@ -269,7 +281,8 @@ class Models:
 
     async def _send_away(self, model: Model) -> None:
         """Have the trainer forget the adapter of a model, whose state is on disk then."""
-        if model.changed > self._verbs.fact(model)["state_seq"]:
+        changed = model.changed > self._verbs.fact(model)["state_seq"]
+        if changed and not self._has_finished(model):
             await self._try_write_state(model)
         await self._forget(model)
 

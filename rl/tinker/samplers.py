@@ -52,6 +52,8 @@ AGAIN_S = 1.0
 """Time before a sample whose process was lost is sampled again."""
 Rows = dict[int, tuple[int, dict[str, Any]]]
 """Finished samples by number: place in the order of all, and what the client is told."""
+LIVES = 3
+"""Number of times that a sample is tried whose process or weights are lost meanwhile."""
 BEAT_S = 5.0
 """Time between looks for clients that have gone."""
 SILENT = 4
@@ -70,7 +72,7 @@ class Samplers:
     """Samplers of all clients. ::
 
     samplers.create("sess-1:sample:0", base_model="tiny", model_path=None)
-    promise = samplers.ask(body)
+    promise = samplers.ask(body, "sess-1:sample:0", seq=1, count=4)
     rows, cursor = await samplers.ready_after("sess-1:sample:0", 0, cursor=0, seconds=30)
     """
 
@@ -155,22 +157,20 @@ class Samplers:
 
     # Samples.
 
-    def ask(self, body: bytes) -> dict[str, Any]:
-        """Return the promise of a sample, or that of the same request before.
-
-        Raises UserError if the request has no sampler or number, BadRequest if too much waits.
+    def ask(self, body: bytes, name: str, seq: int, count: int) -> dict[str, Any]:
+        """Return the promise of ``count`` samples, or that of the same request before. ``body`` is
+        that of request ``seq`` of sampler ``name``. Raises BadRequest if too much waits.
         """
-        name, seq, count = read(sample_head, body, whole=False).values()
         fact = self.fact(name)
         id = f"{name}:{seq}"
-        self._futures.require_same(id, body)
+        digest = self._futures.require_same(id, body)
         if known := self._futures.get(id):
             return known.promise
         if self._futures.pending >= MAX_WAITING:
             raise BadRequest(429, "too many samples wait; try again later")
         ids = [f"{id}:{number}" for number in range(count)]
         future = self._futures.open(id, sample_sequence_ids=ids)
-        self._store.accept(name, Accepted(seq, "sample"))
+        self._store.accept(name, Accepted(seq, "sample"), digest)
         future.task = asyncio.create_task(self._work(future, fact, body))
         self._working[_session_of(name)].add(future)
         return future.promise
@@ -301,12 +301,13 @@ class Samplers:
         ]
         completions = await self._complete(requests, fact)
         if run := fact.get("run"):
-            self._parts.samples.add(run, tokens, completions)
+            await asyncio.to_thread(self._parts.samples.add, run, tokens, completions)
         hidden = max(1, len(tokens) - (prompt_logprobs_last_n or len(tokens)))
         scores = [math.nan] * hidden + (completions[0].prompt_logprobs or [])[hidden:]
         likely = [dict[int, float]()] * hidden + (completions[0].prompt_top or [])[hidden:]
         targets = target_prompt_logprobs
-        return encode_sample(
+        return await asyncio.to_thread(
+            encode_sample,
             completions,
             top=topk_sample_logprobs,
             prompt_logprobs=scores if prompt_logprobs else None,
@@ -346,7 +347,7 @@ class Samplers:
         return self._parts.checkpoints.at(folder) if folder else "base"
 
     async def _complete(self, requests: list[GenerationRequest], fact: Record) -> list[Completion]:
-        while True:
+        for _ in range(LIVES):
             await self.running.wait()
             weights = self._weights(fact)
             if isinstance(weights, Path) and not weights.exists():
@@ -361,10 +362,11 @@ class Samplers:
             except asyncio.CancelledError:
                 await self._session.abort(*(each.request_id for each in requests))
                 raise
+        raise RunError(f"processes or weights were lost {LIVES} times during this sample")
 
     async def _score(self, given: Targets, prompt: list[int], weights: Path | str) -> Any:
         """Return the log-probs of the ids that a client names at each token but the first."""
-        message = tensor_from_json(given.model_dump())
+        message = await asyncio.to_thread(lambda: tensor_from_json(given.model_dump()))
         limit = MAX_TARGETS * len(prompt)
         wanted = array_of(message, "target_prompt_logprobs", limit=limit, fill=-1)
         if wanted.ndim != 2 or len(wanted) != len(prompt) - 1:

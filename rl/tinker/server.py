@@ -1,6 +1,7 @@
 """A server's parts, and its life: the session runs, and what was lost starts again."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -51,13 +52,14 @@ class Server:
         """Run the session until the task is cancelled. Raises the failure that no start mends."""
         await self.models.load()
         await self.samplers.load()
-        async with background(self._expire()), background(self.samplers.watch()):
-            while True:
-                try:
-                    await self._attempt()
-                except ActorFailure as failure:
-                    await self.models.note_loss()
-                    self.parts.session.recover(failure)
+        with contextlib.closing(self.parts.custom_losses):
+            async with background(self._expire()), background(self.samplers.watch()):
+                while True:
+                    try:
+                        await self._attempt()
+                    except ActorFailure as failure:
+                        await self.models.note_loss()
+                        self.parts.session.recover(failure)
 
     async def _attempt(self) -> None:
         """Start what does not run, and serve until a model is lost."""
@@ -73,14 +75,14 @@ class Server:
                 self.samplers.running.clear()
 
     def finish(self, session: str) -> None:
-        """Forget what only clients of a session use, which has finished: samplers with weights that
-        have no name, and losses.
+        """Forget what only clients of a session use, which has finished: samplers, losses, and the
+        states of models.
         """
         for kind in ("sampler", "loss"):
             for id in [*self.parts.store.facts[kind]]:
                 if id.startswith(f"{session}:"):
                     self._drops[kind](id)
-        self.models.drop_live(session)
+        self.models.free_finished()
 
     def make_room(self, kind: str) -> None:
         """Forget a tenth of the facts of a kind whose sessions have finished, or gave no sign of
@@ -110,4 +112,5 @@ class Server:
         while True:
             self.parts.checkpoints.expire()
             self.samplers.expire()
+            self.models.free_finished()
             await asyncio.sleep(EXPIRE_S)

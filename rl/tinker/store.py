@@ -16,8 +16,9 @@ TABLES = """
 PRAGMA locking_mode = EXCLUSIVE; PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL;
 CREATE TABLE IF NOT EXISTS facts (kind TEXT, name TEXT, fact TEXT, PRIMARY KEY (kind, name));
 CREATE TABLE IF NOT EXISTS requests (owner TEXT, seq INTEGER, verb TEXT, body BLOB, answer BLOB,
-    media TEXT, PRIMARY KEY (owner, seq));
+    media TEXT, digest BLOB, PRIMARY KEY (owner, seq));
 """
+HAS_DIGESTS = "SELECT 1 FROM pragma_table_info('requests') WHERE name = 'digest'"
 KINDS = ("session", "model", "sampler", "checkpoint", "loss", "folder")
 MAX_FACTS = 100_000
 """Maximum number of facts of a kind."""
@@ -89,6 +90,8 @@ class Store:
         try:
             self._database = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
             self._database.executescript(TABLES)
+            if not self._database.execute(HAS_DIGESTS).fetchone():  # of an older server
+                self._database.execute("ALTER TABLE requests ADD COLUMN digest BLOB")
             for kind, name, fact in self._database.execute("SELECT kind, name, fact FROM facts"):
                 self.facts[kind][name] = json.loads(fact, parse_constant=lambda _: None)
         except (sqlite3.Error, ValueError, LookupError) as error:
@@ -123,10 +126,10 @@ class Store:
         self._write("DELETE FROM facts WHERE kind = ? AND name = ?", kind, name)
         return self.facts[kind].pop(name, {})
 
-    def accept(self, owner: str, request: Accepted) -> None:
-        """Note a request of the model or sampler ``owner``."""
-        sql = "INSERT OR REPLACE INTO requests VALUES (?, ?, ?, ?, NULL, NULL)"
-        self._write(sql, owner, *request)
+    def accept(self, owner: str, request: Accepted, digest: bytes | None = None) -> None:
+        """Note a request of the model or sampler ``owner``, with the digest of its content."""
+        sql = "INSERT OR REPLACE INTO requests VALUES (?, ?, ?, ?, NULL, NULL, ?)"
+        self._write(sql, owner, *request, digest)
 
     def answer(self, owner: str, seq: int, answer: Answer, *, keep: bool = False) -> None:
         """Note the answer to a request. Drop its body unless ``keep`` is set, and an old answer."""
@@ -223,6 +226,11 @@ class Store:
         )
         rows = await self._select(sql, owner, first, end, len(FAILED), FAILED)
         return [Accepted(*row) for row in rows]
+
+    async def digests(self) -> list[tuple[str, bytes]]:
+        """Return the ids of all requests, and the digests of their contents."""
+        sql = "SELECT owner || ':' || seq, digest FROM requests WHERE digest NOT NULL"
+        return await self._select(sql)
 
     async def of_verb(self, verb: str) -> list[tuple[str, int]]:
         """Return owner and number of all requests of a verb."""

@@ -12,7 +12,9 @@ import openai
 import pytest
 
 from rl.errors import ConfigError, RunError
-from rl.gateway import gateway as sessions
+from rl.gateway import gateway as gateways
+from rl.gateway import http as served
+from rl.gateway import protocol
 from rl.gateway.http import serving
 from rl.gateway.protocol import ApiError
 from rl.host import http_server
@@ -222,7 +224,7 @@ async def test_an_answer_that_nobody_waits_for_is_given_up(leaves, stream):
 
 @awaited
 async def test_an_idle_session_is_forgotten_and_a_busy_one_is_not(monkeypatch):
-    monkeypatch.setattr(sessions, "time", Clock)
+    monkeypatch.setattr(gateways, "time", Clock)
     Clock.ahead += 3600.0
     policy = Held()
     async with server(policy, limits={"session_s": 3600.0}) as (gateway, url, client):
@@ -376,7 +378,7 @@ async def test_a_large_request_holds_up_no_other(monkeypatch):
     render = gateway._dialect.render
 
     def slow(messages, *args, **options):
-        if len(messages[0]["content"]) > sessions.LARGE:
+        if len(messages[0]["content"]) > protocol.LARGE:
             encoding.set()
             assert may_go.wait(60)
         return render(messages, *args, **options)
@@ -393,7 +395,7 @@ async def test_a_large_request_holds_up_no_other(monkeypatch):
             return answer.json()
 
         own = f"/sessions/{name}"
-        large = asyncio.create_task(ask(sessions.LARGE + 2, own))
+        large = asyncio.create_task(ask(protocol.LARGE + 2, own))
         assert await asyncio.to_thread(encoding.wait, 60)
         assert (await http.get(f"{url}/health")).status_code == 200
         assert (await ask(2))["choices"]
@@ -405,3 +407,32 @@ async def test_a_large_request_holds_up_no_other(monkeypatch):
         assert not later.done()
         may_go.set()
         assert "error" in await large and (await later)["choices"]
+
+
+@awaited
+async def test_large_bodies_answers_and_streams_are_worked_at_beside_the_event_loop(monkeypatch):
+    gateway = make_gateway(Policy(["plain"] * 3))
+    in_loop = []
+
+    def note(owner, name):
+        work = getattr(owner, name)
+
+        def noted(*args, **options):
+            in_loop.append((name, threading.current_thread() is threading.main_thread()))
+            return work(*args, **options)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    note(gateways, "read")
+    note(served, "_records_of")
+    note(gateways.Capture, "answer")
+    note(gateways.Form, "_chunk")
+    async with serving(gateway) as url, httpx.AsyncClient(timeout=60) as http:
+        opened = (await http.post(f"{url}/sessions")).json()
+        body = {"messages": [{"role": "user", "content": "a"}], "stream": True}
+        body["user"] = "u" * (protocol.LARGE + 1)
+        streamed = await http.post(f"{opened['base_url']}/chat/completions", json=body)
+        assert streamed.text.endswith("data: [DONE]\n\n")
+        assert (await http.get(f"{url}/sessions/{opened['id']}")).json()["turns"] == 1
+    assert {name for name, _ in in_loop} == {"read", "_records_of", "answer", "_chunk"}
+    assert not [name for name, is_in_loop in in_loop if is_in_loop]

@@ -5,9 +5,10 @@ import sqlite3
 
 import pytest
 
-from rl.errors import ActorFailure, RunError, StorageFull
-from rl.tinker import models, store
-from tests.tinker.clients import PROTO, Running, awaited, shortened
+from rl.errors import ActorFailure, RankLost, RunError, StorageFull
+from rl.tinker import models, samplers, store
+from tests.tinker.clients import PROTO, Running, Training, awaited, shortened
+from tests.tinker.test_app import ask, sampler_of
 from tests.tinker.toy import ToySession, digest
 
 BAD = 13
@@ -250,3 +251,41 @@ async def test_a_server_does_not_start_with_a_damaged_database(tmp_path):
     with pytest.raises(RunError, match=r"server\.db cannot be used: .*backup"):
         await Running(tmp_path).__aenter__()
     assert os.listdir(tmp_path / "weights") == []
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+@awaited
+async def test_a_request_under_an_old_number_is_compared_after_a_restart(tmp_path, is_old):
+    kind = {"content-type": PROTO}
+    async with Running(tmp_path) as running:
+        client = await running.train()
+        await client.done(await client.backward(1, 2))
+        await client.done(await client.step())
+    if is_old:  # a server without digests
+        with sqlite3.connect(tmp_path / "server.db") as database:
+            database.execute("ALTER TABLE requests DROP COLUMN digest")
+        database.close()
+    async with Running(tmp_path) as running:
+        again = Training(running, client.session)
+        if not is_old:
+            other = await running.post("forward_backward", again.data(3, 4, seq=1), **kind)
+            assert other.status_code == 400 and "has come before with other content" in other.text
+        same = await running.ask("forward_backward", again.data(1, 2, seq=1), **kind)
+        assert isinstance(await running.result(same), bytes)
+        assert isinstance(await again.done(await again.backward(1, 2, seq=3)), bytes)
+
+
+@awaited
+async def test_a_sample_whose_processes_are_lost_again_and_again_fails(tmp_path, monkeypatch):
+    async def lost(requests, **options):
+        calls.append(requests)
+        raise RankLost("it died", actor="generator-0", rank=0, call="generate", kind="")
+
+    calls = []
+    async with Running(tmp_path) as running:
+        sampler = await sampler_of(running, await running.open())
+        monkeypatch.setattr(running.session, "sample", lost)
+        with shortened(samplers, AGAIN_S=0.0):
+            found = await running.result(await ask(running, sampler, 1))
+        assert found["category"] == "server" and "lost 3 times" in found["error"], found
+        assert len(calls) == samplers.LIVES

@@ -63,6 +63,24 @@ async def test_a_session_that_finishes_frees_what_only_its_clients_use(tmp_path)
 
 
 @awaited
+async def test_the_state_of_a_model_is_freed_with_its_session(tmp_path):
+    async with Running(tmp_path, state_every=1) as running:
+        client = await running.train()
+        await client.backward(1, 2)
+        await client.done(await client.step())
+        parts = running.server.parts
+        while not parts.store.facts["model"][client.id]["state"]:
+            await asyncio.sleep(0)
+        assert len(await folders(running, 1)) == 1
+        await finish(running, client.session)
+        assert await folders(running, 0) == set()
+        late = await running.post("optim_step", {"model_id": client.id, "seq_id": 3})
+        assert late.status_code == 410 and "has finished" in late.text
+        await running.server.models._send_away(running.server.models._models[client.id])
+        assert await folders(running, 0) == set()
+
+
+@awaited
 async def test_unnamed_weights_of_a_model_are_bounded_by_their_last_use(tmp_path):
     with shortened(samplers, MAX_UNNAMED=2):
         async with Running(tmp_path) as running:

@@ -217,3 +217,30 @@ def test_a_result_that_would_fill_the_memory_is_refused_before_it_is_made():
 def test_a_loss_must_be_a_scalar_that_depends_on_logprobs(loss):
     with pytest.raises(UserError, match="must be a scalar that depends on logprobs"):
         Graph.of(**encoded(loss))(torch.ones(3, requires_grad=True), {})
+
+
+LEAST = torch.iinfo(torch.int64).min
+
+
+@pytest.mark.parametrize("number", [0, -1])
+@pytest.mark.parametrize(
+    "divided",
+    [
+        lambda x, y: x // y,
+        lambda x, y: x % y,
+        lambda x, y: torch.div(x, y, rounding_mode="trunc"),
+        lambda x, y: torch.div(input=x, other=y, rounding_mode="floor"),
+        lambda x, y: x.div(other=y, rounding_mode="trunc"),
+    ],
+)
+def test_an_integer_division_without_a_result_is_an_error_of_the_client(divided, number):
+    def loss(logprobs, x, y):
+        return logprobs.sum() + divided(x, y).float().sum(), {}
+
+    graph = Graph.of(**encoded(loss))
+    leaf = torch.zeros(2, requires_grad=True)
+    x, y = torch.tensor([5, LEAST]), torch.tensor([2, number])
+    with pytest.raises(UserError, match="an integer is divided by 0, or the least integer by -1"):
+        graph(leaf, {"x": x, "y": y})
+    graph(leaf, {"x": x + 1, "y": y.clamp(max=-1)})
+    graph(leaf, {"x": x.double(), "y": y})

@@ -90,10 +90,14 @@ def main(arguments: list[str]) -> None:
             _serve_clients(name, config, host=own.host, port=own.port, key=key)
             return
         session_config = SavedRun(config).session_config(evaluates=True)
-    require(
-        session_config.generator is not None and session_config.head == "logprobs",
-        f"this {type(config).__name__} samples nothing; choose a config with generators",
-    )
+    fix = "choose a config with generators"
+    if own.run is not None:
+        fix = (
+            f"export the model with python -m rl.export {own.run} DIR, and serve DIR: {PROGRAM} "
+            "--config gsm8k_jsonl --model.hf_path DIR --task.path FILE"
+        )
+    samples = session_config.generator is not None and session_config.head == "logprobs"
+    require(samples, f"this {type(config).__name__} samples nothing", fix=fix)
     dialect, sampling = _dialect_of(config)
 
     async def serve(session: "Session") -> None:

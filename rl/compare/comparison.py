@@ -265,7 +265,11 @@ def compared_of(example: Example, sides: Mapping[str, Activations]) -> Compared:
             text += f"; {rerouted[layer_of(first.name)]}"
         findings = [Finding(kind=kind_of(first.name), module=first.name, text=text)]
     else:
-        findings = head_finding(ours, theirs)
+        assert ours.logprobs is not None and theirs.logprobs is not None
+        difference = float((ours.logprobs - theirs.logprobs).abs().nan_to_num().max())
+        text = f"log-probs differ by {difference:.3g} nats, and the outputs before it agree"
+        head = Finding(kind="output head", module="lm_head", text=text)
+        findings = [head] if difference > _tolerance(theirs) else []
     logprobs = {name: side.logprobs for name, side in sides.items() if side.logprobs is not None}
     return Compared(
         example=example,
@@ -274,16 +278,6 @@ def compared_of(example: Example, sides: Mapping[str, Activations]) -> Compared:
         findings=findings,
         rerouted=rerouted,
     )
-
-
-def head_finding(ours: Activations, theirs: Activations) -> list[Finding]:
-    """Return the finding that log-probs differ although all modules before them agree."""
-    assert ours.logprobs is not None and theirs.logprobs is not None
-    difference = float((ours.logprobs - theirs.logprobs).abs().nan_to_num().max())
-    if difference <= _tolerance(theirs):
-        return []
-    text = f"log-probs differ by {difference:.3g} nats, and the outputs before it agree"
-    return [Finding(kind="output head", module="lm_head", text=text)]
 
 
 def stale_cache_findings(cached: Activations, fresh: Activations) -> list[Finding]:

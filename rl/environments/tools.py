@@ -91,14 +91,21 @@ class Tools:
         try:
             given = tool.arguments.model_validate_json(json.dumps(arguments), strict=True)
         except ValidationError as error:
-            return self._bounded(f"error: {_problems(error)}")
+            problems = [
+                f"argument {'.'.join(map(str, each['loc']))}: {each['msg']}, "
+                f"not {shown(each['input'])}"
+                for each in error.errors()
+            ]
+            return self._bounded(f"error: {'; '.join(problems)}")
         fields = type(given).model_fields.items()
         values = {str(each.alias): getattr(given, key) for key, each in fields}
         try:
             result = tool.call(**values)
             if inspect.iscoroutine(result):
                 result = in_thread(asyncio.run, result).result()  # a loop may run in this one
-            return self._bounded(_as_text(result))
+            if not isinstance(result, str):
+                result = json.dumps(result, ensure_ascii=False, default=str)
+            return self._bounded(result)
         except RunError:  # such as a sandbox that cannot start a program
             raise
         except (Exception, SystemExit, asyncio.CancelledError) as error:
@@ -155,21 +162,6 @@ def _untitled(schema: Any) -> Any:
         return schema
     kept = {key: each for key, each in schema.items() if key != "title" or isinstance(each, dict)}
     return {key: _untitled(each) for key, each in kept.items()}
-
-
-def _problems(error: Any) -> str:
-    """Return the arguments that pydantic refused, with its reasons."""
-    problems = []
-    for each in error.errors():
-        place = ".".join(map(str, each["loc"]))
-        problems.append(f"argument {place}: {each['msg']}, not {shown(each['input'])}")
-    return "; ".join(problems)
-
-
-def _as_text(result: Any) -> str:
-    if isinstance(result, str):
-        return result
-    return json.dumps(result, ensure_ascii=False, default=str)
 
 
 def code_tool(*, limits: Limits | None = None, unsafe: bool = False) -> Callable[[str], str]:

@@ -18,6 +18,7 @@ import torch
 import torchtitan.tools.utils as titan
 
 from rl.compat.titan import import_attention_without_compilers, tell_device
+from rl.host.disk import boot
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -38,12 +39,6 @@ _trimmed_to = 0  # resident bytes after the last trim
 GROUPED_ON = (9, 10)
 """Major compute capabilities of the GPUs that keep the offsets of grouped products in bfloat16 on
 the device. Elsewhere torch reads the offsets on the host."""
-
-
-def select_device() -> None:
-    """Set torchtitan's device to the CPU on hosts without CUDA, where torchtitan assumes CUDA."""
-    if not torch.cuda.is_available():
-        tell_device("cpu", torch.cpu)
 
 
 def import_attention() -> None:
@@ -200,11 +195,11 @@ def memory_domain() -> str:
     """Return a name that is equal for processes that can map each other's memory: one boot of one
     host, one PID namespace.
     """
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{socket.gethostname()}/{boot[:8]}/{os.stat('/proc/self/ns/pid').st_ino}"
+    return f"{socket.gethostname()}/{boot()[:8]}/{os.stat('/proc/self/ns/pid').st_ino}"
 
 
-select_device()
+if not torch.cuda.is_available():  # torchtitan assumes CUDA
+    tell_device("cpu", torch.cpu)
 for name in ("torchao", "torch.utils._pytree"):
     # importing torchao warns of CUDA libraries, wanted or not
     logging.getLogger(name).setLevel(logging.ERROR)

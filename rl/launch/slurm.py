@@ -85,10 +85,12 @@ def follow(launch: Launch, job: str) -> int:
         time.sleep(POLL_S)
         before = state
         try:
-            state = state_of(job)
+            state = _slurm("squeue", "-h", "-t", "all", "-j", job, "-o", "%T")
             answered = time.monotonic()
-        except RunError:
-            if time.monotonic() > answered + NO_ANSWER_S:
+        except RunError as error:
+            if "Invalid job id" in str(error):  # Slurm no longer knows the job
+                state = "GONE"
+            elif time.monotonic() > answered + NO_ANSWER_S:
                 raise
         if state != before:
             print(f"job {job}: {state}", flush=True)
@@ -98,16 +100,6 @@ def follow(launch: Launch, job: str) -> int:
                 print(printable(file.read()), end="", flush=True)
                 shown[log] = file.tell()
     return 0 if (launch.files / f"{job}.finished").exists() else 1
-
-
-def state_of(job: str) -> str:
-    """Return Slurm's name of the state; GONE if Slurm no longer knows the job."""
-    try:
-        return _slurm("squeue", "-h", "-t", "all", "-j", job, "-o", "%T")
-    except RunError as error:
-        if "Invalid job id" in str(error):
-            return "GONE"
-        raise
 
 
 def _slurm(*command: str) -> str:

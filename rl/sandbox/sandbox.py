@@ -183,7 +183,9 @@ class Landlock(Sandbox):
         orders |= {"needs_landlock": True, "dies_with_parent": True}
         if os.getuid() == 0:
             orders["user"] = _other_user()
-            orders["search"] = not _open_to_others(PREFIX)
+            folders = [PREFIX, *map(str, Path(PREFIX).parents)]
+            modes = [os.stat(folder).st_mode & 0o005 for folder in folders]
+            orders["search"] = modes != [0o005] * len(folders)  # closed to other users
             orders["limits"]["RLIMIT_NPROC"] = (limits.threads,) * 2
         return _python(str(LAUNCHER))
 
@@ -255,9 +257,3 @@ def _other_user() -> int:
     rows = [map(int, row.split()) for row in Path("/proc/self/uid_map").read_text().splitlines()]
     lasts = [first + count - 1 for first, _, count in rows]
     return user if max(lasts) >= FIRST_USER + USERS else max(lasts)
-
-
-def _open_to_others(path: str) -> bool:
-    """Whether every user can pass all folders down to ``path``."""
-    folders = [path, *map(str, Path(path).parents)]
-    return all(os.stat(folder).st_mode & 0o005 == 0o005 for folder in folders)

@@ -42,6 +42,7 @@ def main(arguments: list[str]) -> None:
     from rl.host.disk import TemporaryFolder, replace_folder
     from rl.model.reward_model import describe_stops
     from rl.trainers.trial import build_task
+    from rl.training.lora import base_of, rename_base
 
     folder = own.folder.resolve()
     _require_empty(folder)
@@ -53,6 +54,9 @@ def main(arguments: list[str]) -> None:
 
         async def export(session: "Session") -> str:
             await session.export_hf(model)
+            start = run.config.trainer.checkpoint
+            if start.initial_load_path and (model / "adapter").exists():
+                rename_base(model / "adapter", base_of(start, run.config.model.hf_path))
             if isinstance(run.config, DatasetRunConfig):
                 state, _ = await session.load()
                 describe_stops(model, state.get("stop_token_ids", []))

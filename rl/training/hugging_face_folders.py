@@ -37,7 +37,7 @@ from rl.training.hugging_face_names import (
     Shapes,
     TensorPiece,
 )
-from rl.training.lora import peft_adapter, write_peft
+from rl.training.lora import base_of, peft_adapter, write_peft
 from rl.training.sharded_model import named_weights, shards_of
 from rl.training.value_head import ValueHead
 
@@ -59,7 +59,7 @@ class HuggingFaceFolders:
         self._engine = engine
         self._model = engine.model
         self._shape = shape
-        self._base = source
+        self._base = base_of(engine.config.checkpoint, source)
         self._source = Path(source) if source is not None else None
         self._names = HuggingFaceNames(engine.model.config, family_of(shape))
         has_weights = self._source is not None and any(self._source.glob("*.safetensors"))

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torchtitan.components.checkpointer.dcp import CheckpointManager
 from torchtitan.components.checkpointer.utils import canonical_fqn
 
 from rl.compat.titan import lora_scale
@@ -179,6 +180,28 @@ def _add_parameter(adapter: PeftAdapter, name: str, a: Tensor, b: Tensor, later:
     adapter.tensors[f"{wrapper}.lora_B.weight"] = b.permute(1, 2, 0).flatten(1).contiguous()
 
 
+def base_of(checkpoint: CheckpointManager.Config, hf_path: str | None) -> str | None:
+    """Return the Hugging Face folder of the weights that adapters of a run are for; None if they
+    are in no folder.
+    """
+    path = checkpoint.initial_load_path
+    if not path or checkpoint.load_only:  # of a saved run, ``path`` is its checkpoint
+        return hf_path
+    return path if checkpoint.initial_load_in_hf else None
+
+
+def rename_base(folder: Path, base: str | None) -> None:
+    """Name another model that the adapter in ``folder`` is for."""
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | _described(base), indent=2))
+
+
+def _described(base: str | None) -> dict[str, Any]:
+    if isinstance(base, Snapshot):
+        return {"base_model_name_or_path": base.name, "revision": base.commit}
+    return {"base_model_name_or_path": base and str(Path(base).absolute()), "revision": None}
+
+
 def write_peft(
     folder: Path, adapter: PeftAdapter, config: AdapterConfig, *, base: str | None
 ) -> None:
@@ -188,7 +211,7 @@ def write_peft(
     described: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(Path(base).absolute()) if base is not None else None,
+        **_described(base),
         "r": config.rank,
         "lora_alpha": config.alpha,
         "target_modules": sorted(adapter.modules),
@@ -198,8 +221,6 @@ def write_peft(
     }
     if adapter.parameters:
         described["target_parameters"] = sorted(adapter.parameters)
-    if isinstance(base, Snapshot):
-        described |= {"base_model_name_or_path": base.name, "revision": base.commit}
     folder.mkdir()
     save_file(adapter.tensors, folder / "adapter_model.safetensors", {"format": "pt"})
     (folder / "adapter_config.json").write_text(json.dumps(described, indent=2))

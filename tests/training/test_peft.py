@@ -1,5 +1,7 @@
 """PEFT loads exported adapters, and computes what the policy and the merged export compute."""
 
+import json
+
 import pytest
 import torch
 from peft import PeftModel
@@ -7,6 +9,7 @@ from torchtitan.components.lora import LoRAConverter
 
 from rl.model.shape import ModelConfig
 from rl.training.checkpoint import Checkpointer
+from rl.training.lora import rename_base
 from rl.types import Batch
 from tests.training.batches import VOCAB_SIZE, ragged_batch
 from tests.training.model_cases import TIED, gpt_oss
@@ -96,3 +99,25 @@ def test_an_adapter_is_exported_for_peft_with_its_own_rank(tmp_path, form):
     assert (config.r, config.lora_alpha) == (2, 3.0)
     assert {*config.target_modules} == {"lm_head", *modules - ATTENTION}
     assert {*(config.target_parameters or [])} == parameters
+
+
+def test_an_adapter_names_the_weights_that_the_run_started_from(tmp_path):
+    def named():
+        described = json.loads((out / "adapter" / "adapter_config.json").read_text())
+        return described["base_model_name_or_path"]
+
+    model = ModelConfig(hf_path=str(FORMS["split"][0].write(tmp_path / "base")))
+    engine = engine_of(model, folder=str(tmp_path), lora=LORA)
+    checkpoint = engine.config.checkpoint
+    for path, in_hf, load_only, base in [
+        (str(tmp_path / "start"), True, False, str(tmp_path / "start")),
+        (str(tmp_path / "step-3"), False, False, None),
+        (str(tmp_path / "step-3"), False, True, model.hf_path),
+    ]:
+        checkpoint.initial_load_path = path
+        checkpoint.initial_load_in_hf = checkpoint.initial_load_model_only = in_hf
+        checkpoint.load_only = load_only
+        out = exported(engine, model, tmp_path)
+        assert named() == base
+    rename_base(out / "adapter", str(tmp_path / "start"))
+    assert named() == str(tmp_path / "start")

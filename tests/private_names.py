@@ -138,6 +138,12 @@ RELIES_ON["torchstore_internals"] = (
     # no public attribute of an endpoint shows whether it is async
     "monarch._src.actor.endpoint:EndpointProperty._method",
 )
+RELIES_ON["tyro_errors"] = (
+    # the printed errors are drawn boxes
+    "tyro._errors:on_parse_error(hook)",
+    "tyro._errors:ParseErrorEvent",
+    "tyro._errors:BadValue InstantiationFailure InvalidChoice SubcommandConflict UnrecognizedArgs",
+)
 RELIES_ON["vllm_executor"] = (
     # vLLM has no hook that runs once all ranks have opened what they share
     "vllm.v1.executor.uniproc_executor:ExecutorWithExternalLauncher._init_executor()",

@@ -8,13 +8,11 @@ import shlex
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import redirect_stderr
-from functools import cache
+from functools import cache, partial
 from importlib.util import module_from_spec, spec_from_file_location
-from io import StringIO
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
 import tyro
 from torchtitan.config import ConfigManager
@@ -31,6 +29,15 @@ from rl.cli.help import (
     quick_help,
     take_name,
 )
+from rl.compat.tyro_errors import (
+    BadValue,
+    InstantiationFailure,
+    InvalidChoice,
+    ParseErrorEvent,
+    SubcommandConflict,
+    UnrecognizedArgs,
+    on_parse_error,
+)
 from rl.config import RLConfig, RunConfig, ServeConfig
 from rl.config.algorithm import ALGORITHMS
 from rl.config.frozen import read_frozen
@@ -42,7 +49,6 @@ from rl.validation import validate
 from rl.validation.values import (
     ConfigValue,
     choices_of,
-    docstrings_of,
     validate_attributes,
     validate_types,
     value_of,
@@ -95,9 +101,8 @@ def read_config(
     chosen = {argument.partition(":")[0].replace("-", "_") for argument in overrides}
     overrides = [_full_argument(base, argument, known, chosen) for argument in overrides]
     ConfigManager.register_tyro_rules(custom_registry)
-    output = StringIO()
     try:
-        with redirect_stderr(output):
+        with on_parse_error(partial(_refuse, base)):
             config = tyro.cli(
                 type(base),
                 default=base,
@@ -106,8 +111,8 @@ def read_config(
                 registry=custom_registry,
                 config=(tyro.conf.CascadeSubcommandArgs,),  # any field may follow a chosen part
             )
-    except SystemExit:
-        raise _refusal(output.getvalue(), _names(base)) from None
+    except ConfigError:
+        raise
     except ValueError as error:  # a torchtitan dataclass refused its values
         raise ConfigError(str(error)) from error
     except Exception as error:
@@ -129,25 +134,43 @@ def _choose_algorithm(config: RLConfig, overrides: list[str]) -> list[str]:
     return others
 
 
-def _refusal(text: str, fields: list[str]) -> ConfigError:
-    """Return tyro's message as an error, with the valid words nearest to a refused word."""
-    words = " ".join(line.strip("│ ") for line in text.splitlines())
-    # a line ends the title, the reason and each of the other parts
-    _, reason, rest, *_ = map(str.strip, re.split("[─╭╮╰╯-]{3,}", words))
-    if found := re.search(r"invalid choice '(.+?)' for argument '(.+?)'\. .*\((.+)\)", reason):
-        choices = sorted(re.findall(r"'([^']+)'", found[3]))
-        fix = f"{nearest(found[1], choices)}allowed are {', '.join(choices)}"
-        return ConfigError(f"{found[2]} is {found[1]!r}", field=found[2], fix=fix)
-    if found := re.search(r"Error parsing (\S+): (.+)", reason):
-        return ConfigError(found[2], field=found[1])
-    if found := re.search(r"Missing value for argument '(\S+)'", reason):
-        return ConfigError(f"{found[1]} needs a value", field=found[1])
-    if found := re.search(r"Unrecognized options: ([^\s=]+)", reason):
-        parts = re.findall(r"\b[\w.-]+:[\w-]+", rest)
-        hint = nearest(found[1], [*parts, *(f"--{field}" for field in fields)])
-        fix = f"{hint}a field is given as --FIELD VALUE"
-        return ConfigError("there is no such option", field=found[1], fix=fix)
-    return ConfigError(reason)
+def _refuse(config: RunConfig, event: ParseErrorEvent) -> None:
+    """Raise the error that tyro found as ConfigError, with the valid words nearest to a refused
+    word.
+    """
+    argument = getattr(event, "argument", None)
+    # a part of a config has a name only in the exception
+    name = argument.display_name() if argument else getattr(sys.exception(), "arg", "")
+    match event:
+        case InvalidChoice():
+            choices = sorted(event.choices)
+            fix = f"{nearest(event.value, choices)}allowed are {', '.join(choices)}"
+            raise ConfigError(f"{name} is {event.value!r}", field=name, fix=fix)
+        case InstantiationFailure():
+            raise ConfigError(event.message, field=name)
+        case BadValue():
+            raise ConfigError(f"{name} needs a value", field=name)
+        case SubcommandConflict():
+            fix = f"give it before {event.trigger_flag}, which is of {event.already_selected}"
+            raise ConfigError("comes too late", field=event.attempted, fix=fix)
+        case UnrecognizedArgs():
+            given = event.tokens[0].partition("=")[0]
+            known = [*_parts(config), *(f"--{field}" for field in _names(config))]
+            fix = f"{nearest(given, known)}a field is given as --FIELD VALUE"
+            raise ConfigError("there is no such option", field=given, fix=fix)
+
+
+def _parts(config: RunConfig) -> Iterator[str]:
+    """Yield the names by which kinds of parts are chosen, such as ``trainer.float8:linear``."""
+    for value in values(config):
+        for name in _choices(value.hint):
+            yield f"{value.name.replace('_', '-')}:{name}"
+
+
+def _choices(hint: Any) -> Iterator[str]:
+    for each in get_args(hint):
+        is_choice = isinstance(each, type(tyro.conf.subcommand()))
+        yield from [each.name] if is_choice else _choices(each)
 
 
 def load_config(name: str) -> tuple[str, RunConfig]:
@@ -248,16 +271,12 @@ def all_fields(config: RunConfig) -> dict[str, tuple[str, str, str]]:
     """Return default, range and the first sentence of the docstring of the fields of a config, by
     name.
     """
-    texts = dict[str, str]()
     found = {}
     for value in values(config):
-        docstrings = docstrings_of(type(value.content))  # type: ignore[arg-type]
-        for name, text in docstrings.items():
-            sentence = re.split(r"(?<=[.:]) |\n\n", " ".join(text.split("\n\n")[0].split()))[0]
-            texts[f"{value.name}.{name}".removeprefix(".")] = sentence
         if isinstance(value.content, bool | int | float | str | None):
-            text = texts.get(value.name, "")
-            found[value.name] = (_default_text(value.content), _limits_text(value), text)
+            paragraph = " ".join(value.docstring.partition("\n\n")[0].split())
+            sentence = re.split(r"(?<=[.:]) ", paragraph)[0]
+            found[value.name] = (_default_text(value.content), _limits_text(value), sentence)
     return found
 
 

@@ -8,6 +8,7 @@ from rl.config import PolicyGradientConfig, RLConfig, RunConfig
 from rl.doctor.findings import Finding, refused, warning
 from rl.errors import ConfigError
 from rl.host.platform import device_type
+from rl.validation.engines import long_warmups
 
 BFLOAT16_NOISE = 0.05  # log-probs of trainer and generators differ by up to half of it
 
@@ -27,8 +28,12 @@ def check_settings(config: RunConfig) -> Iterator[Finding]:
     if isinstance(config, RLConfig):
         yield from _check_precision(config)
         yield from _check_staleness(config)
-        yield from _check_unused(config)
         yield from _check_shares(config)
+        for name, role in config.roles.items():
+            if not role.column and not role.reward_weight:
+                what = "nothing reads the output of the model"
+                fix = "set its column for the loss, or its reward_weight, or remove the role"
+                yield warning("config", f"roles.{name}", what, fix)
 
 
 def check_cluster(config: RunConfig, nodes: int) -> Iterator[Finding]:
@@ -61,17 +66,17 @@ def check_cluster(config: RunConfig, nodes: int) -> Iterator[Finding]:
 def _check_precision(config: RLConfig) -> Iterator[Finding]:
     training = config.trainer.training
     generated = config.generator.dtype
-    tolerance = config.weights.canary_tolerance
+    limit = config.weights.canary_limit(generated)
     bfloat16 = "bfloat16" in (generated, training.mixed_precision_param, training.dtype)
-    limit = 1e-3 if tolerance is None and generated == "float32" else tolerance
-    if bfloat16 and limit and limit < BFLOAT16_NOISE:
+    if bfloat16 and 0 < limit < BFLOAT16_NOISE:
         what = f"is {limit} with a model in bfloat16, whose log-probs differ by more: pushes fail"
         fix = "set it to 0.5, or trainer.training.mixed_precision_param and generator.dtype to "
         yield warning("config", "weights.canary_tolerance", what, f"{fix}'float32'")
 
 
 def _check_learning(config: RunConfig) -> Iterator[Finding]:
-    total = config.optimizer_steps or 0
+    for reason in long_warmups(config, config.optimizer_steps or 0):
+        yield refused("config", reason, severity="warning")
     for role in config.models().values():
         if role.field not in ("trainer", "critic"):
             continue
@@ -81,11 +86,6 @@ def _check_learning(config: RunConfig) -> Iterator[Finding]:
             what = "the learning rate is 0: the weights stay as they are"
             fix = "set lr in optimizer_kwargs of a group, as default_adamw(lr=1e-6) does"
             yield warning("config", f"{field}.optimizer", what, fix)
-        warm = role.trainer.lr_scheduler.warmup_steps
-        if warm >= total > 0 and warm:
-            what = f"is {warm} of {total} optimizer steps: the learning rate is hardly reached"
-            fix = "lower it, or raise steps"
-            yield warning("config", f"{field}.lr_scheduler.warmup_steps", what, fix)
 
 
 def _check_staleness(config: RLConfig) -> Iterator[Finding]:
@@ -103,14 +103,6 @@ def _check_staleness(config: RLConfig) -> Iterator[Finding]:
     elif stale and isinstance(algorithm.loss, CrossEntropyLoss.Config):
         what = f"has no importance ratio, and rollout.max_staleness is {stale}"
         yield warning("config", "algorithm.loss", what, fix)
-
-
-def _check_unused(config: RLConfig) -> Iterator[Finding]:
-    for name, role in config.roles.items():
-        if not role.column and not role.reward_weight:
-            what = "nothing reads the output of the model"
-            fix = "set its column for the loss, or its reward_weight, or remove the role"
-            yield warning("config", f"roles.{name}", what, fix)
 
 
 def _check_shares(config: RLConfig) -> Iterator[Finding]:

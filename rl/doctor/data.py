@@ -50,7 +50,11 @@ def check_inputs(config: RLConfig) -> tuple[Task | None, list[Finding]]:
         task = build_task(replace(config, quiet=True))
     except ConfigError as reason:
         found.append(refused("data", reason))
-        found += _check_tokenizer(config)
+        if config.model.hf_path is not None:
+            try:
+                load_tokenizer(config.model.hf_path)
+            except ConfigError as damage:
+                found.append(refused("data", damage))
     try:
         build_algorithm(config)
     except ConfigError as reason:
@@ -146,14 +150,6 @@ def _check_lengths(config: RLConfig, task: Task, prompts: list[Prompt]) -> Itera
     if long:
         what = f"is {most}; {len(long)} of {len(prompts)} answers are longer, up to {max(long)}"
         yield warning("data", "rollout.max_tokens", what, f"set it to {max(long)} or more")
-
-
-def _check_tokenizer(config: RLConfig) -> Iterator[Finding]:
-    if config.model.hf_path is not None:
-        try:
-            load_tokenizer(config.model.hf_path)
-        except ConfigError as reason:
-            yield refused("data", reason)
 
 
 def _key(prompt: Prompt) -> str:

@@ -12,7 +12,7 @@ from rl.doctor.config import check_cluster, check_config, check_settings
 from rl.doctor.data import check_inputs, check_prompts, check_template, check_trainer
 from rl.doctor.findings import Finding, error, refused
 from rl.doctor.host import Host
-from rl.doctor.resources import check_output, check_plan, check_room
+from rl.doctor.resources import check_output, check_room
 from rl.doctor.reward import check_reward
 from rl.doctor.run import check_run
 from rl.errors import ConfigError
@@ -79,7 +79,6 @@ def _check_valid(host: Host, name: str, config: RunConfig) -> Iterator[Finding]:
             yield Finding("config", "note", f"{section}.hf_path", title_of(model.hf_path), "")
     yield from check_settings(config)
     yield from check_cluster(config, len(os.environ.get("TILLER_NODES", "").split()) or 1)
-    yield from check_room(host, config)
     yield from check_output(name, config)
     try:
         check_numbers(config)
@@ -88,5 +87,5 @@ def _check_valid(host: Host, name: str, config: RunConfig) -> Iterator[Finding]:
         yield refused("config", reason)
         return
     for lack in plan.lacks:
-        yield error("config", lack.where, lack.what, lack.fix)
-    yield from check_plan(host, config, plan)
+        yield refused("config", lack)
+    yield from check_room(host, config, plan)

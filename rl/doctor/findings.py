@@ -37,10 +37,15 @@ def warning(room: str, where: str, what: str, fix: str) -> Finding:
     return Finding(room, "warning", where, what, fix)
 
 
-def refused(room: str, reason: ConfigError | RunError, where: str = "") -> Finding:
+def refused(
+    room: str,
+    reason: ConfigError | RunError,
+    where: str = "",
+    severity: Literal["error", "warning"] = "error",
+) -> Finding:
     """Return the finding of an error in ``where``, by default the field of the error."""
     if isinstance(reason, RunError):
         reason = ConfigError(str(reason))
     what = reason.fault.splitlines()[0]
     fix = reason.remedy.partition("\n")[0]
-    return error(room, where or reason.field or room, what, fix or CORRECT)
+    return Finding(room, severity, where or reason.field or room, what, fix or CORRECT)

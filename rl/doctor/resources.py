@@ -17,17 +17,16 @@ from rl.plan.speed import sizes_of
 SHARED_BYTES = 256 * 2**20  # of each rank of a mesh; containers have 64 MiB by default
 
 
-def check_room(host: Host, config: RunConfig) -> Iterator[Finding]:
-    """Yield what the host lacks for a run that is started there."""
+def check_room(host: Host, config: RunConfig, plan: Plan) -> Iterator[Finding]:
+    """Yield what the host lacks for a run that is started there. Memory must be free now if the run
+    is on this host alone.
+    """
     if (config.hardware.kind == "cuda") != host.cuda:
         return
-    meshes = [role.trainer.ranks for role in config.models().values()]
+    run = plan.run
+    meshes = [place.ranks for place in (*run.places.values(), *run.generators)]
     compiles = config.trainer.compile.enable
-    sampling = config.sampling_run()
-    if sampling is not None:
-        generator = sampling.generator
-        meshes += [generator.tensor_parallel_degree] * generator.replicas
-        compiles = compiles or not generator.enforce_eager
+    compiles = compiles or (bool(run.generators) and not run.rl.generator.enforce_eager)
     ranks = -(-sum(meshes) // config.nodes)
     if not host.cuda and ranks > 2 * host.cores:
         what = f"{ranks} ranks share {host.cores} cores"
@@ -43,14 +42,6 @@ def check_room(host: Host, config: RunConfig) -> Iterator[Finding]:
         fix = "install g++, or turn trainer.compile.enable off and generator.enforce_eager on"
         yield error("host", "C++ compiler", what, fix)
     yield from _check_devices(host, config)
-
-
-def check_plan(host: Host, config: RunConfig, plan: Plan) -> Iterator[Finding]:
-    """Yield a warning if a run needs more open files than this host allows, or on this host alone
-    more memory than is free now.
-    """
-    if (config.hardware.kind == "cuda") != host.cuda:
-        return
     if host.open_files < (needed := plan.run.open_files):
         what = f"{host.open_files} open files are allowed; a process of the run needs {needed}"
         yield warning("host", "ulimit -Hn", what, f"run: ulimit -n {needed}, as root if need be")

@@ -101,27 +101,20 @@ def record_bytes_per_token(shape: ModelShape) -> int:
     return shape.n_layers * shape.experts_per_token * dtype_of(shape.num_experts).itemsize
 
 
-def kv_bytes_per_block(config: GeneratorConfig, shape: ModelShape, *, cuda: bool) -> int:
-    """Return the bytes of a block of a rank's KV cache."""
-    return block_tokens(config, cuda=cuda) * kv_bytes_per_token(config, shape)
-
-
-def kv_blocks(config: GeneratorConfig, tokens: int, *, cuda: bool) -> int:
-    """Return the number of blocks that a sequence of ``tokens`` tokens takes."""
-    return -(-tokens // block_tokens(config, cuda=cuda))
+def kv_bytes(config: GeneratorConfig, shape: ModelShape, tokens: int, *, cuda: bool) -> int:
+    """Return the bytes that a sequence of ``tokens`` tokens takes in a rank's KV cache, in whole
+    blocks.
+    """
+    block = config.block_size or (16 if cuda else 128)  # vLLM's defaults
+    return -(-tokens // block) * block * kv_bytes_per_token(config, shape)
 
 
 def kv_bytes_at_least(config: GeneratorConfig, shape: ModelShape, *, cuda: bool) -> int:
     """Return the bytes of the smallest KV cache of a rank with which vLLM starts: one sequence of
     the maximum length, and one reserved block.
     """
-    blocks = kv_blocks(config, shape.max_seq_len, cuda=cuda) + 1
-    return blocks * kv_bytes_per_block(config, shape, cuda=cuda)
-
-
-def block_tokens(config: GeneratorConfig, *, cuda: bool) -> int:
-    """Return the number of tokens in a block of the KV cache."""
-    return config.block_size or (16 if cuda else 128)  # vLLM's defaults
+    sizes = (kv_bytes(config, shape, tokens, cuda=cuda) for tokens in (1, shape.max_seq_len))
+    return sum(sizes)
 
 
 def environment(config: GeneratorConfig) -> dict[str, str]:

@@ -43,11 +43,6 @@ class Collective:
     once: bool
     """Whether they happen once in a step, instead of in each micro-batch."""
 
-    @property
-    def hidden(self) -> bool:
-        """Whether they run beside the computation."""
-        return self.axis in HIDDEN
-
 
 @dataclass(frozen=True, slots=True)
 class Group:

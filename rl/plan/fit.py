@@ -6,12 +6,10 @@ from typing import Any, Literal
 
 from torchtitan.distributed.activation_checkpoint import FullAC
 
-from rl.errors import counted
-from rl.generation.generator_config import kv_bytes_at_least
-from rl.plan.memory import GIB, Item, RankMemory, environment_workers, kv_bytes
+from rl.errors import ConfigError, counted
+from rl.plan.memory import GIB, Item, RankMemory, environment_workers, kv_cache
 from rl.plan.planned_run import PlannedRun
-
-MAX_SHARE = 0.95
+from rl.validation.layouts import lack_of_cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +27,6 @@ class Memory:
     def used(self) -> int:
         """Number of bytes in use."""
         return sum(rank.total(on_host=self.on_host) for rank in self.ranks)
-
-    def as_json(self) -> dict[str, Any]:
-        """Return name, bytes and ranks as JSON-able data."""
-        ranks = [f"{rank.mesh} {rank.rank}" for rank in self.ranks]
-        return {"name": self.name, "used": self.used, "limit": self.limit, "ranks": ranks}
 
 
 def memories(run: PlannedRun, ranks: list[RankMemory]) -> list[Memory]:
@@ -69,30 +62,22 @@ def _at_once(ranks: list[RankMemory], shared: frozenset[str]) -> tuple[RankMemor
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Lack:
-    """Memory that a run lacks."""
-
-    where: str
-    """Mesh, host or field."""
-    what: str
-    fix: str
-
-    def __str__(self) -> str:
-        return f"{self.what}: {self.fix}"
-
-
-def lacks_of(run: PlannedRun, found: list[Memory]) -> list[Lack]:
-    """Return a lack for each memory that is too small. Equal ranks are named once."""
-    lacks: dict[tuple[Any, ...], Lack] = {}
+def lacks_of(run: PlannedRun, found: list[Memory]) -> list[ConfigError]:
+    """Return an error for each memory that is too small. Equal ranks are named once."""
+    lacks: dict[tuple[Any, ...], ConfigError] = {}
     for memory in found:
         if memory.used > memory.limit:
             kinds = (memory.kind, *dict.fromkeys(rank.role for rank in memory.ranks))
             lacks.setdefault(kinds, _lack(run, memory))
-    return [*lacks.values(), *(_lack_of_cache(run) if run.generators else [])]
+    if run.generators:
+        size = run.device.memory_gib * GIB
+        generator = run.rl.generator
+        error = lack_of_cache(generator, run.shape, kv_cache(run), size, section=run.section)
+        return [*lacks.values(), *filter(None, [error])]
+    return [*lacks.values()]
 
 
-def _lack(run: PlannedRun, memory: Memory) -> Lack:
+def _lack(run: PlannedRun, memory: Memory) -> ConfigError:
     cpu_host = memory.kind == "host" and not run.cuda
     item, rank = max(
         (
@@ -113,8 +98,8 @@ def _lack(run: PlannedRun, memory: Memory) -> Lack:
         f"{memory.limit / GIB:.1f} that it has; the largest item is {item.name}, "
         f"{item.bytes / GIB:.1f} GiB on each of {counted(equal, 'rank')} of {rank.mesh}"
     )
-    place = memory.name if memory.kind == "host" else memory.ranks[0].mesh
-    return Lack(place, what, _remedy(run, memory, item, rank))
+    place = memory.name if where else memory.ranks[0].mesh
+    return ConfigError(what, field=place, fix=_remedy(run, memory, item, rank))
 
 
 def _remedy(run: PlannedRun, memory: Memory, item: Item, rank: RankMemory) -> str:
@@ -176,25 +161,3 @@ def _twice(run: PlannedRun, name: str, degree: str) -> str:
     more = f" and trainer.nodes to {2 * nodes}" if full else ""
     value = 2 * getattr(role.trainer.parallelism, degree)
     return f"set {role.parallelism_field}.{degree} to {value}{more}"
-
-
-def _lack_of_cache(run: PlannedRun) -> list[Lack]:
-    """Return the lack of a KV cache for one sequence of model.max_seq_len, which vLLM requires."""
-    generator = run.rl.generator
-    field = f"{run.section}generator"
-    left = kv_bytes(run)
-    share = generator.gpu_memory_utilization
-    needed = kv_bytes_at_least(generator, run.shape, cuda=run.cuda)
-    if needed <= left:
-        return []
-    enough = share + (needed - left) / (run.device.memory_gib * GIB)
-    fix = f"set {field}.tensor_parallel_degree to {2 * generator.tensor_parallel_degree}"
-    if left and enough <= MAX_SHARE:
-        share_needed = int(enough * 100 + 1) / 100
-        fix = f"set {field}.gpu_memory_utilization to {share_needed}, or lower model.max_seq_len"
-    what = (
-        f"{field}.gpu_memory_utilization is {share}, which leaves {left / GIB:.2f} GiB of each "
-        f"GPU for its KV cache; one sequence of model.max_seq_len={run.shape.max_seq_len} "
-        f"needs {needed / GIB:.2f} GiB"
-    )
-    return [Lack(f"{field}.gpu_memory_utilization", what, fix)]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from rl.generation.generator_config import kv_blocks, kv_bytes_per_block, kv_bytes_per_token
+from rl.generation.generator_config import kv_bytes, kv_bytes_per_token
 from rl.model.shards import Layout, local_shapes
 from rl.plan.peak_memory import (
     MemoryOfPasses,
@@ -238,10 +238,15 @@ def _generator_items(run: PlannedRun, staging: int) -> list[Item]:
     weights = generator_weights(run)
     items = [Item("parameters", weights), Item("push staging", staging, on_host=True)]
     if not run.cuda and generator.dtype == "float32":
-        items.append(Item("packed weights", packed_weights(run)))
+        # oneDNN's copies of the linear layers and the output head
+        shapes = local_shapes(run.wanted[0])
+        head = shapes.get("lm_head.weight", shapes["tok_embeddings.weight"])
+        in_layers = [shape for name, shape in shapes.items() if name.startswith("layers.")]
+        linear = [shape for shape in in_layers if len(shape) == 2]
+        items.append(Item("packed weights", 4 * sum(map(math.prod, [*linear, head]))))
     items.append(Item("engine step", engine_step(run), estimate=True))
     items.append(Item("CUDA graphs", graph_bytes(run), estimate=True))
-    cache = kv_bytes(run)
+    cache = kv_cache(run)
     if run.record_bytes:  # a row for each slot of the KV cache
         records = cache // kv_bytes_per_token(generator, run.shape) * run.record_bytes
         items.append(Item("records of experts", records, on_host=True, estimate=run.cuda))
@@ -262,30 +267,25 @@ def generator_weights(run: PlannedRun) -> int:
     return sum(map(math.prod, shapes.values())) * run.transfer_bytes
 
 
-def packed_weights(run: PlannedRun) -> int:
-    """Return the bytes of oneDNN's copies of the linear layers and the output head."""
-    shapes = local_shapes(run.wanted[0])
-    head = shapes.get("lm_head.weight", shapes["tok_embeddings.weight"])
-    in_layers = [shape for name, shape in shapes.items() if name.startswith("layers.")]
-    linear = [shape for shape in in_layers if len(shape) == 2]
-    return sum(map(math.prod, [*linear, head])) * 4
-
-
-def kv_bytes(run: PlannedRun) -> int:
+def kv_cache(run: PlannedRun, used: int | None = None) -> int:
     """Return the bytes of a generator rank's KV cache: the rest of its share of a GPU, or
-    ``generator.kv_cache_gib`` on CPU.
+    ``generator.kv_cache_gib`` on CPU. ``used`` are the bytes of parameters and of an engine step,
+    if they are known.
     """
     generator = run.rl.generator
     if not run.cuda:
         return int(generator.kv_cache_gib * GIB)
     share = int(generator.gpu_memory_utilization * run.device.memory_gib * GIB)
-    others = generator_weights(run) + engine_step(run) + graph_bytes(run) + CUDA_CONTEXT
-    return max(0, share - others)
+    if used is None:
+        used = generator_weights(run) + engine_step(run)
+    return max(0, share - used - graph_bytes(run) - CUDA_CONTEXT)
 
 
 def kv_sequences(run: PlannedRun, tokens: int) -> int:
-    """Return the number of sequences of ``tokens`` tokens that a generator's KV cache holds."""
-    generator = run.rl.generator
-    blocks = kv_bytes(run) // kv_bytes_per_block(generator, run.shape, cuda=run.cuda)
-    # vLLM reserves one block
-    return max(0, blocks - 1) // kv_blocks(generator, tokens, cuda=run.cuda)
+    """Return the number of sequences of ``tokens`` tokens that a generator's KV cache holds, beside
+    the block that vLLM reserves.
+    """
+    reserved, sequence = (
+        kv_bytes(run.rl.generator, run.shape, each, cuda=run.cuda) for each in (1, tokens)
+    )
+    return max(0, kv_cache(run) - reserved) // sequence

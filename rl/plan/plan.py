@@ -6,7 +6,7 @@ from typing import Any
 
 from rl.config import RunConfig
 from rl.plan.fit import lacks_of, memories
-from rl.plan.memory import all_ranks, environment_workers, kv_bytes, kv_sequences
+from rl.plan.memory import all_ranks, environment_workers, kv_cache, kv_sequences
 from rl.plan.planned_run import PlannedRun
 from rl.plan.push_cost import push_of, transports, turns_of
 from rl.plan.speed import sizes_of, step_of
@@ -59,7 +59,15 @@ class Plan:
             "meshes": list(self._meshes()),
             "memory": {
                 "ranks": [asdict(rank) for rank in self.ranks],
-                "devices_and_hosts": [memory.as_json() for memory in self.memories],
+                "devices_and_hosts": [
+                    {
+                        "name": memory.name,
+                        "used": memory.used,
+                        "limit": memory.limit,
+                        "ranks": [f"{rank.mesh} {rank.rank}" for rank in memory.ranks],
+                    }
+                    for memory in self.memories
+                ],
             },
             "kv_cache": self._kv_cache(),
             "record_bytes": run.record_bytes,
@@ -75,7 +83,7 @@ class Plan:
         if not run.generators:
             return None
         return {
-            "bytes": kv_bytes(run),
+            "bytes": kv_cache(run),
             "longest_sequence_tokens": run.rl.longest,
             "sequences": kv_sequences(run, run.rl.longest),
         }

@@ -11,7 +11,7 @@ from rl.config.frozen import changed_fields, frozen
 from rl.errors import counted, open_file_limits
 from rl.host.platform import device_type
 from rl.model.hub import title_of
-from rl.plan.memory import GIB, RankMemory, environment_workers, kv_bytes, kv_sequences
+from rl.plan.memory import GIB, RankMemory, environment_workers, kv_cache, kv_sequences
 from rl.plan.plan import Plan, degrees_of
 from rl.plan.planned_run import PlannedRun, hosts_of
 from rl.plan.speed import sizes_of
@@ -35,7 +35,7 @@ NAMES = {name: kind for kind, names in OPERATORS.items() for name in names.split
 def describe(name: str, plan: Plan) -> str:
     """Return the plan of config ``name`` as text for one screen."""
     head = _head(name, plan.run)
-    parts = [head, _meshes(plan), _memory(plan), _push(plan), _step(plan), _verdict(plan)]
+    parts = [head, _meshes(plan), _memory(plan), _push(plan), _step(plan), _verdict(plan.errors)]
     texts = ("\n".join(lines) for lines in parts)
     return "\n\n".join(text for text in texts if text)
 
@@ -184,7 +184,7 @@ def _memory(plan: Plan) -> Iterator[str]:
         return
     longest = run.rl.longest
     fit = kv_sequences(run, longest)
-    cache = size_text(kv_bytes(run))
+    cache = size_text(kv_cache(run))
     yield f"  {cache} of KV cache hold {fit:,} sequences of the longest {longest:,} tokens"
     if run.record_bytes:
         record = run.record_bytes
@@ -265,9 +265,9 @@ def _collectives(plan: Plan) -> Iterator[str]:
         yield f"  collectives: {moved} in a micro-batch; {waiting}"
 
 
-def _verdict(plan: Plan) -> Iterator[str]:
-    yield "this can work" if plan.feasible else "this cannot work"
-    yield from (f"  error: {error}" for error in plan.errors)
+def _verdict(errors: Sequence[str]) -> Iterator[str]:
+    yield "this cannot work" if errors else "this can work"
+    yield from (f"  error: {error}" for error in errors)
 
 
 def _seconds(seconds: float) -> str:
@@ -293,8 +293,7 @@ def describe_rehearsal(result: dict[str, Any], run: PlannedRun, errors: list[str
         lines += ["", *_role(role, run)]
     assumed = dict.fromkeys(each for role in result["roles"] for each in role["assumed"])
     lines += ["", "assumed", *(f"  {each}" for each in assumed)]
-    verdict = "this cannot work" if errors else "this can work"
-    return "\n".join([*lines, "", verdict, *(f"  error: {error}" for error in errors)])
+    return "\n".join([*lines, "", *_verdict(errors)])
 
 
 def _role(role: dict[str, Any], run: PlannedRun) -> Iterator[str]:
@@ -318,7 +317,12 @@ def _role(role: dict[str, Any], run: PlannedRun) -> Iterator[str]:
         operator = each["operator"].removeprefix("aten.").partition(".")[0]
         line = f"{operator}, {each['line'] or 'small'}" if operator else each["what"]
         yield f"  {size_text(each['bytes']):>12}  {times}{line}"
-    yield from _allocator(role["allocator"])
+    if found := role["allocator"]:
+        names = ("reserved", "allocated", "grown", "fixed")
+        reserved, allocated, grown, fixed = (size_text(found[name]) for name in names)
+        yield f"  allocator after {found['steps']} more steps of varied batches"
+        yield f"    {reserved} reserved for {allocated} at most, {grown} since the second step"
+        yield f"    {fixed} would be reserved without expandable segments"
     shapes = ", ".join(f"{rows} x {width}" for rows, width in role["shapes"][:SHOWN])
     yield f"  shapes of micro-batches that attention is compiled for: {shapes or 'none'}"
     yield "  collectives of the last step"
@@ -329,15 +333,6 @@ def _role(role: dict[str, Any], run: PlannedRun) -> Iterator[str]:
     for each in role["syncs"]:
         if each["phase"] in role["last"]:
             yield f"  {each['count']:12}  {each['reason']}, {each['line']}"
-
-
-def _allocator(found: dict[str, int]) -> Iterator[str]:
-    if found:
-        names = ("reserved", "allocated", "grown", "fixed")
-        reserved, allocated, grown, fixed = (size_text(found[name]) for name in names)
-        yield f"  allocator after {found['steps']} more steps of varied batches"
-        yield f"    {reserved} reserved for {allocated} at most, {grown} since the second step"
-        yield f"    {fixed} would be reserved without expandable segments"
 
 
 def _moved(role: dict[str, Any]) -> tuple[Counter[str], Counter[str]]:

@@ -16,7 +16,7 @@ from rl.config import PreferenceConfig, RLConfig
 from rl.generation.generator_config import kv_bytes_per_token
 from rl.model.decoder import parameter_shapes
 from rl.model.shape import ModelShape, shape_of
-from rl.plan.collectives import Collective, collectives_of
+from rl.plan.collectives import HIDDEN, Collective, collectives_of
 from rl.plan.memory import generator_weights, kv_sequences
 from rl.plan.peak_memory import micro_batch_cells
 from rl.plan.planned_run import LEARNING, PlannedRun
@@ -197,7 +197,7 @@ def _pass(run: PlannedRun, name: str, tokens: float, length: float, *, train: bo
     full = tokens / trainer.dp_degree / micro_batch_cells(run, trainer)
     beside = between = 0.0
     for each in collectives_of(run, name, train=train):
-        if each.hidden:
+        if each.axis in HIDDEN:
             beside += each.seconds * (1 if each.once else math.ceil(full))
         else:
             between += each.seconds * full

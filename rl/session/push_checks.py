@@ -53,10 +53,8 @@ class PushChecks:
         self._trainer = trainer
         self._devices = devices
         self._in_turns = devices.share("trainer", "generator")
-        self._tolerance = config.weights.canary_tolerance or 0.0
         generator = config.generator
-        if generator is not None and config.weights.canary_tolerance is None:
-            self._tolerance = 1e-3 if generator.dtype == "float32" else 0.5
+        self._tolerance = config.weights.canary_limit(generator.dtype) if generator else 0.0
         block_size = (generator.block_size if generator else None) or BLOCK
         longest = config.longest_sequence
         suspects = ["a cache of older weights"]

@@ -18,6 +18,7 @@ from rl.observe.owner import claim
 from rl.observe.progress import Progress, summary_text
 from rl.observe.record import RunRecord
 from rl.observe.sinks import Sinks
+from rl.validation.engines import long_warmups
 from rl.validation.folders import saved_section
 from rl.validation.values import values
 
@@ -168,7 +169,8 @@ def claim_run(config: RunConfig, total_steps: int, *, name: str, command: str) -
     progress.note(f"run folder: {record.folder}")
     for field, change in changes.items():
         run.events.note(f"resuming with another {field}: {change}")
-    _warn_of_long_warmups(run, total_steps * config.updates_per_step)
+    for reason in long_warmups(config, total_steps * config.updates_per_step):
+        run.events.warn(str(reason))
     return run
 
 
@@ -190,14 +192,3 @@ def pin_datasets(config: RunConfig) -> None:
             saved = saved_section(config, value.name)
             commit = saved.get("revision") if saved.get("path") == source.path else ""
             source.revision = commit or newest_commit(source, f"{value.name}.path")
-
-
-def _warn_of_long_warmups(run: RunFolder, updates: int) -> None:
-    for role in run.config.models().values():
-        warm = role.trainer.lr_scheduler.warmup_steps
-        if role.field in ("trainer", "critic") and warm > updates:
-            run.events.warn(
-                f"{role.field}.lr_scheduler.warmup_steps is {warm}, and the run takes "
-                f"{counted(updates, 'optimizer step')}: the learning rate warms up over all of "
-                "them, and a resume with more steps lowers it again; lower warmup_steps"
-            )

@@ -21,13 +21,13 @@ from rl.errors import ConfigError, require_value
 from rl.host.listening import address_of
 from rl.model.shape import shape_of
 from rl.training.trainer_config import HEAD, adaptable_layers
-from rl.types.rules import NeedsCuda, rule_of
 from rl.validation.engines import validate_generator, validate_optimizers
 from rl.validation.folders import RESERVED, find_models, validate_folders
 from rl.validation.layouts import (
     validate_devices,
     validate_generator_layout,
     validate_layouts,
+    validate_lengths,
     validate_nodes,
 )
 from rl.validation.rl_runs import ROLLOUT_CHECKS
@@ -51,15 +51,6 @@ def validate(config: RunConfig) -> None:
 def checks(config: RunConfig) -> list[Callable[[Any], None]]:
     """Return the parts of ``validate``, in order. All but the first three rely on those three."""
     return [each for kind in reversed(type(config).__mro__) for each in CHECKS.get(kind, ())]
-
-
-def _validate_cuda(config: RunConfig) -> None:
-    if config.hardware.kind == "cuda":
-        return
-    for value in values(config):
-        if rule := rule_of(value.hint, NeedsCuda):
-            holds = value.content not in rule.values
-            require_value(holds, value.name, value.content, f"{rule.otherwise} on CPU")
 
 
 def _validate_checkpoint(config: RunConfig) -> None:
@@ -176,12 +167,6 @@ def _validate_profile(config: RunConfig) -> None:
 
 
 def _validate_examples(config: SFTConfig | PreferenceConfig) -> None:
-    room = shape_of(config.model).max_seq_len
-    longest = config.longest
-    check(config, "task.max_tokens", longest <= room, f"at most model.max_seq_len={room}")
-    budget = config.trainer.micro_batch_tokens
-    holds = budget is None or budget >= longest
-    check(config, "trainer.micro_batch_tokens", holds, f"at least task.max_tokens={longest}")
     rule = "the folder of the model and its tokenizer"
     check(config, "model.hf_path", config.model.hf_path is not None, rule)
 
@@ -229,11 +214,11 @@ def _validate_serving(config: ServeConfig) -> None:
 CHECKS: dict[type, list[Callable[[Any], None]]] = {
     RunConfig: [
         *(validate_types, validate_numbers, find_models, validate_unused, validate_folders),
-        *(validate_layouts, _validate_cuda, _validate_checkpoint, _validate_training_modes),
+        *(validate_layouts, _validate_checkpoint, _validate_training_modes),
         *(validate_optimizers, _validate_schedules, _validate_lora, _validate_balance),
         *(_validate_watchdog, _validate_slurm, _validate_sinks, _validate_profile),
     ],
-    DatasetRunConfig: [validate_nodes, validate_devices, _validate_examples],
+    DatasetRunConfig: [validate_nodes, validate_devices, validate_lengths, _validate_examples],
     SFTConfig: [_validate_supervision],
     PreferenceConfig: [_validate_preferences],
     RewardModelConfig: [_validate_reward_model],

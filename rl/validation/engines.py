@@ -1,7 +1,9 @@
 """Checks of what vLLM and torchtitan refuse when they start, or silently do wrong."""
 
+from collections.abc import Iterator
+
 from rl.config import RLConfig, RunConfig
-from rl.errors import require, require_value
+from rl.errors import ConfigError, counted, require, require_value
 from rl.generation.generator_config import check_variables, kv_bytes_at_least
 from rl.model.shape import shape_of
 from rl.session.session_config import Role
@@ -52,6 +54,22 @@ def _validate_optimizer(model: Role) -> None:
             kwargs = f"{place}.optimizer_kwargs"
             fix = f"{name} takes {', '.join(options)}"
             require(known, f"{kwargs} has {key!r}", field=kwargs, fix=fix)
+
+
+def long_warmups(config: RunConfig, updates: int) -> Iterator[ConfigError]:
+    """Yield an error for each learning rate that warms up over all ``updates`` optimizer steps, if
+    their number is known. A run starts all the same.
+    """
+    for role in config.models().values():
+        warm = role.trainer.lr_scheduler.warmup_steps
+        if role.field in ("trainer", "critic") and warm >= updates > 0:
+            field = f"{role.field}.lr_scheduler.warmup_steps"
+            problem = (
+                f"{field} is {warm}, and the run takes {counted(updates, 'optimizer step')}: the "
+                "learning rate warms up over all of them, and a resume with more steps lowers it "
+                "again"
+            )
+            yield ConfigError(problem, field=field, fix="lower it, or raise steps")
 
 
 def validate_generator(config: RLConfig) -> None:

@@ -5,9 +5,9 @@ import math
 import torch
 
 from rl.config import RLConfig, RunConfig
-from rl.errors import require, require_value
-from rl.generation.generator_config import kv_bytes_at_least
-from rl.model.shape import shape_of
+from rl.errors import ConfigError, require, require_value
+from rl.generation.generator_config import GeneratorConfig, kv_bytes_at_least
+from rl.model.shape import ModelShape, shape_of
 from rl.model.shards import local_shapes
 from rl.model.tp_plan import check_divides, check_generator, divisors, generator_layout
 from rl.session.placement import Placement
@@ -15,6 +15,8 @@ from rl.session.session_config import Role
 from rl.training.titan_fields import MAX_RANKS
 from rl.validation.values import check
 
+MAX_SHARE = 0.95
+"""Largest share of a GPU's memory that is advised for a generator."""
 MIN_PROCESS_GIB = 0.2
 """Memory of the smallest process of a run: the imports of a reward worker."""
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
@@ -80,17 +82,33 @@ def _validate_share(config: RLConfig) -> None:
     )[0]
     size = getattr(torch, generator.dtype).itemsize
     weights = size * sum(map(math.prod, local_shapes(layout).values()))
+    memory = config.hardware.memory_known * 2**30
+    left = max(0.0, generator.gpu_memory_utilization * memory - weights)
+    if error := lack_of_cache(generator, shape, left, memory):
+        raise error
+
+
+def lack_of_cache(
+    generator: GeneratorConfig, shape: ModelShape, left: float, memory: float, *, section: str = ""
+) -> ConfigError | None:
+    """Return an error unless one sequence of model.max_seq_len, which vLLM requires, fits into the
+    KV cache: the ``left`` bytes of each GPU's ``memory``. The ``section`` holds the generators'
+    fields.
+    """
+    needed = kv_bytes_at_least(generator, shape, cuda=True)
+    if needed <= left:
+        return None
+    field = f"{section}generator.gpu_memory_utilization"
     share = generator.gpu_memory_utilization
-    left = max(0.0, share * config.hardware.memory_known - weights / 2**30)
-    needed = kv_bytes_at_least(generator, shape, cuda=True) / 2**30
-    require(
-        needed <= left,
-        f"generator.gpu_memory_utilization is {share}, which leaves {left:.2f} GiB of each GPU for "
-        f"its KV cache; one sequence of model.max_seq_len={shape.max_seq_len} needs "
-        f"{needed:.2f} GiB",
-        field="generator.gpu_memory_utilization",
-        fix=f"set generator.tensor_parallel_degree to {2 * tp}, or raise the share",
+    enough = share + (needed - left) / memory
+    fix = f"set {section}generator.tensor_parallel_degree to {2 * generator.tensor_parallel_degree}"
+    if left and enough <= MAX_SHARE:
+        fix = f"set {field} to {int(enough * 100 + 1) / 100}, or lower model.max_seq_len"
+    problem = (
+        f"{field} is {share}, which leaves {left / 2**30:.2f} GiB of each GPU for its KV cache; "
+        f"one sequence of model.max_seq_len={shape.max_seq_len} needs {needed / 2**30:.2f} GiB"
     )
+    return ConfigError(problem, field=field, fix=fix)
 
 
 def _validate_attention(model: Role, *, cuda: bool) -> None:
@@ -177,6 +195,23 @@ def _validate_experts(role: Role) -> None:
         fix=f"with more ranks ({holders}) than experts ({experts}) FSDP cuts both, so the {shards} "
         "shards must divide them",
     )
+
+
+def validate_lengths(config: RunConfig) -> None:
+    """Check that the longest sequence fits into the context and into a micro-batch."""
+    room = shape_of(config.model).max_seq_len
+    longest = config.longest
+    field = "task.max_tokens"
+    if isinstance(config, RLConfig) and config.task.is_episodic:
+        field = "task.max_episode_tokens"
+    elif isinstance(config, RLConfig):
+        prompt = config.task.max_prompt_tokens
+        answer = config.rollout.max_tokens
+        field = f"task.max_prompt_tokens={prompt} + rollout.max_tokens={answer}"
+    require_value(longest <= room, field, longest, f"at most model.max_seq_len={room}")
+    budget = config.trainer.micro_batch_tokens
+    rule = f"at least {longest}, the longest sequence"
+    check(config, "trainer.micro_batch_tokens", budget is None or budget >= longest, rule)
 
 
 def validate_nodes(config: RunConfig) -> None:

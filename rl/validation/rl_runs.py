@@ -9,7 +9,12 @@ from rl.errors import require, require_value
 from rl.model.shape import shape_of
 from rl.validation.engines import validate_generator
 from rl.validation.folders import RESERVED, validate_other_folders
-from rl.validation.layouts import validate_devices, validate_generator_layout, validate_nodes
+from rl.validation.layouts import (
+    validate_devices,
+    validate_generator_layout,
+    validate_lengths,
+    validate_nodes,
+)
 from rl.validation.values import check
 from rl.weights.transport import BETWEEN_HOSTS, NETWORKS, RELAYS
 
@@ -35,20 +40,6 @@ def _validate_sampling(config: RLConfig) -> None:
         holds = config.updates_per_step == 1 and config.algorithm.by_group
         rule = "1 where a step has several updates or its advantages are compared over all groups"
         check(config, field, holds, rule, "both need the whole batch")
-
-
-def _validate_lengths(config: RLConfig) -> None:
-    """Check the lengths of prompts and completions, in tokens."""
-    room = shape_of(config.model).max_seq_len
-    longest = config.longest
-    prompt = config.task.max_prompt_tokens
-    fields = f"task.max_prompt_tokens={prompt} + rollout.max_tokens={config.rollout.max_tokens}"
-    if config.task.is_episodic:
-        fields = "task.max_episode_tokens"
-    require_value(longest <= room, fields, longest, f"at most model.max_seq_len={room}")
-    budget = config.trainer.micro_batch_tokens
-    rule = f"at least {longest}, the longest prompt and completion"
-    check(config, "trainer.micro_batch_tokens", budget is None or budget >= longest, rule)
 
 
 def _validate_push(config: RLConfig) -> None:
@@ -149,7 +140,7 @@ def _validate_roles(config: RLConfig) -> None:
 
 ROLLOUT_CHECKS: list[Callable[[Any], None]] = [
     *(validate_other_folders, validate_generator_layout, validate_nodes, validate_devices),
-    *(validate_generator, _validate_lengths, _validate_push, _validate_sampling),
+    *(validate_generator, validate_lengths, _validate_push, _validate_sampling),
     *(_validate_algorithm, validate_episodes, _validate_router_replay, _validate_roles),
 ]
 """Checks of RL runs, beside those of all runs."""

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from rl.config.unknown_fields import refusal
 from rl.errors import require, require_value
 from rl.training.titan_fields import titan_rules
-from rl.types.rules import Bounds, Effect, Fixed, defaults_of, rule_of
+from rl.types.rules import Bounds, Effect, Fixed, NeedsCuda, defaults_of, rule_of
 
 FINITE = Bounds(-math.inf, math.inf, above=True, below=True)
 _NAMES = {
@@ -38,6 +38,14 @@ class ConfigValue:
     """Declared type, ``Annotated`` metadata included."""
     bounds: Bounds | None
     effect: Effect | None
+    owner: type | None = None
+    """Dataclass that declares the field; None for an element of a list or dict."""
+
+    @property
+    def docstring(self) -> str:
+        """Docstring of the field; empty if it has none."""
+        field = self.name.rpartition(".")[2]
+        return docstrings_of(self.owner).get(field, "") if self.owner else ""
 
 
 def validate_types(config: Any) -> None:
@@ -72,12 +80,15 @@ def validate_numbers(config: Any) -> None:
 
 def validate_unused(config: Any) -> None:
     """Raise ConfigError, naming field, value and what to use instead, if a field that changes
-    nothing is not at its default.
+    nothing is not at its default, or if a value needs CUDA and the run is on CPU.
     """
     for value in values(config):
         if fixed := rule_of(value.hint, Fixed):
             holds = value.content == fixed.default
             require_value(holds, value.name, value.content, repr(fixed.default), fixed.fix)
+        if (rule := rule_of(value.hint, NeedsCuda)) and config.hardware.kind == "cpu":
+            holds = value.content not in rule.values
+            require_value(holds, value.name, value.content, f"{rule.otherwise} on CPU")
     defaults = defaults_of(type(config))  # type: ignore[arg-type]
     for name, fix in config.unused().items():
         section, _, field = name.partition(".")
@@ -133,16 +144,22 @@ def choices_of(hint: Any) -> list[Any]:
 
 
 def _walk(
-    content: Any, hint: Any, name: str, effect: Effect | None, bounds: Bounds | None
+    content: Any,
+    hint: Any,
+    name: str,
+    effect: Effect | None,
+    bounds: Bounds | None,
+    owner: type | None = None,
 ) -> Iterator[ConfigValue]:
     """Yield ``content`` and all below; ``effect`` and ``bounds`` apply if ``hint`` has none."""
     effect = rule_of(hint, Effect) or effect
     bounds = rule_of(hint, Bounds) or bounds
-    yield ConfigValue(name, content, hint, bounds, effect)
+    yield ConfigValue(name, content, hint, bounds, effect, owner)
     prefix = f"{name}." if name else ""
     if dataclasses.is_dataclass(content) and not isinstance(content, type):
-        for field, kind in fields_of(type(content)):
-            yield from _walk(getattr(content, field), kind, prefix + field, effect, None)
+        owner = type(content)
+        for field, kind in fields_of(owner):
+            yield from _walk(getattr(content, field), kind, prefix + field, effect, None, owner)
     elif isinstance(content, dict):
         by_key = rule_of(hint, dict) or {}
         for key, item in content.items():

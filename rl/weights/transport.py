@@ -80,6 +80,11 @@ class WeightPushConfig:
     each push. None for 1e-3 if the generators compute in float32 and 0.5 in bfloat16; 0 disables
     the check."""
 
+    def canary_limit(self, dtype: str) -> float:
+        """Return ``canary_tolerance`` for generators that compute in ``dtype``."""
+        default = 1e-3 if dtype == "float32" else 0.5
+        return default if self.canary_tolerance is None else self.canary_tolerance
+
 
 class VersionGone(RunError):
     """A trainer rank does not hold the requested version, or no longer."""

@@ -29,7 +29,12 @@ FINDINGS = {
     "--trainer.optimizer.param_groups.0.optimizer_kwargs.lr 0": (
         *("warning", "trainer.optimizer", "learning rate is 0", "set lr"),
     ),
-    "--steps 10": ("warning", "trainer.lr_scheduler.warmup_steps", "is 10 of 10", "lower it"),
+    "--steps 10": (
+        "warning",
+        "trainer.lr_scheduler.warmup_steps",
+        "is 10, and the run takes 10",
+        "lower it",
+    ),
     "--generator.dtype bfloat16 --weights.canary_tolerance 0.001": (
         *("warning", "weights.canary_tolerance", "0.001 .* bfloat16", "0.5"),
     ),

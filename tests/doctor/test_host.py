@@ -9,7 +9,7 @@ import pytest
 from configs.quickstart import quickstart
 from rl.cli.arguments import find_config
 from rl.doctor.host import Host, check_host, driver_of
-from rl.doctor.resources import check_output, check_plan, check_room
+from rl.doctor.resources import check_output, check_room
 from rl.environments.agent import AgentTask
 from rl.plan.plan import Plan
 from rl.plan.report import describe
@@ -120,8 +120,7 @@ def test_cuda_without_nccl_is_found(matches):
 def test_a_good_host_has_room_for_the_quickstart(tmp_path):
     config = quickstart()
     config.output_dir = str(tmp_path / "run")
-    assert [*check_room(GOOD, config)] == []
-    assert [*check_plan(GOOD, config, Plan(config))] == []
+    assert [*check_room(GOOD, config, Plan(config))] == []
     assert [*check_output("quickstart", config)] == []
 
 
@@ -151,7 +150,7 @@ def test_a_host_that_cannot_run_a_config_has_its_finding(case, matches):
     for name, value in fields.items():
         section, _, field = name.rpartition(".")
         setattr(value_of(config, section), field, value)
-    matches([*check_room(replace(GOOD, **facts), config)], *expected)
+    matches([*check_room(replace(GOOD, **facts), config, Plan(config))], *expected)
 
 
 @pytest.mark.parametrize(
@@ -165,9 +164,10 @@ def test_a_host_that_cannot_run_a_config_has_its_finding(case, matches):
 )
 def test_a_node_that_lacks_something_has_its_finding(facts, expected, matches):
     config = find_config("qwen3_8b_2_nodes")()
-    assert [*check_room(cuda(open_files=10**5, shared_free=2**34), config)] == []
+    plan = Plan(config)
+    assert [*check_room(cuda(open_files=10**5, shared_free=2**34), config, plan)] == []
     host = cuda(open_files=10**5, shared_free=2**34, **facts)
-    matches([*check_room(host, config)], *expected)
+    matches([*check_room(host, config, plan)], *expected)
 
 
 class Agents(AgentTask):
@@ -190,7 +190,7 @@ def test_agents_that_need_more_open_files_than_the_host_allows_are_found(
     config.rollout.samples_per_prompt = 8
     config.rollout.reward_workers = workers
     plan = Plan(config)
-    found = [*check_plan(replace(GOOD, open_files=most), config, plan)]
+    found = [*check_room(replace(GOOD, open_files=most), config, plan)]
     monkeypatch.setattr("rl.plan.report.open_file_limits", lambda: (most, most))
     shown = f"needs about {plan.run.open_files:,}; this host allows 1,024" in describe("", plan)
     assert shown == bool(needed)
@@ -203,7 +203,7 @@ def test_agents_that_need_more_open_files_than_the_host_allows_are_found(
 
 def test_memory_that_other_processes_hold_is_found(matches):
     config = quickstart()
-    found = [*check_plan(replace(GOOD, memory=2**28), config, Plan(config))]
+    found = [*check_room(replace(GOOD, memory=2**28), config, Plan(config))]
     matches(found, "warning", "memory", "0.2 GiB are free; the run needs", "end other processes")
 
 

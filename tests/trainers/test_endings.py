@@ -136,7 +136,7 @@ def test_a_resume_changes_the_folder_once_its_checkpoint_has_loaded(tmp_path, ca
     folder.release()
 
 
-@pytest.mark.parametrize(("steps", "critic"), [(4, False), (4, True), (10, False)])
+@pytest.mark.parametrize(("steps", "critic"), [(4, False), (4, True), (11, False)])
 def test_a_warmup_that_is_longer_than_the_run_is_a_warning(steps, critic, tmp_path, capsys):
     config = find_config("quickstart")()
     config.output_dir = str(tmp_path / "run")

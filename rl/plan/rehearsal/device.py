@@ -172,7 +172,9 @@ class FakeCuda(Device):
             shadows.attach(out, numbers)
             if name == "aten.topk.default" and numbers is None:
                 self._balance(out[1], args[0].shape[-1])
-        self._track(out, name)
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cuda":
+                self._count(tensor.untyped_storage(), name)
         if is_collective(name):
             groups = [args, out] if name.startswith(KEYS_AND_VALUES) else [*args, out]
             sizes = [sum(tensor.nbytes for tensor in _tensors(group)) for group in groups]
@@ -235,11 +237,6 @@ class FakeCuda(Device):
             draw = torch.Generator().manual_seed(chosen.numel())
             numbers = numbers + torch.randint(choices, (*chosen.shape[:-1], 1), generator=draw)
         set_shadow(chosen, numbers % choices)
-
-    def _track(self, out: Any, name: str) -> None:
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cuda":
-                self._count(tensor.untyped_storage(), name)
 
     def _count(self, storage: torch.UntypedStorage, name: str) -> None:
         key = storage_key(storage)

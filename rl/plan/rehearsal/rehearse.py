@@ -9,7 +9,7 @@ import os
 import sys
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from importlib import import_module
 from itertools import pairwise
 from typing import Any
@@ -29,7 +29,7 @@ from rl.errors import end_program
 from rl.generation.generator_config import environment
 from rl.plan.memory import GIB
 from rl.plan.planned_run import GENERATOR, LEARNING, PlannedRun
-from rl.plan.rehearsal.allocator import Event, after_steps
+from rl.plan.rehearsal.allocator import after_steps
 from rl.plan.rehearsal.device import FakeCuda
 from rl.plan.rehearsal.device_ledger import Ledger, line_of_error
 from rl.plan.rehearsal.rehearsed_batches import shapes_of, work_of
@@ -115,7 +115,11 @@ def rehearse(
                 engine = _engine(run, name, rank, folder)
                 starts = _steps(device, engine, run, name, kept, varied=VARIED if allocated else 0)
                 if allocated:
-                    allocator = _reserved(ledger.events, starts, allocated)
+                    recorded = [ledger.events[start:end] for start, end in pairwise(starts[1:])]
+                    first = ledger.events[: starts[STEPS]]
+                    fixed = after_steps(first, recorded, allocated, expandable=False)["reserved"]
+                    allocator = {"steps": allocated, "fixed": fixed}
+                    allocator |= after_steps(first, recorded, allocated, expandable=True)
                 trainer = run.roles[name].trainer
                 shapes = shapes_of(run, trainer, micro_batch_limits(trainer, engine.model.config))
         except Exception as raised:
@@ -206,14 +210,6 @@ def _steps(
     kept.note(device, "optimizer states", moments)
     kept.note(device, "buffers", engine.model.buffers())
     return [*starts, len(ledger.events)]
-
-
-def _reserved(events: Sequence[Event], starts: Sequence[int], steps: int) -> dict[str, int]:
-    """Return what torch's allocator reserves if ``steps`` steps by chance follow the first two."""
-    recorded = [events[start:end] for start, end in pairwise(starts[1:])]
-    first = events[: starts[STEPS]]
-    fixed = after_steps(first, recorded, steps, expandable=False)["reserved"]
-    return {"steps": steps, "fixed": fixed} | after_steps(first, recorded, steps, expandable=True)
 
 
 class Kept:

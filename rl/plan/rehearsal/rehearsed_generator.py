@@ -15,7 +15,7 @@ from rl.compat.fake_vllm import cache_of, load
 from rl.errors import counted
 from rl.generation import kernels
 from rl.generation.start_vllm import vllm_config
-from rl.plan.memory import CUDA_CONTEXT, GIB, graph_bytes
+from rl.plan.memory import kv_cache
 from rl.plan.planned_run import PlannedRun
 from rl.plan.rehearsal.device import FakeCuda
 
@@ -49,8 +49,7 @@ def run_generator(
     requests = min(tokens, chosen.scheduler_config.max_num_seqs)
     ledger.begin(f"step of {tokens} tokens")
     _sample(model, _forward(model, tokens)[:requests])
-    share = int(generator.gpu_memory_utilization * run.device.memory_gib * GIB)
-    cache = max(0, share - CUDA_CONTEXT - graph_bytes(run) - ledger.peak) // token * token
+    cache = kv_cache(run, ledger.peak) // token * token
     ledger.begin("KV cache")
     model.rehearsed_cache = torch.empty(cache, dtype=torch.uint8, device="cuda")
     compilation = chosen.compilation_config

@@ -67,7 +67,7 @@ MUTATIONS = {
         "NCCL refuses tensors of",
     ),
     "a product of two dtypes": Mutation(
-        f"{HEAD}_scaled_logits", "hidden[chunk] @", "hidden[chunk].float() @", ONE_DTYPE
+        f"{HEAD}_scaled_logits", "(hidden[chunk],", "(hidden[chunk].float(),", ONE_DTYPE
     ),
     "a missing cast": Mutation(
         f"{HEAD}_LinearLogProbs.backward", ".to(hidden.dtype)", "", ONE_DTYPE
@@ -76,7 +76,10 @@ MUTATIONS = {
         f"{HEAD}linear_logprobs", ".reshape(len(flat), -1)", "", "dimension"
     ),
     "a missing transposition": Mutation(
-        f"{HEAD}_scaled_logits", "weight.T", "weight", "reduction dim"
+        f"{HEAD}_scaled_logits",
+        "product(hidden[chunk], weight)",
+        "hidden[chunk] @ weight",
+        "reduction dim",
     ),
     "a number read from the device": Mutation(
         f"{HEAD}LogProbHead.forward", "group = None", "group = None; float(hidden.sum())", ""

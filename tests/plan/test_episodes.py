@@ -67,6 +67,6 @@ def test_each_worker_needs_memory_of_the_host():
     config.hardware.host_memory_gib = (before + 3 * WORKER_PROCESS) / GIB
     setting = PlannedRun(config)
     (lack, *_) = lacks_of(setting, memories(setting, all_ranks(setting)))
-    assert lack.where == "host 0"
+    assert lack.field == "host 0"
     config.rollout.reward_workers = 0
     assert "in the controller's process" in describe("games", Plan(config))

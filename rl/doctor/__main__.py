@@ -41,9 +41,9 @@ def main(arguments: list[str]) -> int:
         from rl.cli.arguments import parse_config
 
         parse_config(rest, program=PROGRAM)  # prints the help and exits
-    from rl.doctor.host import Host, check_host  # imports torch, which --help does without
+    from rl.doctor.host import check_host, this_host  # imports torch, which --help does without
 
-    host = Host()
+    host = this_host()
     found = list[Finding]()
     _report(found, check_host(host))
     if rest:

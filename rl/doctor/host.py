@@ -1,12 +1,13 @@
 """Checks of this host, whatever runs there: packages, limits, network and devices."""
 
+import contextlib
 import os
 import platform
 import re
 import shutil
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
@@ -30,24 +31,6 @@ OLDEST_DRIVERS = {"13": 580, "12": 525}
 """Drivers that a major version of CUDA needs: docs.nvidia.com/deploy/cuda-compatibility."""
 
 
-def _requirements() -> tuple[str, ...]:
-    try:
-        tiller = metadata.distribution("tiller-rl")
-    except metadata.PackageNotFoundError:
-        return ("tiller-rl",)
-    return f"python {tiller.metadata['Requires-Python']}", *(tiller.requires or ())
-
-
-def _free_memory() -> int:
-    rows = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
-    free = next(int(row[1]) * 1024 for row in rows if row[0] == "MemAvailable:")
-    group = Path("/sys/fs/cgroup")
-    limit = group / "memory.max"
-    if limit.exists() and (most := limit.read_text().strip()) != "max":
-        free = min(free, int(most) - int((group / "memory.current").read_text()))
-    return free
-
-
 def driver_of(file: Path) -> str:
     """Return the version of the NVIDIA driver that describes itself in ``file``; empty if none."""
     described = file.read_text() if file.exists() else ""
@@ -55,61 +38,78 @@ def driver_of(file: Path) -> str:
     return found[1] if found else ""
 
 
-def _address() -> str:
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return ""
-
-
-def _constraints() -> tuple[str, ...]:
-    pins = CONSTRAINTS.read_text().splitlines() if CONSTRAINTS.exists() else []
-    return tuple(pin for pin in pins if "==" in pin)
-
-
-def _shared_free() -> int:
-    folder = Path("/dev/shm")
-    return shutil.disk_usage(folder).free if os.access(folder, os.W_OK) else 0
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """Facts of a host, by default of this one."""
+    """Facts of a host."""
 
-    python: str = field(default_factory=platform.python_version)
-    packages: dict[str, str] = field(
-        default_factory=lambda: {
-            canonicalize_name(p.name): p.version for p in metadata.distributions()
-        }
-    )
+    python: str
+    packages: dict[str, str]
     """Versions of the installed packages by their canonical names."""
-    requirements: tuple[str, ...] = field(default_factory=_requirements)
-    constraints: tuple[str, ...] = field(default_factory=_constraints)
-    cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
-    omp_num_threads: str = field(default_factory=lambda: os.environ.get("OMP_NUM_THREADS", ""))
-    open_files: int = field(default_factory=lambda: open_file_limits()[1])
+    requirements: tuple[str, ...]
+    constraints: tuple[str, ...]
+    cores: int
+    omp_num_threads: str
+    open_files: int
     """Number of files that a process may open, up to which programs raise their own limit."""
-    shared_free: int = field(default_factory=_shared_free)
+    shared_free: int
     """Number of free bytes of /dev/shm; 0 if it cannot be written."""
-    memory: int = field(default_factory=_free_memory)
+    memory: int
     """Number of bytes that processes can still allocate."""
-    loopback: bool = field(default_factory=has_loopback)
+    loopback: bool
     """Whether processes can connect through 127.0.0.1."""
-    address: str = field(default_factory=_address)
+    address: str
     """Address of the host's name; empty if it has none."""
-    compiler: bool = field(
-        default_factory=lambda: bool(os.environ.get("CXX")) or any(map(shutil.which, COMPILERS))
-    )
-    cuda: bool = field(default_factory=lambda: device_type() == "cuda")
-    gpus: int = field(default_factory=device_count)
-    nvidia: bool = field(default_factory=Path("/dev/nvidia0").exists)
+    compiler: bool
+    cuda: bool
+    gpus: int
+    nvidia: bool
     """Whether the host has an NVIDIA device, usable or not."""
-    driver: str = field(default_factory=lambda: driver_of(DRIVER))
+    driver: str
     """Version of the NVIDIA driver; empty without one."""
-    torch_cuda: str = torch.version.cuda or ""
+    torch_cuda: str
     """Version of CUDA that torch is built for; empty if it is built for CPU."""
-    nccl: bool = field(default_factory=torch.distributed.is_nccl_available)
-    rdma: bool = field(default_factory=has_rdma)
+    nccl: bool
+    rdma: bool
+
+
+def this_host() -> Host:
+    """Return the facts of this host."""
+    installed = {canonicalize_name(each.name): each for each in metadata.distributions()}
+    requirements = ["tiller-rl"]
+    if tiller := installed.get("tiller-rl"):
+        needed = tiller.requires or ()
+        requirements = [f"python {tiller.metadata['Requires-Python']}", *needed]
+    pins = CONSTRAINTS.read_text().splitlines() if CONSTRAINTS.exists() else []
+    rows = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    free = next(int(row[1]) * 1024 for row in rows if row[0] == "MemAvailable:")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.exists() and (most := limit.read_text().strip()) != "max":
+        free = min(free, int(most) - int(limit.with_name("memory.current").read_text()))
+    address = ""
+    with contextlib.suppress(OSError):
+        address = socket.gethostbyname(socket.gethostname())
+    shared = os.access("/dev/shm", os.W_OK)
+    return Host(
+        python=platform.python_version(),
+        packages={name: each.version for name, each in installed.items()},
+        requirements=tuple(requirements),
+        constraints=tuple(pin for pin in pins if "==" in pin),
+        cores=len(os.sched_getaffinity(0)),
+        omp_num_threads=os.environ.get("OMP_NUM_THREADS", ""),
+        open_files=open_file_limits()[1],
+        shared_free=shutil.disk_usage("/dev/shm").free if shared else 0,
+        memory=free,
+        loopback=has_loopback(),
+        address=address,
+        compiler=bool(os.environ.get("CXX")) or any(map(shutil.which, COMPILERS)),
+        cuda=device_type() == "cuda",
+        gpus=device_count(),
+        nvidia=Path("/dev/nvidia0").exists(),
+        driver=driver_of(DRIVER),
+        torch_cuda=torch.version.cuda or "",
+        nccl=torch.distributed.is_nccl_available(),
+        rdma=has_rdma(),
+    )
 
 
 def check_host(host: Host) -> Iterator[Finding]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from rl.config import RunConfig
+from rl.doctor import host
 from rl.doctor.__main__ import main
 from rl.doctor.examine import check_all
 from rl.doctor.host import Host
@@ -20,7 +21,7 @@ Examine = Callable[[str, RunConfig], list[dict]]
 
 @pytest.fixture(scope="session")
 def this_host() -> Host:
-    return Host()
+    return host.this_host()
 
 
 @pytest.fixture(scope="session")
@@ -38,7 +39,7 @@ def doctor(capsys, tmp_path, monkeypatch, this_host) -> Doctor:
     """Return a function that runs the program in an empty folder and returns the exit code and
     the findings. The facts of the host are read once for all tests.
     """
-    monkeypatch.setattr("rl.doctor.host.Host", lambda: this_host)
+    monkeypatch.setattr("rl.doctor.host.this_host", lambda: this_host)
     folder = tmp_path / "here"
     folder.mkdir()
     monkeypatch.chdir(folder)

@@ -143,8 +143,11 @@ class FakeCuda(Device):
 
     def _run(self, func: Any, name: str, args: Any, kwargs: Any, fakes: list[FakeTensor]) -> Any:
         """Return the result of an operator of the device, and record what it does."""
-        if self.ledger.captures and _reads_host(name, args, kwargs):
-            self.ledger.wait("copy from the host")
+        if self.ledger.captures:
+            hosts = [tensor for tensor in _tensors((args, kwargs)) if tensor.device.type == "cpu"]
+            # kernels take single numbers as arguments
+            if any(tensor.dim() or name in COPIES for tensor in hosts):
+                self.ledger.wait("copy from the host")
         if name == GROUPED and self.capability[0] not in GROUPED_ON:
             self.ledger.wait("offsets of grouped products")
         if name in COUNTING and kwargs.get("output_size") is None:
@@ -157,7 +160,10 @@ class FakeCuda(Device):
         if is_collective(name):
             _require_device_tensors(name, args, kwargs)
         if name == "c10d.allgather_.default":
-            _same_on_all_ranks(args)
+            for outputs, own in zip(args[0], args[1], strict=True):  # the same on all ranks
+                numbers = shadow_of(own)
+                for output in outputs:
+                    set_shadow(output, None if numbers is None else numbers.clone())
         numbers = shadows.computed(func, args, kwargs)
         if numbers is not None and name in shadows.COUNTED:
             device = fakes[0].device if fakes else kwargs["device"]
@@ -259,14 +265,6 @@ def is_collective(name: str) -> bool:
     return name.startswith(COLLECTIVES) and not local
 
 
-def _reads_host(name: str, args: Any, kwargs: Any) -> bool:
-    """Return whether operator ``name`` copies a tensor of the host to the device. Kernels take
-    single numbers as arguments.
-    """
-    hosts = [tensor for tensor in _tensors((args, kwargs)) if tensor.device.type == "cpu"]
-    return any(tensor.dim() or name in COPIES for tensor in hosts)
-
-
 def _require_what_kernels_take(name: str, args: tuple) -> None:
     """Raise RuntimeError if the kernel of operator ``name`` would refuse ``args`` on CUDA."""
     if name in PRODUCTS:
@@ -285,13 +283,6 @@ def _require_what_kernels_take(name: str, args: tuple) -> None:
 def _require_device_tensors(name: str, args: Any, kwargs: Any) -> None:
     if any(not isinstance(tensor, FakeTensor) for tensor in _tensors((args, kwargs))):
         raise RuntimeError(f"{name}: NCCL refuses tensors of the host")
-
-
-def _same_on_all_ranks(args: Any) -> None:
-    for outputs, own in zip(args[0], args[1], strict=True):
-        numbers = shadow_of(own)
-        for output in outputs:
-            set_shadow(output, None if numbers is None else numbers.clone())
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:

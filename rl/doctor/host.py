@@ -76,7 +76,7 @@ def this_host() -> Host:
     """Return the facts of this host."""
     installed = {canonicalize_name(each.name): each for each in metadata.distributions()}
     requirements = ["tiller-rl"]
-    if tiller := installed.get("tiller-rl"):
+    if tiller := installed.get(canonicalize_name("tiller-rl")):
         needed = tiller.requires or ()
         requirements = [f"python {tiller.metadata['Requires-Python']}", *needed]
     pins = CONSTRAINTS.read_text().splitlines() if CONSTRAINTS.exists() else []

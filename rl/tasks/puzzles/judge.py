@@ -148,7 +148,7 @@ type.__setattr__(RemoteType, "__doc__", TEXT)
 
 
 class Super:
-    """What ``super()`` is in a method of a class that a test derives from one of the solution."""
+    """Stand-in for ``super()`` in a class that a test derives from one of the solution."""
 
     def __init__(self, kind, value):
         object.__setattr__(self, "_of", (kind, value))

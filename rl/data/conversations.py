@@ -86,7 +86,12 @@ def read_conversations(
 
     def make(row: Row) -> Iterator[Example | None]:
         several = apart and _kind(row.value) == "messages"
-        weight = _weight_of(row)
+        if row.value.get("label") is False and _kind(row.value) != "text":
+            raise row.error(
+                "field 'label' is False: it calls the answer bad, and this trainer would imitate "
+                "the answer; remove the row, or train on good and bad answers with KTOLoss"
+            )
+        weight = weight_of(row, row.value)
         for tokens, factors in (
             _by_turn(row, encoder) if several else [_masked(row, encoder, config)]
         ):
@@ -94,16 +99,6 @@ def read_conversations(
                 yield encoder.example(row, (tokens, factors * np.float32(weight)))
 
     return read_examples(source, encoder, FORM, make)
-
-
-def _weight_of(row: Row) -> float:
-    """Return the factor of the loss of a row. Raises ConfigError if its label calls it bad."""
-    if row.value.get("label") is False and _kind(row.value) != "text":
-        raise row.error(
-            "field 'label' is False: it calls the answer bad, and this trainer would imitate the "
-            "answer; remove the row, or train on good and bad answers with KTOLoss"
-        )
-    return weight_of(row, row.value)
 
 
 def _masked(row: Row, encoder: Encoder, config: ConversationsConfig) -> Masked:

@@ -162,15 +162,12 @@ def plain_score(score: object) -> Score:
         raise InvalidScore(f"correct={shown(score.correct)}, which is not a bool")
     if not isinstance(score.metrics, dict):
         raise InvalidScore(f"metrics={shown(score.metrics)}, which is not a dict")
-    metrics = {_plain_name(name): _plain_entry(name, each) for name, each in score.metrics.items()}
+    for name in score.metrics:
+        if not isinstance(name, str) or not name or name in RESERVED_METRICS:
+            rule = f"names are text, not empty, and none of {', '.join(RESERVED_METRICS)}"
+            raise InvalidScore(f"a metric named {shown(name)}; {rule}")
+    metrics = {str(name): _plain_entry(name, each) for name, each in score.metrics.items()}
     return Score(reward=reward, correct=bool(score.correct), metrics=metrics)
-
-
-def _plain_name(name: object) -> str:
-    if not isinstance(name, str) or not name or name in RESERVED_METRICS:
-        rule = f"names are text, not empty, and none of {', '.join(RESERVED_METRICS)}"
-        raise InvalidScore(f"a metric named {shown(name)}; {rule}")
-    return str(name)
 
 
 def _plain_entry(name: str, value: object) -> Entry:

@@ -48,7 +48,9 @@ class Evaluation:
         self._at_once = config.generator.max_running_requests
         self._asking = asyncio.Semaphore(self._replicas)
         self._in_order = config.rollout.pipeline == "deterministic"
-        self._chunks: list[Chunk] = []
+        self.rollouts: list[Chunk] = []
+        """Rollouts that the newest scores are of: greedy completions, and then, if there are any,
+        sampled ones."""
 
     async def scores(self, metric_calculator: MetricCalculator | None = None) -> dict[str, float]:
         """Return ``eval/exact_match`` of greedy completions. Of k samples of each prompt,
@@ -81,7 +83,7 @@ class Evaluation:
         scores["eval/version_max"] = max(versions, default=math.nan)
         if metric_calculator is not None:
             scores |= {f"eval/{name}": value for name, value in metric_calculator(groups).items()}
-        self._chunks = chunks
+        self.rollouts = chunks
         return scores
 
     def _scores_of(self, task: str, greedy: list[Group], sampled: list[Group]) -> dict[str, float]:
@@ -103,14 +105,6 @@ class Evaluation:
             scores[f"mean@{samples}"] = sum(_correct(sampled)) / (count * samples)
         prefix = f"eval/{task}" if task else "eval"
         return {f"{prefix}/{name}": value for name, value in scores.items()}
-
-    def take_rollouts(self) -> list[Chunk]:
-        """Return the rollouts that the newest scores are of, and forget them: greedy completions,
-        and then, if there are any, sampled ones.
-        """
-        chunks = self._chunks
-        self._chunks = []
-        return chunks
 
     async def _ask(self, sampling: Sampling, samples: int, stream: str) -> list[Group]:
         """Return scored samples of each prompt, in order, without prompts with a failed reward."""
@@ -206,7 +200,8 @@ class EvaluationSchedule:
 
     async def _record(self, step: int) -> None:
         """Write the rollouts of the newest evaluation, which was of the weights after ``step``."""
-        chunks = self._evaluation.take_rollouts()
+        chunks = self._evaluation.rollouts
+        self._evaluation.rollouts = []
         config = self._config.record
         if chunks and config.rollouts != "none":
             await self._run.record.write_evaluated(step, chunks, max_bytes=config.max_bytes)

@@ -79,15 +79,12 @@ def try_task(config: RLConfig, task: Task, *, trains: bool = True) -> None:
         if prompts and isinstance(task, EnvironmentTask):
             _try_episodes(task, prompts, config.rollout.max_tokens)
         elif prompts:
-            _try_score(task, prompts[0], config.deadlines.reward)
-
-
-def _try_score(task: Task, prompt: Prompt, deadline: float) -> None:
-    answer = _written(task, prompt.answer)
-    what = f"the reward of {type(task).__name__}"
-    advice = "this was the reference answer of the first prompt; correct score"
-    if lost := _lost(lambda: score_group(task, prompt, [answer]), what, deadline):
-        raise ConfigError(f"task: {lost}\n{advice}")
+            answer = _written(task, prompts[0].answer)
+            what = f"the reward of {type(task).__name__}"
+            score = partial(score_group, task, prompts[0], [answer])
+            if lost := _lost(score, what, config.deadlines.reward):
+                advice = "this was the reference answer of the first prompt; correct score"
+                raise ConfigError(f"task: {lost}\n{advice}")
 
 
 def _try_episodes(task: EnvironmentTask, prompts: list[Prompt], max_tokens: int) -> None:

@@ -40,10 +40,17 @@ def epoch_order(seed: int, epoch: int, size: int) -> Sequence[int]:
     return order
 
 
-def stream_indices(seed: int, first: int, count: int, size: int) -> list[int]:
-    """Return ``count`` indices of the stream of :func:`epoch_index`, from number ``first`` on. They
-    may hold the end of an epoch and the start of the next.
+def step_indices(seed: int, step: int, batch_size: int, size: int) -> list[int]:
+    """Return which of ``size`` examples are in the batch of ``step``, from 0.
+
+    Batches follow each other in the stream of :func:`epoch_index` without gaps. One batch may hold
+    the end of an epoch and the start of the next.
     """
+    return stream_indices(seed, step * batch_size, batch_size, size)
+
+
+def stream_indices(seed: int, first: int, count: int, size: int) -> list[int]:
+    """Return ``count`` indices of the stream of :func:`epoch_index`, from number ``first`` on."""
     return [epoch_index(seed, first + place, size) for place in range(count)]
 
 

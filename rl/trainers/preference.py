@@ -23,7 +23,7 @@ from rl.config import PreferenceConfig
 from rl.data.batches import batch_of, batch_of_pairs
 from rl.data.examples import Examples
 from rl.data.jsonl import Source
-from rl.data.order import epoch_order, stream_indices
+from rl.data.order import epoch_order, step_indices
 from rl.data.preferences import Labelled, Pair, read_labelled, read_preferences
 from rl.data.stored import Stored
 from rl.dialects.dialect import Dialect
@@ -301,6 +301,5 @@ class CachedReference:
         number = first // size
         if part == "eval":
             return trainer.held_out_batches()[number]
-        count = len(trainer.dataset_train)
-        indices = stream_indices(self._config.seed, number * size, size, count)
+        indices = step_indices(self._config.seed, number, size, len(trainer.dataset_train))
         return [trainer.dataset_train[index] for index in indices]

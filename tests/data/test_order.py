@@ -3,7 +3,7 @@
 import time
 
 from rl.data import order
-from rl.data.order import epoch_index, epoch_order, stream_indices
+from rl.data.order import epoch_index, epoch_order, step_indices
 
 
 def test_an_epoch_has_every_example_once_in_an_order_of_its_own():
@@ -14,13 +14,13 @@ def test_an_epoch_has_every_example_once_in_an_order_of_its_own():
 
 def test_batches_follow_the_stream_without_gaps():
     stream = [epoch_index(3, number, 7) for number in range(24)]
-    batches = [stream_indices(3, 4 * step, 4, 7) for step in range(6)]
+    batches = [step_indices(3, step, 4, 7) for step in range(6)]
     assert [index for batch in batches for index in batch] == stream
     assert sorted(stream[:7]) == sorted(stream[7:14]) == list(range(7))
 
 
 def test_the_order_is_the_same_in_every_version():
-    assert stream_indices(7, 0, 10, 5) == [0, 3, 4, 1, 2, 2, 1, 0, 4, 3]
+    assert step_indices(7, 0, 10, 5) == [0, 3, 4, 1, 2, 2, 1, 0, 4, 3]
 
 
 def test_a_large_order_is_ready_before_its_epoch_begins(monkeypatch):

@@ -22,6 +22,9 @@ from rl.training.trainer_config import TrainerConfig, one_rank
 from rl.types import Head
 from rl.types.rules import COSMETIC, NUMERICS, SIGNED, at_least
 
+DECODING = 2.0
+"""Time to sample a token, over that of a token in a trainer's forward pass, as measured on CPU."""
+
 
 @dataclass(kw_only=True, slots=True)
 class ReferenceConfig:
@@ -121,6 +124,14 @@ class RLConfig(SamplingRunConfig):
     def updates_per_step(self) -> int:
         """Number of optimizer steps per step."""
         return self.algorithm.updates(self.rollout.prompts_per_step)
+
+    @property
+    def trainer_share(self) -> float | None:
+        if self.rollout.max_staleness == 0:
+            return None
+        sampled = DECODING * self.rollout.max_tokens
+        trained = (3 * self.algorithm.passes + len(self.algorithm.columns())) * self.longest
+        return trained / (trained + sampled)
 
     def models(self) -> dict[str, Role]:
         """Return the models by role, in the order in which they take devices."""

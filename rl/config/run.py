@@ -208,6 +208,13 @@ class RunConfig:
         """Number of optimizer steps of the run; None if it follows from the data."""
         return self.steps * self.updates_per_step
 
+    @property
+    def trainer_share(self) -> float | None:
+        """Estimated share of the trainer in the work on CPU cores that it shares with generators;
+        None if the two take turns.
+        """
+        return None
+
     def models(self) -> dict[str, Role]:
         """Return the models by role, in the order in which they take devices."""
         return {"trainer": Role("trainer", self.trainer, self.model)}

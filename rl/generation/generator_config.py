@@ -50,7 +50,7 @@ class GeneratorConfig:
     kv_cache_gib: Annotated[float, above(0, 1e6), PERFORMANCE] = 1.0
     """Size of the KV cache of each rank in GiB, on CPU."""
 
-    threads: Annotated[int, at_least(1, 1024), NUMERICS] = 1
+    threads: Annotated[int | Literal["auto"], at_least(1, 1024), NUMERICS] = "auto"
     """Number of CPU threads that compute for a rank, as ``trainer.threads``."""
 
     gpu_memory_utilization: Annotated[float, above(0, 1), PERFORMANCE] = 0.5

@@ -12,7 +12,7 @@ import os
 import resource
 import socket
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torchtitan.tools.utils as titan
@@ -54,10 +54,13 @@ def device_type() -> str:
     return titan.device_type
 
 
-def thread_variables(threads: int) -> dict[str, str]:
-    """Return the variables to launch a process with that computes with ``threads`` CPU threads."""
-    variables = {"OMP_NUM_THREADS": str(threads)}
-    if threads > 1:
+def thread_variables(threads: int | Literal["auto"]) -> dict[str, str]:
+    """Return the variables to launch a process with that computes with ``threads`` CPU threads;
+    ``auto``, which a session settles, is 1 outside of sessions.
+    """
+    count = 1 if threads == "auto" else threads
+    variables = {"OMP_NUM_THREADS": str(count)}
+    if count > 1:
         variables["OMP_WAIT_POLICY"] = "PASSIVE"  # idle threads would take the cores of others
         variables["GOMP_SPINCOUNT"] = "300000"  # a thread that sleeps between two products is late
     return variables
@@ -172,6 +175,14 @@ def has_rdma() -> bool:
     """Whether this host has an RDMA device."""
     devices = Path("/sys/class/infiniband")
     return devices.is_dir() and any(devices.iterdir())
+
+
+def core_count() -> int:
+    """Return the number of cores that this process may use, or that its container's quota allows."""
+    cores = len(os.sched_getaffinity(0))
+    limit = Path("/sys/fs/cgroup/cpu.max")
+    quota, _, period = (limit.read_text() if limit.exists() else "max").partition(" ")
+    return cores if quota.strip() == "max" else max(1, min(cores, int(quota) // int(period)))
 
 
 def host_memory() -> int:

@@ -30,6 +30,7 @@ from rl.session.router import Router
 from rl.session.session_config import SessionConfig
 from rl.session.start_push import StartPush
 from rl.session.task_rollouters import TaskRollouters, rollouter_of
+from rl.session.threads import settle_threads
 from rl.session.weight_selector import Push, WeightSelector
 from rl.types import Completion, GenerationRequest, GivenSequence, Prompt, Rollout, Sampling
 
@@ -74,6 +75,7 @@ class Session(Models):
         - ``meshes`` makes the handles of all processes; by default
           :class:`rl.session.meshes.Meshes`.
         """
+        settle_threads(config)
         self.config = config
         self._events = events = events or Events(print_warnings, print_notes)
         config.fetch_models(events.note)

@@ -18,6 +18,7 @@ from rl.observe.owner import claim
 from rl.observe.progress import Progress, summary_text
 from rl.observe.record import RunRecord
 from rl.observe.sinks import Sinks
+from rl.session.threads import settle_threads
 from rl.validation.engines import long_warmups
 from rl.validation.folders import saved_section
 from rl.validation.values import values
@@ -192,3 +193,16 @@ def pin_datasets(config: RunConfig) -> None:
             saved = saved_section(config, value.name)
             commit = saved.get("revision") if saved.get("path") == source.path else ""
             source.revision = commit or newest_commit(source, f"{value.name}.path")
+
+
+def pin_threads(config: RunConfig) -> None:
+    """Replace numbers of threads that are ``auto``: by those of the run that is resumed, otherwise
+    by those that suit this host.
+    """
+    sections: dict[str, Any] = {"trainer": config.trainer}
+    if (sampling := config.sampling_run()) is not None:
+        sections[f"{config.generator_section}generator"] = sampling.generator
+    for name, section in sections.items():
+        if section.threads == "auto" and (saved := saved_section(config, name)):
+            section.threads = saved.get("threads", 1)
+    settle_threads(config.session(), config.trainer_share)

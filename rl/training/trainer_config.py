@@ -298,10 +298,16 @@ class TrainerConfig:
     """Maximum size of the float32 logits that exist at once on a rank, in MiB. Larger logits are
     computed in chunks, and again in the backward pass."""
 
-    threads: Annotated[int, at_least(1, 1024), NUMERICS] = 1
-    """Number of CPU threads that compute for a rank. Use more on a CPU if the model is large and no
-    other rank computes meanwhile, as in lockstep. The default gives the same results on hosts with
-    any number of cores."""
+    threads: Annotated[int | Literal["auto"], at_least(1, 1024), NUMERICS] = "auto"
+    """Number of CPU threads that compute for a rank. ``auto`` chooses at the start of a run, whose
+    ``config.json`` has the number:
+
+    - 1 on GPUs, and for models of less than 10 million parameters
+    - all cores of the host for the trainer, and then for the generators, if they take turns
+    - otherwise a part of the cores for each side, by its work
+
+    The ranks of a side divide its cores. Set a number for equal bits on hosts with other numbers of
+    cores."""
 
     cpu_matmul: Annotated[Literal["auto", "mkl", "onednn"], NUMERICS] = "auto"
     """Kernel of float32 matrix products on CPU. ``auto`` is oneDNN on AMD without AVX-512, where

@@ -178,7 +178,7 @@ def has_rdma() -> bool:
 
 
 def core_count() -> int:
-    """Return the number of cores that this process may use, or that its container's quota allows."""
+    """Return the number of cores that this process may use within its container's quota."""
     cores = len(os.sched_getaffinity(0))
     limit = Path("/sys/fs/cgroup/cpu.max")
     quota, _, period = (limit.read_text() if limit.exists() else "max").partition(" ")

@@ -30,11 +30,13 @@ class Memory:
 
 
 def memories(run: PlannedRun, ranks: list[RankMemory]) -> list[Memory]:
-    """Return the memory of every device and host of the run. On CPU each rank is a device."""
+    """Return the memory of every device and host of the run. On CPU each rank is a device, if
+    ``hardware.memory_gib`` limits its memory.
+    """
     limit = int(run.device.memory_gib * GIB)
     host_limit = int(run.hardware.host_gib * GIB)
     devices: dict[str, list[RankMemory]] = {}
-    for rank in ranks:
+    for rank in ranks if run.cuda or run.hardware.memory_gib else ():
         name = f"GPU {rank.gpu} of host {rank.host}" if run.cuda else rank.name
         devices.setdefault(name, []).append(rank)
     found = [

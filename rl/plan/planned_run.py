@@ -14,6 +14,7 @@ from rl.model.shards import Layout
 from rl.model.tp_plan import generator_layout
 from rl.session.placement import Placement
 from rl.session.session_config import Role, records_experts
+from rl.session.threads import threads_of
 from rl.training.layout import trainer_layout
 from rl.training.sharded_model import is_adapter
 from rl.types import Place
@@ -22,6 +23,8 @@ from rl.weights.transport import choose_transport
 LEARNING = ("trainer", "critic")
 GENERATOR = "generator-0"
 """Mesh of the first generator. The others are like it."""
+ON_CPU = 0.9
+"""Share of the measured rate of products that the products of a model reach on CPU."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 OPEN_FILES = 256
 """Number of files that a process of a run opens for itself."""
@@ -55,6 +58,19 @@ class PlannedRun:
         sampling = config.sampling_run()
         if sampling is not None:
             self._add_generators(sampling, placement)
+        chosen = threads_of(config.session(), config.trainer_share)
+        given = config.trainer.threads, self.rl.generator.threads if self.generators else 1
+        self.threads, self.generator_threads = (
+            best if own == "auto" else own for own, best in zip(given, chosen, strict=True)
+        )
+        """Numbers of CPU threads of a rank of the models, and of a rank of the generators."""
+        if not (self.cuda or self.hardware.memory_gib):
+            places = [*self.places.values(), *self.generators]
+            most = max(
+                sum(place.per_host for place in places if host in hosts_of(place))
+                for host in range(self.hosts)
+            )
+            self.device = dataclasses.replace(self.device, memory_gib=self.hardware.host_gib / most)
 
     def _add_generators(self, config: SamplingRunConfig, placement: Placement) -> None:
         """Set the attributes of runs with generators: their places, and both ends of the push."""
@@ -131,6 +147,12 @@ class PlannedRun:
     def transfer_bytes(self) -> int:
         """Number of bytes of an element that is pushed."""
         return DTYPE_BYTES[self.rl.generator.dtype]
+
+    def rate(self, dtype: str) -> float:
+        """Return the operations a second that a device, or on CPU a thread, does in ``dtype``."""
+        slow = self.device.float32_tflops if dtype == "float32" else 0.0
+        share = ON_CPU if not self.cuda else self.hardware.training_efficiency
+        return (slow or self.device.tflops) * 1e12 * share
 
     def seats(self, place: Place) -> list[dict[str, Any]]:
         """Return the ranks and the GPUs of a mesh on each of its hosts."""

@@ -96,8 +96,8 @@ def _head(name: str, run: PlannedRun) -> Iterator[str]:
     what, each = (f"{hardware.gpus} GPUs", "GPU") if run.cuda else ("CPUs", "rank")
     hosts = f"{counted(run.hosts, 'host')} of {what}"
     yield (
-        f"{hosts}; {hardware.device}: {device.memory_gib:g} GiB a {each}, {device.tflops:g} "
-        f"TFLOP/s, {device.memory_gb_s:g} GB/s memory, {device.network_gb_s:g} GB/s network"
+        f"{hosts}; {hardware.device}: {device.memory_gib:.4g} GiB a {each}, {device.tflops:.3g} "
+        f"TFLOP/s, {device.memory_gb_s:.4g} GB/s memory, {device.network_gb_s:g} GB/s network"
     )
 
 
@@ -165,7 +165,7 @@ def _memory(plan: Plan) -> Iterator[str]:
             sizes = [item.bytes for item in rank.named(name) if item.on_host == on_host]
             cells.append(size_text(sizes[0]) if sizes else "")
         yield _row(label, cells)
-    device = f"    total of {run.device.memory_gib:g} GiB on the device"
+    device = f"    total of {run.device.memory_gib:.4g} GiB on the device"
     for on_host, label in ((False, device), (True, "    total on the host")):
         totals = [rank.total(on_host=on_host) for rank in columns]
         if any(totals):

@@ -13,16 +13,21 @@ from functools import cache
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
 from rl.config import PreferenceConfig, RLConfig
+from rl.errors import counted
 from rl.generation.generator_config import kv_bytes_per_token
 from rl.model.decoder import parameter_shapes
 from rl.model.shape import ModelShape, shape_of
 from rl.plan.collectives import HIDDEN, Collective, collectives_of
 from rl.plan.memory import generator_weights, kv_sequences
-from rl.plan.peak_memory import micro_batch_cells
+from rl.plan.peak_memory import feed_forward_width, micro_batch_cells
 from rl.plan.planned_run import LEARNING, PlannedRun
 from rl.plan.push_cost import Push
 
-SELECTIVE = 7 / 6  # cost over that of forward and backward: half of the forward is recomputed
+TRAFFIC = 30
+"""Number of times that a training step on CPU reads or writes a result of a layer, as measured with
+a model of 135 million parameters. A forward pass has a third of it."""
+STEPPED = 32
+"""Bytes that an optimizer step reads or writes for each trained parameter."""
 MEAN_SHARE = 0.5
 """Assumed ratio of mean to maximum length of prompts, completions and examples."""
 
@@ -104,8 +109,7 @@ def step_of(run: PlannedRun, push: Push | None) -> Step:
         concurrency = 0
         assumptions: tuple[str, ...] = (
             f"mean sequence {length:g} tokens, half of task.max_tokens",
-            f"a device does {run.device.tflops:g} TFLOP/s at "
-            f"{run.hardware.training_efficiency:.0%} (hardware.training_efficiency)",
+            *_rates(run),
             COLLECTIVES,
             "no time for optimizer, data, validation or checkpoints",
         )
@@ -162,12 +166,13 @@ def _flop(run: PlannedRun, name: str, tokens: float, length: float, *, train: bo
     # causal: a token attends to half of the tokens on average
     attention = 2 * shape.n_layers * shape.n_heads * shape.head_dim * length
     forward = tokens * (2 * active + attention)
-    policy = role.trainer.activation_checkpoint
     if not train:
         return forward
-    if isinstance(policy, FullAC.Config):
-        return 4 * forward
-    return 3 * forward * (SELECTIVE if isinstance(policy, SelectiveAC.Config) else 1)
+    policy = role.trainer.activation_checkpoint
+    again = {FullAC.Config: 1.0, SelectiveAC.Config: 0.5}.get(type(policy), 0.0)
+    # frozen weights need no gradient of their own
+    backward = 2 if role.trainer.lora is None else 1
+    return forward * (1 + backward + again)
 
 
 def _training(run: PlannedRun, tokens: float, length: float) -> Time:
@@ -192,8 +197,18 @@ def _pass(run: PlannedRun, name: str, tokens: float, length: float, *, train: bo
     computation take time only if they take longer.
     """
     trainer = run.roles[name].trainer
-    rate = run.device.tflops * 1e12 * run.hardware.training_efficiency * trainer.ranks
+    rate = run.rate(trainer.training.mixed_precision_param) * trainer.ranks
     computing = _flop(run, name, tokens, length, train=train) / rate
+    if not run.cuda:
+        moved = (
+            TRAFFIC / (1 if train else 3) * 4 * tokens * _results(shape_of(run.roles[name].model))
+        )
+        if train and trainer.lora is None:
+            updates = run.config.updates_per_step
+            size = sizes_of(run.shape, fuse_qkv=run.config.model.fuse_qkv).total
+            moved += STEPPED * updates * size
+        computing += moved / (run.device.memory_gb_s * 1e9 * trainer.ranks)
+        computing /= run.threads
     full = tokens / trainer.dp_degree / micro_batch_cells(run, trainer)
     beside = between = 0.0
     for each in collectives_of(run, name, train=train):
@@ -203,6 +218,15 @@ def _pass(run: PlannedRun, name: str, tokens: float, length: float, *, train: bo
             between += each.seconds * full
     seconds = max(computing, beside) + between
     return Time(seconds, seconds - computing)
+
+
+def _results(shape: ModelShape) -> int:
+    """Return the number of elements of the results of all layers, and of the logits, for a
+    token.
+    """
+    heads = (shape.n_heads + shape.n_kv_heads) * shape.head_dim
+    layer = 6 * shape.dim + 4 * heads + 4 * feed_forward_width(shape)
+    return shape.n_layers * layer + 2 * shape.vocab_size
 
 
 def _passes(run: PlannedRun) -> tuple[list[str], float]:
@@ -239,7 +263,8 @@ def _generation(run: PlannedRun, prompt: float, completion: float) -> tuple[floa
     requests = math.ceil(run.config.sequences / generator.replicas)
     fits = kv_sequences(run, math.ceil(prompt + completion))
     concurrency = max(1, min(requests, generator.max_running_requests, fits))
-    products = 2 * sizes.active / (tp * device.tflops * 1e12 * hardware.training_efficiency)
+    threads = run.generator_threads
+    products = 2 * sizes.active / (tp * threads * run.rate(generator.dtype))
     sharing = run.rl.rollout.samples_per_prompt if generator.prefix_caching else 1
     prompts: float = math.ceil(requests / sharing)
     if run.episodes and run.rl.rollout.pipeline == "deterministic":
@@ -250,16 +275,42 @@ def _generation(run: PlannedRun, prompt: float, completion: float) -> tuple[floa
         reached = 1 - (1 - shape.experts_per_token / shape.num_experts) ** concurrency
         weights -= round(sizes.experts / tp * run.transfer_bytes * (1 - reached))
     cache = concurrency * (prompt + completion / 2) * kv_bytes_per_token(generator, run.shape)
-    reading = (weights + cache) / (device.memory_gb_s * 1e9 * hardware.generation_efficiency)
     steps = max(requests * completion / concurrency, completion)
-    return prompts * prompt * products + steps * max(reading, concurrency * products), concurrency
+    computing = concurrency * products
+    if run.cuda:
+        rate = device.memory_gb_s * 1e9 * hardware.generation_efficiency
+        step = max((weights + cache) / rate, computing)
+    else:  # products wait for the weights, and the logits of all words are read again and again
+        logits = TRAFFIC * 4 * concurrency * run.shape.vocab_size / tp
+        step = computing + (weights + cache + logits) / (device.memory_gb_s * 1e9 * threads)
+    return prompts * prompt * products + steps * step, concurrency
+
+
+def _rates(run: PlannedRun) -> list[str]:
+    """Return what is assumed of the rates of the hardware."""
+    hardware = run.hardware
+    device = run.device
+    if not run.cuda:
+        float32 = device.float32_tflops or device.tflops
+        return [
+            f"a thread does {float32:.2g} TFLOP/s in float32 and {device.tflops:.2g} in bfloat16, "
+            f"and moves {device.memory_gb_s:.3g} GB/s",
+            f"a rank of the models has {counted(run.threads, 'thread')}, a rank of the generators "
+            f"{run.generator_threads}",
+        ]
+    training = f"{hardware.training_efficiency:.0%} (hardware.training_efficiency)"
+    if not run.generators:
+        return [f"a device does {device.tflops:g} TFLOP/s at {training}"]
+    return [
+        f"a device does {device.tflops:g} TFLOP/s at {training}, generators too",
+        f"decoding reads {device.memory_gb_s:g} GB/s at {hardware.generation_efficiency:.0%} "
+        "(hardware.generation_efficiency)",
+    ]
 
 
 def _assumptions(
     run: PlannedRun, prompt: float, completion: float, *, lockstep: bool
 ) -> tuple[str, ...]:
-    hardware = run.hardware
-    device = run.device
     parallel = "stages side by side: the longest is the step"
     lengths = (
         f"mean prompt {prompt:g} tokens, half of task.max_prompt_tokens; mean completion "
@@ -273,10 +324,7 @@ def _assumptions(
         )
     return (
         lengths,
-        f"a device does {device.tflops:g} TFLOP/s at {hardware.training_efficiency:.0%} "
-        "(hardware.training_efficiency), generators too",
-        f"decoding reads {device.memory_gb_s:g} GB/s at {hardware.generation_efficiency:.0%} "
-        "(hardware.generation_efficiency)",
+        *_rates(run),
         "lockstep: stages one after another" if lockstep else parallel,
         COLLECTIVES,
         "no time for optimizer, rewards, waits for long completions, or moves between host and "

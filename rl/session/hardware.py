@@ -8,6 +8,7 @@ import torch
 from torchtitan.tools.utils import has_cuda_capability, has_rocm_capability
 
 from rl.errors import require
+from rl.host.cpu_speed import cpu_speed
 from rl.host.listening import NO_LOOPBACK, has_loopback
 from rl.host.platform import (
     GROUPED_ON,
@@ -42,6 +43,8 @@ class Device:
     """Bandwidth to the other devices of the node."""
     network_gb_s: float
     """Bandwidth to other nodes: the device's own share."""
+    float32_tflops: float = 0.0
+    """Dense float32 throughput; 0 for that of bfloat16."""
 
 
 # Sources: NVIDIA's data sheets of A100 80GB SXM, H100 SXM, H200 SXM and HGX B200, with one 200
@@ -104,13 +107,16 @@ class HardwareConfig:
     """Number of GPUs per node; 0 for as many as the current host has."""
 
     memory_gib: Annotated[float, _FIGURE] = 0.0
-    """Memory of a device in GiB; on CPU, of a rank. 0 uses the data sheet's."""
+    """Memory of a device in GiB; 0 uses the data sheet's. On CPU it is a limit for each rank, and 0
+    sets none below the host's memory."""
 
     tflops: Annotated[float, _FIGURE] = 0.0
-    """Dense bfloat16 throughput of a device in TFLOP/s. 0 uses the data sheet's."""
+    """Dense bfloat16 throughput of a device in TFLOP/s; on CPU, that of a thread in any dtype. 0
+    uses the data sheet's, on CPU a measurement."""
 
     memory_gb_s: Annotated[float, _FIGURE] = 0.0
-    """Memory bandwidth of a device in GB/s. 0 uses the data sheet's."""
+    """Memory bandwidth of a device in GB/s; on CPU, of a thread. 0 uses the data sheet's, on CPU a
+    measurement."""
 
     link_gb_s: Annotated[float, _FIGURE] = 0.0
     """Bandwidth from a device to the others of its node, in GB/s in one direction. 0 uses the data
@@ -124,11 +130,11 @@ class HardwareConfig:
     outside a job for that of the current host, or for 2048 if the host lacks the device."""
 
     training_efficiency: Annotated[float, above(0, 1)] = 0.4
-    """Share of ``tflops`` that training achieves while it does not wait for collectives. An
+    """Share of ``tflops`` that training on GPUs achieves while it does not wait for collectives. An
     assumption of ``rl.plan``, to be replaced by a measured value."""
 
     generation_efficiency: Annotated[float, above(0, 1)] = 0.6
-    """Share of ``memory_gb_s`` that generation achieves, an assumption as well."""
+    """Share of ``memory_gb_s`` that generation on GPUs achieves, an assumption as well."""
 
     @property
     def kind(self) -> Literal["cpu", "cuda"]:
@@ -162,13 +168,21 @@ class HardwareConfig:
 
     @property
     def figures(self) -> Device:
-        """Figures of the device: those given here, otherwise those of the data sheet."""
+        """Figures of the device: those given here, otherwise those of the data sheet. On a CPU host
+        they are measured, for one thread.
+        """
         if self.device != "auto":
             named = self.device
         else:
             named = _known(device_name()) if self.kind == "cuda" else "cpu"
         given = {name: getattr(self, name) for name in FIGURES if getattr(self, name)}
-        return replace(DEVICES[named], **given)
+        device = DEVICES[named]
+        if named == "cpu" and device_type() == "cpu":
+            speed = cpu_speed()
+            device = replace(device, tflops=speed.bfloat16_tflops, memory_gb_s=speed.memory_gb_s)
+            if not self.tflops:
+                device = replace(device, float32_tflops=speed.float32_tflops)
+        return replace(device, **given)
 
     @property
     def peak_tflops(self) -> float:

@@ -19,7 +19,10 @@ LARGE = ModelConfig(vocab_size=32, dim=512, n_layers=4, n_heads=8, n_kv_heads=8,
 CASES = {
     "in lockstep each side has all cores": ({}, (8, 8)),
     "a tiny model keeps one": ({"model": quickstart().model}, (1, 1)),
-    "ahead they divide them by their work": ({"rollout.max_staleness": 1, "rollout.max_tokens": 18}, (6, 2)),
+    "ahead they divide them by their work": (
+        {"rollout.max_staleness": 1, "rollout.max_tokens": 18},
+        (6, 2),
+    ),
     "more passes are more work": (
         {"rollout.max_staleness": 1, "rollout.max_tokens": 18, "algorithm.update_epochs": 3},
         (7, 1),

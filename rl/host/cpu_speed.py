@@ -1,0 +1,82 @@
+"""Speed of this host's processor, measured once."""
+
+import hashlib
+import json
+import os
+import re
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+SIZE = 512  # rows and columns of the products
+COPIED = 2**26  # bytes, more than a cache holds
+BUDGET = 0.25  # seconds for each figure
+
+
+@dataclass(frozen=True, slots=True)
+class CpuSpeed:
+    """Speed of one thread."""
+
+    float32_tflops: float
+    bfloat16_tflops: float
+    memory_gb_s: float
+    """Bytes that a copy reads and writes, in GB/s."""
+
+
+@cache
+def cpu_speed() -> CpuSpeed:
+    """Return the speed of this host's processor: as a file in the user's cache folder has it, which
+    the first call on a kind of processor writes after measuring for a second.
+    """
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tiller"
+    file = folder / f"cpu-{_processor()}.json"
+    try:
+        return CpuSpeed(**json.loads(file.read_text()))
+    except (OSError, ValueError, TypeError):  # missing or damaged
+        found = _measured()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(asdict(found)))
+    except OSError:  # a home that is read-only: measure again next time
+        pass
+    return found
+
+
+def _processor() -> str:
+    """Return a name that is equal for processors of one kind with one version of torch."""
+    lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
+    facts = [line for line in lines if re.match("(model|flags|cpu family|stepping|Feature)", line)]
+    text = "\n".join([*facts, torch.__version__])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _measured() -> CpuSpeed:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        seconds = []
+        for dtype in (torch.float32, torch.bfloat16):
+            factor = torch.ones(SIZE, SIZE, dtype=dtype)
+            seconds.append(_fastest(lambda factor=factor: factor @ factor))
+        source = torch.ones(COPIED, dtype=torch.uint8)
+        target = torch.ones_like(source)
+        copy = _fastest(lambda: target.copy_(source))
+    finally:
+        torch.set_num_threads(threads)
+    float32, bfloat16 = (2 * SIZE**3 / each / 1e12 for each in seconds)
+    return CpuSpeed(float32, bfloat16, 2 * COPIED / copy / 1e9)
+
+
+def _fastest(work: Callable[[], object]) -> float:
+    """Return the CPU seconds of the fastest of several calls: other programs slow some of them."""
+    times = list[float]()
+    end = time.thread_time() + BUDGET
+    while len(times) < 3 or time.thread_time() < end:
+        began = time.thread_time()
+        work()
+        times.append(time.thread_time() - began)
+    return min(times)

@@ -1,7 +1,8 @@
 """Results of a loss: the cost of each token, and metrics with their reductions."""
 
 import math
-from typing import Any, NamedTuple, get_args
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol, get_args, runtime_checkable
 
 import torch
 
@@ -28,6 +29,17 @@ PerToken = tuple[torch.Tensor, dict[str, Metric]]
 """Cost of each token, [C], and metrics."""
 
 
+@runtime_checkable
+class KnowsZeros(Protocol):
+    """Loss that knows tokens whose cost has no gradient, whatever the model computes."""
+
+    def zero_gradient(self, columns: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+        """Return whether each token of a batch with these columns [T] is one of them, bool [T];
+        None for no token.
+        """
+        ...
+
+
 def check_loss_result(loss: object, result: Any, count: int) -> PerToken:
     """Return ``result`` of ``loss`` for ``count`` tokens.
 
@@ -51,7 +63,7 @@ def _loss_error(result: Any, count: int) -> str:
         return f"costs that are a {type(costs).__name__}"
     if costs.shape != (count,) or costs.dtype != torch.float32:
         return f"costs of shape {[*costs.shape]} and {costs.dtype}"
-    if not costs.requires_grad:
+    if torch.is_grad_enabled() and not costs.requires_grad:
         return "costs without a gradient"
     if not isinstance(metrics, dict):
         return f"metrics that are a {type(metrics).__name__}"

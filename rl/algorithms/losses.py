@@ -4,8 +4,9 @@ A loss computes the cost of each token; the trainer weights, sums and divides th
 """
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import torch
 from torchtitan.config import Configurable
@@ -17,7 +18,20 @@ from rl.algorithms.tokens import Tokens, mean_by_sequence
 from rl.types.rules import SHARE, SIGNED, above, at_least
 
 CLIP = at_least(0, 1e6)
+Surrogate = TypeVar("Surrogate", bound=Callable[..., PerToken])
 Reduction = Literal["sequence_mean", "token_mean", "fixed_length"]
+
+
+def multiple_of(column: str) -> Callable[[Surrogate], Surrogate]:
+    """Declare that the cost of each token that ``surrogate`` returns is a multiple of ``column`` of
+    the batch. A subclass with a ``surrogate`` of its own declares its own.
+    """
+
+    def declare(surrogate: Surrogate) -> Surrogate:
+        surrogate.factor = column  # type: ignore[attr-defined]
+        return surrogate
+
+    return declare
 
 
 class PolicyLoss(Configurable):
@@ -73,8 +87,22 @@ class PolicyLoss(Configurable):
         return loss, {**self._metrics(tokens), **metrics}
 
     def surrogate(self, tokens: Tokens) -> PerToken:
-        """Return the cost of each token to minimize, [C], and metrics."""
+        """Return the cost of each token to minimize, [C], and metrics. If the cost is a multiple of
+        a column of the batch, declare it by :func:`multiple_of`.
+        """
         raise NotImplementedError
+
+    def zero_gradient(self, columns: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+        """Return whether the cost of each token is a multiple of 0, so that the trainer computes no
+        gradient for a sequence of such tokens; None if a term has no known factor.
+        """
+        config = self.config
+        own = type(self).__call__ is not PolicyLoss.__call__
+        if own or config.entropy_coef or config.kl_coef:
+            return None
+        factors = (getattr(self.surrogate, "factor", ""), "correction")
+        zeros = [columns[name] == 0 for name in factors if name in columns]
+        return torch.stack(zeros).any(0) if zeros else None
 
     def log_ratio(self, tokens: Tokens) -> torch.Tensor:
         """Return the log of the importance ratio, [C]. The denominator is the proximal policy if
@@ -139,6 +167,7 @@ class ClippedLoss(PolicyLoss):
 
     config: Config
 
+    @multiple_of("advantages")
     def surrogate(self, tokens: Tokens) -> PerToken:
         advantages = tokens["advantages"]
         log_ratio = self.log_ratio(tokens)
@@ -170,6 +199,7 @@ class DecoupledLoss(ClippedLoss):
 
     config: Config
 
+    @multiple_of("advantages")
     def surrogate(self, tokens: Tokens) -> PerToken:
         cap = math.log(self.config.behaviour_cap)
         log_weight = tokens["proximal_logprobs"] - tokens["behaviour_logprobs"]
@@ -227,6 +257,7 @@ class CISPOLoss(PolicyLoss):
 
     config: Config
 
+    @multiple_of("advantages")
     def surrogate(self, tokens: Tokens) -> PerToken:
         log_ratio = self.log_ratio(tokens).detach()
         low, high = _log_range(self.config.clip_low, self.config.clip_high)
@@ -252,6 +283,7 @@ class DPPOLoss(PolicyLoss):
 
     config: Config
 
+    @multiple_of("advantages")
     def surrogate(self, tokens: Tokens) -> PerToken:
         advantages = tokens["advantages"]
         log_ratio = self.log_ratio(tokens)
@@ -269,6 +301,7 @@ class ImportanceSamplingLoss(PolicyLoss):
     class Config(PolicyLoss.Config):
         pass
 
+    @multiple_of("advantages")
     def surrogate(self, tokens: Tokens) -> PerToken:
         return -self.log_ratio(tokens).exp() * tokens["advantages"], {}
 

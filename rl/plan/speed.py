@@ -292,11 +292,11 @@ def _rates(run: PlannedRun) -> list[str]:
     device = run.device
     if not run.cuda:
         float32 = device.float32_tflops or device.tflops
+        sampling = f", a rank of the generators {run.generator_threads}" if run.generators else ""
         return [
             f"a thread does {float32:.2g} TFLOP/s in float32 and {device.tflops:.2g} in bfloat16, "
             f"and moves {device.memory_gb_s:.3g} GB/s",
-            f"a rank of the models has {counted(run.threads, 'thread')}, a rank of the generators "
-            f"{run.generator_threads}",
+            f"a rank of the models has {counted(run.threads, 'thread')}{sampling}",
         ]
     training = f"{hardware.training_efficiency:.0%} (hardware.training_efficiency)"
     if not run.generators:

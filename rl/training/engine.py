@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as titan_dist
 from torchtitan.tools.utils import get_local_device
 
-from rl.algorithms.loss_results import PerToken, check_loss_result
+from rl.algorithms.loss_results import KnowsZeros, PerToken, check_loss_result
 from rl.algorithms.tokens import Tokens
 from rl.errors import GradientNotFinite
 from rl.host.platform import device_type, trim_heap
@@ -172,25 +173,48 @@ class TrainingEngine:
     ) -> tuple[dict[str, torch.Tensor], Metrics]:
         parts = []
         totals = MetricTotals(self._batch_group)
-        for micro, is_last in self._micro_batches(batch):
-            sharded_model.reduce_over_replicas(self.model, is_last, gathered=self._gathered)
-            with self._context():
-                self._routing.watch()
-                outputs = self._run(micro, temperature)
-                own = {name: values[micro.loss_index] for name, values in outputs.items()}
-                result = loss(Tokens.of(micro.columns | own, micro.sequence, len(micro.lengths)))
-                per_token, metrics = check_loss_result(loss, result, len(micro.loss_index))
-                balance = self._routing.count(micro, self._sums)
-                (weight * ((per_token * micro.loss_weights).sum() + balance)).backward()
-            totals.add(per_token, metrics, micro.loss_weights)
-            parts.append((micro.index, {name: v.detach() for name, v in outputs.items()}))
-        if self._gathered:
-            sharded_model.reshard(self.model)
-        self.work.add(batch.lengths)
+        learns = self._learns(batch, loss)
+        balances = self.config.balance.bias_rate > 0  # by the tokens of all sequences
+        skips = self.config.zero_gradient == "skip" and not balances
+        totals.add_share(batch, learns, skips=skips)
+        for trains in (True,) if skips else (False, True):
+            for micro, is_last in self._micro_batches(batch, learns, trains=trains):
+                if trains:
+                    sharded_model.reduce_over_replicas(self.model, is_last, gathered=self._gathered)
+                with self._context(), torch.set_grad_enabled(trains):
+                    self._routing.watch()
+                    outputs = self._run(micro, temperature)
+                    own = {name: values[micro.loss_index] for name, values in outputs.items()}
+                    tokens = Tokens.of(micro.columns | own, micro.sequence, len(micro.lengths))
+                    result = loss(tokens)
+                    per_token, metrics = check_loss_result(loss, result, len(micro.loss_index))
+                    balance = self._routing.count(micro, self._sums)
+                    if trains:
+                        (weight * ((per_token * micro.loss_weights).sum() + balance)).backward()
+                totals.add(per_token, metrics, micro.loss_weights)
+                parts.append((micro.index, {name: v.detach() for name, v in outputs.items()}))
+            if self._gathered or not trains:
+                sharded_model.reshard(self.model)
+        self.work.add(batch.lengths[learns])
+        if not skips:
+            self.work.add(batch.lengths[~learns], passes=1)
         divisor = batch.loss_weights if batch.denominators is None else batch.denominators
         self._sums.weight += float(divisor.sum(dtype=torch.float64))
         self._sums.metrics.append(totals.reduce())
         return outputs_of(batch, parts), self._sums.metrics[-1]
+
+    def _learns(self, batch: Batch, loss: Loss) -> torch.Tensor:
+        """Return whether each sequence's loss may have a gradient, bool [N]: not without a token of
+        weight above 0 that the loss counts. The balance loss counts all tokens.
+        """
+        if self.config.balance.loss_coefficient > 0:
+            return torch.ones(len(batch), dtype=torch.bool)
+        counted = batch.loss_weights > 0
+        zero = loss.zero_gradient(batch.columns) if isinstance(loss, KnowsZeros) else None
+        if zero is not None:
+            counted &= ~zero
+        owner = torch.repeat_interleave(torch.arange(len(batch)), batch.lengths)
+        return torch.zeros(len(batch)).index_add(0, owner, counted.float()) > 0
 
     @torch.no_grad()
     def optim_step(
@@ -369,15 +393,23 @@ class TrainingEngine:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def _micro_batches(self, batch: Batch) -> Iterator[tuple[MicroBatch, bool]]:
+    def _micro_batches(
+        self, batch: Batch, learns: torch.Tensor | None = None, *, trains: bool = True
+    ) -> Iterator[tuple[MicroBatch, bool]]:
         """Yield each micro-batch of this rank, and whether it is the last. While another rank has
         more micro-batches, yield dummies.
+
+        With ``learns``, of :meth:`_learns`, these are the micro-batches of sequences that are
+        computed with a sequence that learns, at least a dummy, or if not ``trains`` the others.
         """
         limits = micro_batch_limits(self.config, self.model.config)
-        planned = plan(batch, limits)
-        count = int(over_ranks(self._batch_group, len(planned), dist.ReduceOp.MAX))
-        if count == 0:
-            raise ValueError("the batch is empty; give at least one sequence")
+        planned = plan(batch, limits, learns, trains=trains)
+        most = partial(over_ranks, self._batch_group, reduction=dist.ReduceOp.MAX)
+        count = int(most(value=len(planned)))
+        if count == 0 and trains:
+            if most(value=len(batch)) == 0:
+                raise ValueError("the batch is empty; give at least one sequence")
+            count = 1
         for number in range(count):
             rows = planned[number] if number < len(planned) else []
             yield lay_out(batch, rows, limits).to(self.device), number == count - 1

@@ -154,9 +154,18 @@ Rows = list[list[Tree]]
 """Trees of each row of a micro-batch."""
 
 
-def plan(batch: Batch, limits: MicroBatchLimits) -> list[Rows]:
+def plan(
+    batch: Batch,
+    limits: MicroBatchLimits,
+    learns: torch.Tensor | None = None,
+    *,
+    trains: bool = True,
+) -> list[Rows]:
     """Return the rows of each micro-batch. Trees are sorted by length, longest first, so that
     neighbours have similar lengths.
+
+    With ``learns``, bool [N], these are the rows of the units with a sequence that learns, or if
+    not ``trains`` of the other units.
 
     With a limit of tokens, each packed tree goes to the row, in any micro-batch, with the least
     room that is enough (best-fit decreasing; Johnson, 1973). With a limit of sequences,
@@ -164,6 +173,11 @@ def plan(batch: Batch, limits: MicroBatchLimits) -> list[Rows]:
     sequences alone that a batch keeps together.
     """
     units = _units(batch, limits)
+    if learns is not None:
+        of = learns.tolist()
+        units = [
+            unit for unit in units if trains == any(of[i] for tree in unit for i in tree.sequences)
+        ]
     if limits.tokens is not None:
         return _best_fit(units, limits, limits.tokens)
     shares: list[list[Tree]] = []

@@ -12,6 +12,7 @@ from torchtitan.tools.utils import get_local_device
 
 from rl.algorithms.loss_results import LOSS, Metric, mean_of, totals_of, value_of_totals
 from rl.metrics import Metrics, Reduction
+from rl.types import Batch
 
 
 @dataclass
@@ -32,10 +33,11 @@ class WorkCount:
         alone, with_one = (model.config.get_nparams_and_flops(model, n)[1] for n in (0, 1))
         return cls(alone, with_one - alone)
 
-    def add(self, lengths: torch.Tensor) -> None:
-        """Add sequences of ``lengths``, int64 [N]."""
+    def add(self, lengths: torch.Tensor, passes: int = 3) -> None:
+        """Add sequences of ``lengths``, int64 [N]. A backward pass counts as two ``passes``."""
         pairs = int(lengths.square().sum())
-        self.count += self.per_token * int(lengths.sum()) + self.per_pair * pairs
+        count = self.per_token * int(lengths.sum()) + self.per_pair * pairs
+        self.count += count * passes // 3
 
     def take(self) -> int:
         """Return the count, and count from 0 again."""
@@ -85,6 +87,16 @@ class MetricTotals:
         mask = weights > 0
         for name, (values, rule, own) in metrics.items():
             self._add(name, values, rule, mask.double() if own is None else mask * own.double())
+
+    def add_share(self, batch: Batch, learns: torch.Tensor, *, skips: bool) -> None:
+        """Add the share of tokens of sequences without a gradient; if the batch ``skips`` these
+        sequences, add their loss, which is 0.
+        """
+        weights = batch.loss_weights.to(get_local_device())
+        idle = (~learns).repeat_interleave(batch.lengths).to(weights)
+        self._add("trainer/zero_gradient", idle, "mean", (weights > 0).double())
+        if skips:
+            self._add(LOSS, torch.zeros_like(idle), "mean", weights * idle)
 
     def _add(self, name: str, values: torch.Tensor, rule: Reduction, weights: torch.Tensor) -> None:
         self._rules[name] = rule

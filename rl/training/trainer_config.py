@@ -313,6 +313,12 @@ class TrainerConfig:
     """Kernel of float32 matrix products on CPU. ``auto`` is oneDNN on AMD without AVX-512, where
     MKL takes twice as long, and else MKL. The log of a rank names the choice."""
 
+    zero_gradient: Annotated[Literal["forward", "skip"], PERFORMANCE] = "forward"
+    """Computation for sequences whose loss has no gradient: all their advantages are 0, without an
+    entropy bonus and a KL penalty in the loss, or all their weights are 0. ``forward``: A forward
+    pass, for log-probs and metrics. ``skip``: None; their log-probs are 0, and metrics of tokens
+    leave them out. The gradient is the same up to rounding."""
+
     max_skipped_steps: Annotated[int, at_least(0), COSMETIC] = 3
     """Maximum number of consecutive optimizer steps that may be skipped because of a non-finite
     gradient; one more ends the run."""

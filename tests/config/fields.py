@@ -332,6 +332,9 @@ training/test_optim_step.py
   test_gradients_longer_than_max_norm_are_shortened_to_it: TrainingConfig max_norm
 training/test_peft.py
   test_peft_puts_the_adapter_on_the_base_and_gets_the_same_logits: LoRAConverter.Config rank alpha
+training/test_zero_gradient.py
+  test_sequences_without_a_gradient_change_neither_gradient_nor_denominator:
+    TrainerConfig zero_gradient
 validation/test_values.py
   test_more_processes_than_a_hosts_memory_holds_are_refused: HardwareConfig host_memory_gib
 weights/test_packed.py

@@ -63,9 +63,10 @@ def test_a_step_computes_what_the_loss_asks_for(options):
     sft, reward_model, dpo = (Plan(config).step for config in configs)
     kto = Plan(replace(configs[-1], loss=KTOLoss.Config())).step
     assert (sft.tokens, reward_model.tokens, dpo.tokens) == (800, 1600, 1600)
-    # a forward pass of policy and reference beside each other, and a gradient of three times that
-    assert dpo.training == pytest.approx(2 * sft.training * 4 / 3)
-    assert kto.training == pytest.approx(2 * sft.training * (1 / 3 + 1 / 2))
+    # a forward pass of policy and reference beside each other, and a gradient of three times that;
+    # the optimizer takes the rest
+    assert dpo.training == pytest.approx(2 * sft.training * 4 / 3, rel=0.02)
+    assert kto.training == pytest.approx(2 * sft.training * (1 / 3 + 1 / 2), rel=0.02)
     assert reward_model.training < dpo.training
 
 
@@ -75,7 +76,7 @@ def test_a_step_needs_no_reference_whose_scores_are_cached(options):
         plan_of("dpo_jsonl", [*options, *wide, "--reference.scores", scores]).step.training
         for scores in ("computed", "cached")
     )
-    assert cached == pytest.approx(computed * 3 / (4 + 3))
+    assert cached == pytest.approx(computed * 3 / (4 + 3), rel=0.02)
 
 
 def test_the_report_names_no_part_that_the_run_has_not(options, capsys):

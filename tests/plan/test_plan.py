@@ -187,7 +187,8 @@ def test_the_report_fits_on_one_screen(capsys):
 
 
 def test_errors_are_printed(capsys):
-    assert main(["--config", "quickstart", "--generator.kv_cache_gib", "10"]) == 2
+    limit = ["--hardware.memory_gib", "4"]
+    assert main(["--config", "quickstart", "--generator.kv_cache_gib", "10", *limit]) == 2
     assert "this cannot work\n  error: generator-0 rank 0 needs" in capsys.readouterr().out
     assert main(["--config", "quickstart", "--steps", "0"]) == 2
     assert capsys.readouterr().err == "error: steps is 0; it must be at least 1\n"

@@ -14,12 +14,12 @@ from rl.algorithms.losses import (
     DPPOLoss,
     GSPOLoss,
     ImportanceSamplingLoss,
-    PolicyLoss,
-    ValueLoss,
     grpo,
 )
+from rl.algorithms.tokens import Tokens
 from rl.types import Batch
 from tests.training.batches import ragged_batch
+from tests.training.layouts import LAYOUTS
 from tests.training.ranks import in_layout
 from tests.training.reference import relative_error
 from tests.training.scenes import MODELS, TEMPERATURE, engine_of, gradients_of, share
@@ -66,13 +66,10 @@ def gradient_and_metrics(engine, batch, loss):
 
 def compared(model: str, layout: str, folder: str, options: dict) -> list[dict]:
     """Return differences between a step and one in which every sequence has a backward pass."""
-    from tests.training.layouts import LAYOUTS
-
     answers = []
+    engine = engine_of(MODELS[model], folder=folder, layout=LAYOUTS[layout], **options)
     for how in ("forward", "skip"):
-        engine = engine_of(
-            MODELS[model], folder=folder, layout=LAYOUTS[layout], zero_gradient=how, **options
-        )
+        engine.config.zero_gradient = how
         for case, idle in IDLE.items():
             for column in ("advantages", "correction", "loss_weights"):
                 batch = batch_with(idle, column)
@@ -100,7 +97,7 @@ def compared(model: str, layout: str, folder: str, options: dict) -> list[dict]:
                         "share": idle_share,
                     }
                 )
-        engine.close()
+    engine.close()
     return answers
 
 
@@ -161,16 +158,9 @@ def test_losses_declare_the_tokens_that_they_have_no_gradient_for(case):
     values = {name: torch.randn(4) - 2 for name in names}
     values["logprobs"].requires_grad_()
     values["entropy"].requires_grad_()
-    from rl.algorithms.tokens import Tokens
-
     tokens = Tokens.of(values | columns, torch.tensor([0, 1, 2, 3]), 4)
     loss(tokens)[0].sum().backward()
     gradient = values["logprobs"].grad
     bonus = values["entropy"].grad
     has = gradient[[0, 2]].any() or (bonus is not None and bonus.any())
     assert bool(has) != declares
-
-
-def test_critics_and_losses_of_functions_train_everything():
-    assert not hasattr(ValueLoss(ValueLoss.Config()), "zero_gradient")
-    assert issubclass(PolicyLoss, object)

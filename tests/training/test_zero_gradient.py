@@ -49,7 +49,7 @@ def batch_with(idle: tuple[int, ...], column: str) -> Batch:
     """Return a batch in which ``column`` is 0 in the sequences ``idle``."""
     batch = ragged_batch(LENGTHS)
     index = batch.token_index(list(idle))
-    batch.columns["correction"] = torch.rand(len(batch.tokens)) + 0.5
+    batch.columns["correction"] = batch.columns["advantages"].abs() + 0.5
     batch.columns["proximal_logprobs"] = batch.columns["behaviour_logprobs"] + 0.1
     values = batch.loss_weights if column == "loss_weights" else batch.columns[column]
     values[index] = 0.0
@@ -71,7 +71,8 @@ def compared(model: str, layout: str, folder: str, options: dict) -> list[dict]:
     for how in ("forward", "skip"):
         engine.config.zero_gradient = how
         for case, idle in IDLE.items():
-            for column in ("advantages", "correction", "loss_weights"):
+            columns = ("advantages", "correction", "loss_weights")
+            for column in columns if case == "some sequences" else columns[:1]:
                 batch = batch_with(idle, column)
                 loss = grpo(clip_high=10.0).build()
                 found, outputs, metrics, weight = gradient_and_metrics(engine, batch, loss)
@@ -97,7 +98,6 @@ def compared(model: str, layout: str, folder: str, options: dict) -> list[dict]:
                         "share": idle_share,
                     }
                 )
-    engine.close()
     return answers
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from vllm.distributed import get_tp_group
 from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+from vllm.distributed.parallel_state import model_parallel_is_initialized
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher, UniProcExecutor
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -17,10 +18,18 @@ class RankExecutor(ExecutorWithExternalLauncher):
     """
 
     def _init_executor(self) -> None:
-        super()._init_executor()
+        try:
+            super()._init_executor()
+        finally:  # also if the model cannot be built
+            if model_parallel_is_initialized():
+                self._unlink_names()
+
+    def _unlink_names(self) -> None:
+        """Remove names of files, sockets and shared memory that every rank has opened. vLLM leaves
+        them behind.
+        """
         if self._rendezvous.startswith("file://"):
-            Path(self._rendezvous.removeprefix("file://")).unlink()
-        # vLLM leaves the names of sockets and shared memory behind after every rank has opened them
+            Path(self._rendezvous.removeprefix("file://")).unlink(missing_ok=True)
         group = get_tp_group()
         if group.mq_broadcaster is not None and group.rank_in_group == 0:
             handle = group.mq_broadcaster.handle

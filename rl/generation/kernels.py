@@ -54,7 +54,7 @@ class KernelRoPE(RotaryEmbedding):
         k = key.float()
         flat = positions.view(-1)
         rows = (q.view(len(flat), -1), k.view(len(flat), -1))
-        rotary_embedding(flat, *rows, q.shape[-1], self.cache, True)
+        rotary_embedding(flat, *rows, q.shape[-1], self.cache, not self.config.interleaved)
         return q.type_as(query), k.type_as(key)
 
 
@@ -105,7 +105,7 @@ def use_kernels(config: Qwen3Model.Config, *, compiled: bool, packed: bool) -> N
     """
     for module, ours in {**({} if compiled else FUSED), **(PACKED if packed else {})}.items():
         for _, old, parent, name in config.traverse(module.Config):
-            if name not in JOINED:
+            if name not in JOINED and type(old) is module.Config:  # a subclass computes otherwise
                 values = {field.name: getattr(old, field.name) for field in fields(old)}
                 setattr(parent, name, ours.Config(**values))
 

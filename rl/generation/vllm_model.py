@@ -34,7 +34,7 @@ from rl.compat import titan
 from rl.compat.vllm_kernels import can_pack
 from rl.generation.expert_records import keep_choices
 from rl.generation.kernels import KernelRoPE, pack, unpack, use_kernels
-from rl.model.decoder import RotaryEmbedding, SinkAttention, decoder_config, float32_logits
+from rl.model.decoder import RotaryEmbedding, decoder_config, float32_logits
 from rl.model.experts import OwnExperts
 from rl.model.shape import ModelShape
 from rl.model.shards import Layout, local_shapes
@@ -57,6 +57,8 @@ class PagedAttention(Module):
         n_kv_heads: int
         """Number of key and value heads of this rank."""
         head_dim: int
+        scale: float
+        """Factor of the products of queries and keys."""
         window: int
         """Number of tokens that a token attends to; 0 for all before it."""
         sinks: bool
@@ -72,7 +74,7 @@ class PagedAttention(Module):
             self.attention = Attention(
                 config.n_heads,
                 config.head_dim,
-                config.head_dim**-0.5,
+                config.scale,
                 num_kv_heads=config.n_kv_heads,
                 cache_config=vllm_config.cache_config,
                 per_layer_sliding_window=config.window or None,
@@ -106,6 +108,7 @@ def local_model(vllm_config: VllmConfig) -> Qwen3Model:
         inner_attention=lambda layer: PagedAttention.Config(
             layer=layer,
             head_dim=shape.head_dim,
+            scale=shape.attention_scale or shape.head_dim**-0.5,
             window=shape.window_of(layer),
             sinks=shape.sinks,
             **heads,
@@ -217,6 +220,7 @@ class TillerForCausalLM(nn.Module):
         shape = vllm_config.additional_config["shape"]
         dtype: Any = vllm_config.model_config.dtype
         self.float32_head = shape["float32_head"] and dtype != torch.float32
+        self.logits_scale = shape["logits_scale"]
         self.may_sample_no_word = vllm_config.use_v2_model_runner and words < SAMPLED_TOGETHER
 
     @property
@@ -235,8 +239,8 @@ class TillerForCausalLM(nn.Module):
         """Update copies of the parameters. Call this after each change of the parameters."""
         pack(self.titan)
         for layer in self.titan.layers.values():
-            if isinstance(layer.attention, SinkAttention):  # some of vLLM's backends copy sinks
-                inner = layer.attention.inner_attention
+            inner = layer.attention.inner_attention
+            if hasattr(inner, "sinks"):  # some of vLLM's backends copy them
                 inner.attention.impl.process_weights_after_loading(inner.sinks.dtype)
 
     def weights_away(self) -> None:
@@ -256,6 +260,8 @@ class TillerForCausalLM(nn.Module):
             logits = float32_logits(hidden_states, head.weight)
         else:
             logits = head(hidden_states)
+        if self.logits_scale != 1.0:
+            logits = logits.float() / self.logits_scale
         if self.tp > 1:
             logits = tensor_model_parallel_all_gather(logits)[:, : self.titan.config.vocab_size]
         return first_word_if_nan(logits) if self.may_sample_no_word else logits

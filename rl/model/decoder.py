@@ -10,10 +10,11 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torchtitan.models.common import CosSinRoPE, Linear, RMSNorm
+from torchtitan.models.common import CosSinRoPE, Embedding, Linear, RMSNorm
 from torchtitan.models.common.attention import GQAttention, ScaledDotProductAttention
 from torchtitan.models.common.moe import MoE
 from torchtitan.models.qwen3 import Qwen3Model
+from torchtitan.models.qwen3.model import Qwen3TransformerBlock
 
 from rl.compat import titan
 from rl.model.experts import ClampedExperts, Experts
@@ -24,22 +25,88 @@ from rl.model.shards import local_of
 T = TypeVar("T")
 
 
-class SinkAttention(GQAttention):
-    """torchtitan's attention whose heads can attend to nothing: each has a logit without a value
+class Attention(GQAttention):
+    """torchtitan's attention with the options of other families.
+
+    With ``sinks`` the heads can attend to nothing: each has a logit without a value
     (arXiv:2309.17453), which the inner attention gets as ``sinks``, [heads of this rank].
     """
 
     @dataclasses.dataclass(kw_only=True, slots=True)
     class Config(GQAttention.Config):
-        pass
+        sinks: bool = False
+        scale: float | None = None
+        """Factor of the products of queries and keys; None is head_dim ** -0.5."""
+        norm_after_rope: bool = False
 
     def __init__(self, config: Config):
         super().__init__(config)
-        self.sinks = nn.Parameter(torch.empty(config.n_heads))
-        self.inner_attention.register_forward_pre_hook(self._add_sinks, with_kwargs=True)
+        self.norm_after_rope = config.norm_after_rope
+        if config.scale is not None:
+            self.scaling = config.scale
+        if config.sinks:
+            self.sinks = nn.Parameter(torch.empty(config.n_heads))
+            self.inner_attention.register_forward_pre_hook(self._add_sinks, with_kwargs=True)
+
+    def forward(
+        self, x_BLD: torch.Tensor, attention_masks: Any, positions: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the outputs [B, L, D] of inputs [B, L, D]."""
+        if not self.norm_after_rope:
+            return super().forward(x_BLD, attention_masks, positions)
+        q_BLNH, k_BLNH, v_BLNH = self.qkv_linear(x_BLD)
+        q_BLNH, k_BLNH = self.rope(q_BLNH, k_BLNH, positions)
+        heads = (self.q_norm(q_BLNH), self.k_norm(k_BLNH), v_BLNH)  # type: ignore[misc]
+        options = {"scale": self.scaling, "enable_gqa": self.enable_gqa}
+        out_BLNH = self.inner_attention(*heads, attention_masks=attention_masks, **options)
+        return self.wo(out_BLNH.contiguous().flatten(2))  # type: ignore[no-any-return]
 
     def _add_sinks(self, _module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         return args, {**kwargs, "sinks": local_of(self.sinks)}
+
+
+class Layer(Qwen3TransformerBlock):
+    """torchtitan's layer that scales what it adds, or normalizes outputs in place of inputs."""
+
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class Config(Qwen3TransformerBlock.Config):
+        scale: float
+        """Factor of the outputs of attention and feed-forward."""
+        post_norm: bool
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self.scale = config.scale
+        self.post_norm = config.post_norm
+
+    def forward(
+        self, x: torch.Tensor, attention_masks: Any, positions: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the outputs [B, L, D] of inputs [B, L, D]."""
+        x = x + self._output(self.attention_norm, self.attention, x, attention_masks, positions)
+        return x + self._output(
+            self.ffn_norm, self.moe if self.moe_enabled else self.feed_forward, x
+        )
+
+    def _output(self, norm: nn.Module, part: nn.Module, x: torch.Tensor, *rest: Any) -> Any:
+        out = norm(part(x, *rest)) if self.post_norm else part(norm(x), *rest)
+        return out * self.scale
+
+
+class ScaledEmbedding(Embedding):
+    """Embedding whose vectors are multiplied by ``scale``."""
+
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class Config(Embedding.Config):
+        scale: float
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self.scale = config.scale
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return vectors [..., D] of token ids [...]."""
+        return super().forward(input) * self.scale
 
 
 class RotaryEmbedding(CosSinRoPE):
@@ -50,6 +117,8 @@ class RotaryEmbedding(CosSinRoPE):
         parameters: tuple[tuple[str, Any], ...] = ()
         """Items of transformers' parameters of a scaled embedding."""
         rotates: bool = True
+        interleaved: bool = False
+        """Whether neighbours are rotated, in place of the halves of a head."""
 
     config: Config
 
@@ -63,6 +132,17 @@ class RotaryEmbedding(CosSinRoPE):
             frequencies, factor = _scaled_frequencies(config)
         angles = torch.outer(torch.arange(config.max_seq_len).float(), frequencies).repeat(1, 2)
         return torch.cat([angles.cos() * factor, angles.sin() * factor], dim=-1)
+
+    def apply_rotary_emb(  # type: ignore[override]
+        self, query: torch.Tensor, key: torch.Tensor, rope_cache: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``query`` and ``key`` [B, L, heads, dim] rotated by ``rope_cache``."""
+        if not self.config.interleaved:
+            return super().apply_rotary_emb(query, key, rope_cache)
+        halves = (x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for x in (query, key))
+        rotated = super().apply_rotary_emb(*halves, rope_cache)
+        q, k = (x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2) for x in rotated)
+        return q, k
 
 
 def _scaled_frequencies(config: RotaryEmbedding.Config) -> tuple[torch.Tensor, float]:
@@ -115,12 +195,19 @@ def decoder_config(shape: ModelShape, *, fuse_qkv: bool, inner_attention: Any) -
         attention = inner_attention(index) if callable(inner_attention) else inner_attention
         layer.attention = dataclasses.replace(layer.attention, inner_attention=attention)
         layer.attention.rope.rotates = index not in shape.layers_without_rope
+        layer.attention.rope.interleaved = shape.rope_interleaved
         if layer.moe is not None:
             layer.moe = _with_tiller_experts(layer.moe, shape)
         _set_options(layer, shape)
+        if shape.residual_scale != 1.0 or shape.post_norm:
+            own = {"scale": shape.residual_scale, "post_norm": shape.post_norm}
+            layers[index] = Layer.Config(**_fields(layer) | own)
     config = titan.qwen3_config(
         layers, vocab_size=shape.vocab_size, dim=shape.dim, tie_embeddings=shape.tie_embeddings
     )
+    if shape.embedding_scale != 1.0:
+        embedding = _fields(config.tok_embeddings) | {"scale": shape.embedding_scale}
+        config.tok_embeddings = ScaledEmbedding.Config(**embedding)
     for _, norm, _, _ in config.traverse(RMSNorm.Config):
         norm.eps = shape.norm_eps
     return config
@@ -139,9 +226,14 @@ def _set_options(layer: Any, shape: ModelShape) -> None:
     for part, has_bias in biases:
         for _, linear, _, _ in part.traverse(Linear.Config):
             linear.bias = has_bias
-    if shape.sinks:
-        drawn = {"sinks": partial(nn.init.normal_, std=0.02)}
-        layer.attention = SinkAttention.Config(**_fields(attention) | {"param_init": drawn})
+    options = {
+        "sinks": shape.sinks,
+        "scale": shape.attention_scale,
+        "norm_after_rope": shape.norm_after_rope,
+    }
+    if any(options.values()):
+        drawn = {"sinks": partial(nn.init.normal_, std=0.02)} if shape.sinks else None
+        layer.attention = Attention.Config(**_fields(attention) | options | {"param_init": drawn})
 
 
 def float32_logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -195,6 +287,7 @@ def _with_tiller_experts(moe: MoE.Config, shape: ModelShape) -> MoE.Config:
         experts = ClampedExperts.Config(**fields | own)
     routed = dataclasses.replace(moe.routed_experts, inner_experts=experts)
     own_fields = {"has_bias": shape.expert_bias, "param_init": {"expert_bias": nn.init.zeros_}}
+    own_fields["route_norm"] = shape.route_norm
     router = Router.Config(**_fields(moe.router) | own_fields)
     return dataclasses.replace(moe, load_balance_coeff=None, routed_experts=routed, router=router)
 

@@ -26,8 +26,8 @@ class ModelConfig:
     """
 
     family: str | None = None
-    """Model family of random weights: gpt_oss, llama, ministral, mistral, qwen2, qwen3, qwen3_moe
-    or smollm3; None is qwen3, with experts qwen3_moe. ``hf_path`` replaces it by the family of the
+    """Model family of random weights: a model type of docs/your-model.md; None is qwen3, with
+    experts qwen3_moe. ``hf_path`` replaces it by the family of the
     folder. Or a module of your own with a ``Family`` as ``FAMILY``, also for ``hf_path``."""
 
     vocab_size: Annotated[int, at_least(1, 10**7)] = 32
@@ -55,7 +55,8 @@ class ModelConfig:
     """Number of experts that replace each feed-forward layer; 0 for a dense model."""
 
     experts_per_token: Annotated[int, at_least(0, 2**16)] = 0
-    """Number of experts that each token is routed to. Their router weights sum to 1."""
+    """Number of experts that each token is routed to. Their router weights sum to 1, unless
+    ``norm_topk_prob`` of ``hf_path`` is false."""
 
     moe_hidden_dim: Annotated[int, at_least(0, 2**24)] = 0
     """Width of each expert."""
@@ -128,6 +129,20 @@ class ModelShape:
     empty for the default kind."""
     layers_without_rope: tuple[int, ...] = ()
     """Layers that do not rotate queries and keys."""
+    rope_interleaved: bool = False
+    """Whether the rotary embedding rotates neighbours, in place of the halves of a head."""
+    norm_after_rope: bool = False
+    """Whether queries and keys are normalized after the rotary embedding."""
+    post_norm: bool = False
+    """Whether outputs of attention and feed-forward are normalized, in place of their inputs."""
+    embedding_scale: float = 1.0
+    """Factor of the embeddings."""
+    attention_scale: float | None = None
+    """Factor of the products of queries and keys; None is head_dim ** -0.5."""
+    residual_scale: float = 1.0
+    """Factor of the outputs of attention and feed-forward."""
+    logits_scale: float = 1.0
+    """Divisor of the logits."""
     window: int = 0
     """Number of tokens that ``layers_with_window`` attend to, the own one included."""
     layers_with_window: tuple[int, ...] = ()
@@ -135,6 +150,8 @@ class ModelShape:
     """Whether each head of queries has a logit for attending to nothing."""
     router_bias: bool = False
     """Whether the router of experts has a bias."""
+    route_norm: bool = True
+    """Whether the weights of a token's experts are divided by their sum."""
     swiglu: tuple[float, float] | None = None
     """Slope and bound of clamped experts; None for experts without bounds and biases."""
 

@@ -14,7 +14,7 @@ from torchtitan.tools.utils import get_cuda_flash_attention_impl
 
 from rl.errors import require
 from rl.host.platform import device_type
-from rl.model.decoder import SinkAttention
+from rl.model.decoder import Attention
 from rl.training.documents import Documents
 from rl.training.micro_batches import MicroBatchLimits
 from rl.training.trainer_config import TrainerConfig
@@ -168,7 +168,7 @@ def computes_documents(config: TrainerConfig, model: Qwen3Model.Config) -> bool:
     is_plain = all(
         isinstance(each.inner_attention, DenseAttention.Config)
         and not each.inner_attention.window
-        and not isinstance(each, SinkAttention.Config)
+        and not (isinstance(each, Attention.Config) and each.sinks)
         for each in attentions
     )
     return is_plain and config.parallelism.context_parallel_degree == 1

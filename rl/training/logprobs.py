@@ -30,10 +30,13 @@ class LogProbHead(Linear):
         """Maximum size of float32 logits in memory, in MiB; the softmax needs twice as much."""
         float32: bool = False
         """Whether logits are not rounded to the dtype of the hidden states."""
+        scale: float = 1.0
+        """Divisor of the logits."""
 
     def __init__(self, config: Config):
         super().__init__(config)
         self.logits_mib = config.logits_mib
+        self.scale = config.scale
         self.product = float32_logits if config.float32 else rounded_logits
 
     def forward(  # type: ignore[override]
@@ -63,7 +66,7 @@ class LogProbHead(Linear):
             hidden,
             weight,
             targets,
-            temperature=temperature,
+            temperature=temperature * self.scale,
             chunk_tokens=max(1, (self.logits_mib << 20) // (4 * len(weight))),
             vocab_size=vocab_size,
             group=group,

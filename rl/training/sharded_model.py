@@ -144,7 +144,10 @@ def sharded_model(
         model_config.lm_head = _value_head(model_config.lm_head)
     else:
         model_config.lm_head = _log_prob_head(
-            model_config.lm_head, config.logits_mib, float32=shape.float32_head
+            model_config.lm_head,
+            config.logits_mib,
+            float32=shape.float32_head,
+            scale=shape.logits_scale,
         )
     if config.lora is not None:
         titan.keep_forward_with_lora(LogProbHead)
@@ -193,7 +196,9 @@ def _set_own_layout(model: Qwen3Model.Config, config: TrainerConfig) -> None:
             )
 
 
-def _log_prob_head(head: Linear.Config, logits_mib: int, *, float32: bool) -> LogProbHead.Config:
+def _log_prob_head(
+    head: Linear.Config, logits_mib: int, *, float32: bool, scale: float
+) -> LogProbHead.Config:
     """Return a LogProbHead in place of ``head``, with the same sharding of the weight; it handles
     the sharding of its activations.
     """
@@ -205,6 +210,7 @@ def _log_prob_head(head: Linear.Config, logits_mib: int, *, float32: bool) -> Lo
         sharding_config=weight_only,
         logits_mib=logits_mib,
         float32=float32,
+        scale=scale,
     )
 
 

@@ -17,9 +17,9 @@ from rl.config import (
     ServeConfig,
     SFTConfig,
 )
-from rl.errors import ConfigError, require_value
+from rl.errors import ConfigError, require, require_value
 from rl.host.listening import address_of
-from rl.model.shape import shape_of
+from rl.model.shape import family_of, shape_of
 from rl.training.trainer_config import HEAD, adaptable_layers
 from rl.validation.engines import validate_generator, validate_optimizers
 from rl.validation.folders import RESERVED, find_models, validate_folders
@@ -201,6 +201,9 @@ def _validate_reward_model(config: RewardModelConfig) -> None:
     rule = "a loss of values, such as BradleyTerryLoss.Config"
     fix = "the loss is one of log-probs; train a policy with a PreferenceConfig"
     require_value(config.loss.build().head == "values", "loss", type(config.loss), rule, fix)
+    family = family_of(shape_of(config.model))
+    fix = f"transformers has no {family.reward_class}; train a model of another family"
+    require(family.has_reward_class, f"a {family.model_type} cannot be a reward model", fix=fix)
 
 
 def _validate_serving(config: ServeConfig) -> None:

@@ -53,6 +53,14 @@ WIDE = {"hidden_size": 128}
 DEEP = {"num_hidden_layers": 4}
 GPT_OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}
 LONG = YARN | {"factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
+NO_DROP = {"residual_dropout": 0.0, "attention_dropout": 0.0}
+SCALES = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.1,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 2.0,
+}
 FULL, NEAR = "full_attention", "sliding_attention"
 FP8 = torch.float8_e4m3fn
 
@@ -292,6 +300,60 @@ FAMILIES: dict[str, Folder] = {
     ),
     "gpt_oss, bfloat16": replace(gpt_oss(), dtype="bfloat16"),
     "gpt_oss, several files": gpt_oss(shards()),
+    "experts, weights that do not sum to 1": Folder({"norm_topk_prob": False}, experts=True),
+    "cwm": Folder({"sliding_window": 8, "layer_types": GONE}, family="cwm"),
+    "cwm, as the Hub has it": Folder(
+        DEEP | {"rope_parameters": {"rope_theta": 1e6, **LLAMA3}, "sliding_window": 8},
+        family="cwm",
+        config={"layer_types": GONE},
+    ),
+    "mixtral": Folder(MIXTRAL, family="mixtral"),
+    "mixtral, tied, windows": Folder(MIXTRAL | TIED | {"sliding_window": 8}, family="mixtral"),
+    "mixtral, as the Hub has it": Folder(
+        MIXTRAL, family="mixtral", config=OLD_ROPE | {"sliding_window": None}
+    ),
+    "mixtral, bfloat16, several files": replace(
+        shards(), sizes=MIXTRAL, family="mixtral", dtype="bfloat16"
+    ),
+    "seed_oss": Folder(NO_DROP, family="seed_oss"),
+    "seed_oss, tied, all biases": Folder(
+        TIED | dict.fromkeys(("attention_bias", "attention_out_bias", "mlp_bias"), True) | NO_DROP,
+        family="seed_oss",
+    ),
+    "ernie4_5": Folder(family="ernie4_5"),
+    "ernie4_5, tied, biases, bfloat16": Folder(
+        TIED | {"use_bias": True}, family="ernie4_5", dtype="bfloat16"
+    ),
+    "ernie4_5, older keys, yarn": old_layout(
+        scaled("ernie4_5", rope_type="yarn", factor=4.0, **OLD_LENGTH)
+    ),
+    "helium": Folder(WIDE, family="helium"),
+    "helium, tied, biases": Folder(
+        TIED | WIDE | {"attention_bias": True, "mlp_bias": True}, family="helium"
+    ),
+    "granite": Folder(SCALES, family="granite"),
+    "granite, tied, biases": Folder(
+        TIED | SCALES | {"attention_bias": True, "mlp_bias": True}, family="granite"
+    ),
+    "granite, scales of 1": Folder({"attention_multiplier": 0.25}, family="granite"),
+    "granite, older keys": replace(
+        old_layout(replace(scaled("granite", **LLAMA3), family="granite"), "rope_type"),
+        dtype="bfloat16",
+    ),
+    "hunyuan_v1_dense": Folder(family="hunyuan_v1_dense"),
+    "hunyuan_v1_dense, tied, biases": Folder(
+        TIED | {"attention_bias": True}, family="hunyuan_v1_dense"
+    ),
+    "hunyuan_v1_dense, alpha": scaled(
+        "hunyuan_v1_dense", rope_type="dynamic", alpha=1000.0, factor=1.0
+    ),
+    "exaone4": Folder({"sliding_window": None, "layer_types": [FULL] * 2}, family="exaone4"),
+    "exaone4, windows": Folder(
+        DEEP | {"sliding_window": 8, "layer_types": [NEAR, FULL, NEAR, FULL]}, family="exaone4"
+    ),
+    "exaone4, a window as long as a sequence": Folder(
+        DEEP | TIED | {"sliding_window": 2048}, family="exaone4", config={"layer_types": GONE}
+    ),
 }
 """Folders of all families from which Tiller and transformers make the same model."""
 EQUAL |= FAMILIES

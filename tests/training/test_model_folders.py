@@ -12,6 +12,7 @@ from configs.quickstart import quickstart
 from rl.config import RLConfig, RoleConfig
 from rl.errors import ConfigError, RunError
 from rl.model.shape import ModelConfig, hf_config, shape_of
+from rl.types.batch import Batch
 from rl.validation import validate
 from rl.validation.folders import check_numbers
 from tests.training.model_cases import EQUAL, HEAD, REFUSED, UP
@@ -95,6 +96,18 @@ def test_logits_and_export_are_those_of_transformers(tmp_path, name):
     assert [path.name for path in out.iterdir() if path.is_dir()] == []
 
 
+def test_log_probs_are_those_of_scaled_logits(tmp_path):
+    folder = EQUAL["granite"].write(tmp_path / "in")
+    tokens = torch.randint(40, (1, 24), generator=torch.Generator().manual_seed(1))
+    engine, checkpointer = open_folder(folder, tmp_path)
+    checkpointer.close()
+    batch = Batch(tokens=tokens[0], lengths=torch.tensor([24]), loss_weights=torch.ones(24))
+    ours = engine.forward(batch, temperature=0.5)["logprobs"]
+    wanted = (transformers_logits(folder, tokens)[0, :-1] / 0.5).log_softmax(-1)
+    wanted = wanted.gather(-1, tokens[0, 1:, None]).flatten()
+    assert (ours[1:] - wanted).abs().max() <= 1e-5
+
+
 WITHOUT_EFFECT = {"_name_or_path", "architectures", "initializer_range", "pad_token_id"}
 WITHOUT_EFFECT |= {"dtype", "pretraining_tp", "no_rope_layer_interval"}
 WINDOW = {"layer_types", "max_window_layers", "sliding_window", "use_sliding_window"}
@@ -109,7 +122,7 @@ def test_the_written_config_is_the_one_that_transformers_reads(tmp_path, name):
     ours = type(theirs)(**hf_config(shape))
     wanted, written = (each.to_dict() for each in (theirs, ours))
     wanted["hidden_act"] = wanted["hidden_act"].replace("swish", "silu")
-    wanted["attention_dropout"] = wanted["attention_dropout"] or 0.0
+    wanted["attention_dropout"] = wanted.get("attention_dropout") or 0.0
     rope = wanted["rope_parameters"]
     rope.pop("type", None)
     length = "original_max_position_embeddings"
@@ -120,6 +133,8 @@ def test_the_written_config_is_the_one_that_transformers_reads(tmp_path, name):
                 del rope[name]
     else:
         wanted["rope_parameters"] = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+    if "alpha" in rope:  # it becomes a part of the base
+        del wanted["rope_parameters"], written["rope_parameters"]
     differ = {key for key in type(theirs)().to_dict() if wanted.get(key) != written.get(key)}
     assert differ <= WITHOUT_EFFECT | (WINDOW if not shape.window else {"max_window_layers"})
 

@@ -82,6 +82,9 @@ class Family:
     expert_sizes: Mapping[str, str] = field(default_factory=dict)
     """Additional keys of sizes if experts replace the feed-forward layers, such as EXPERT_SIZES."""
 
+    has_reward_class: bool = True
+    """Whether transformers has a reward model of the family."""
+
     has_windows: bool = False
     """Whether ``sliding_window`` limits the attention of layers."""
 

@@ -1,0 +1,41 @@
+"""EXAONE 4 of LG, which normalizes outputs. If layers have windows, only these rotate."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rl.model.families.family import Family
+from rl.model.hugging_face_config import HuggingFaceConfig
+
+
+class Exaone4(Family):
+    """Family whose layers without a window do not rotate queries and keys."""
+
+    def read(self, config: HuggingFaceConfig, max_seq_len: int) -> dict[str, Any]:
+        fields = super().read(config, max_seq_len)
+        without: tuple[int, ...] = ()
+        if config["sliding_window"] is not None:
+            rotating = config.windowed_layers()
+            without = tuple(each for each in range(fields["n_layers"]) if each not in rotating)
+        return fields | {"layers_without_rope": without}
+
+    def write(self, shape: Mapping[str, Any]) -> dict[str, Any]:
+        without = shape["layers_without_rope"]
+        layers = [
+            "full_attention" if layer in without else "sliding_attention"
+            for layer in range(shape["n_layers"])
+        ]
+        window = shape["window"] or shape["max_seq_len"]
+        rotation = {"sliding_window": window, "layer_types": layers} if without else {}
+        return {"layer_types": ["full_attention"] * len(layers)} | super().write(shape) | rotation
+
+
+FAMILY = Exaone4(
+    model_type="exaone4",
+    prefix="Exaone4",
+    fixed={"post_norm": True, "norm_eps": 1e-5},
+    has_windows=True,
+    tensors={
+        "layers.{}.attention_norm.weight": "model.layers.{}.post_attention_layernorm.weight",
+        "layers.{}.ffn_norm.weight": "model.layers.{}.post_feedforward_layernorm.weight",
+    },
+)

@@ -1,0 +1,25 @@
+"""Mixtral 8x7B and 8x22B."""
+
+from rl.model.families.family import Family
+
+EXPERTS = "layers.{}.moe.routed_experts.inner_experts"
+THEIRS = "model.layers.{}.block_sparse_moe"
+
+FAMILY = Family(
+    model_type="mixtral",
+    prefix="Mixtral",
+    fixed={"qk_norm": False, "norm_eps": 1e-5},
+    allowed={"router_jitter_noise": (0.0, None)},
+    expert_sizes={
+        "num_experts": "num_local_experts",
+        "experts_per_token": "num_experts_per_tok",
+        "moe_hidden_dim": "intermediate_size",
+    },
+    has_windows=True,
+    tensors={
+        "layers.{}.moe.router.gate.weight": f"{THEIRS}.gate.weight",
+        f"{EXPERTS}.w1_EFD": f"{THEIRS}.experts.{{}}.w1.weight",
+        f"{EXPERTS}.w2_EDF": f"{THEIRS}.experts.{{}}.w2.weight",
+        f"{EXPERTS}.w3_EFD": f"{THEIRS}.experts.{{}}.w3.weight",
+    },
+)

@@ -1,0 +1,16 @@
+"""Seed-OSS of ByteDance."""
+
+from rl.model.families.family import Family
+
+FAMILY = Family(
+    model_type="seed_oss",
+    prefix="SeedOss",
+    fixed={"qk_norm": False, "qkv_bias": True},
+    options={
+        "attention_bias": ("qkv_bias",),
+        "attention_out_bias": ("output_bias",),
+        "mlp_bias": ("feed_forward_bias",),
+    },
+    head_dim=128,
+    allowed={"residual_dropout": (0.0,)},
+)

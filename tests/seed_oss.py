@@ -1,5 +1,5 @@
-"""Seed-OSS of ByteDance, a family that Tiller does not ship. With random weights, all projections
-have a bias.
+"""A family in a module of one's own: Seed-OSS, whose projections all have a bias with random
+weights.
 """
 
 from rl.model.families.family import Family

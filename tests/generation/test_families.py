@@ -22,8 +22,17 @@ from tests.training.model_folders import Folder, tensors_of, transformers_model
 
 PROMPTS = [[5], [*range(1, 20)], [7, 3] * 60]
 DISTINCT = {"llama 3.1, older keys", "qwen2, yarn", "smollm3, a list of layers"}
-DISTINCT |= {"gpt_oss, as the Hub has it"}
+DISTINCT |= {"gpt_oss, as the Hub has it", "granite", "hunyuan_v1_dense, alpha", "exaone4, windows"}
+DISTINCT |= {"ernie4_5", "mixtral"}
 """Folders whose options are computed in another way. Others are for the long tests."""
+TENSOR_PARALLEL = [
+    "qwen2",
+    "smollm3, a list of layers",
+    "llama 3.2",
+    "gpt_oss",
+    "granite, tied, biases",
+]
+TENSOR_PARALLEL += ["mixtral", "hunyuan_v1_dense", "exaone4", "ernie4_5"]
 
 
 def weights_of(folder: Path, shape: ModelShape, *, fuse_qkv: bool) -> dict[str, torch.Tensor]:
@@ -111,7 +120,7 @@ def extend_path(_engine: object, folder: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["qwen2", "smollm3, a list of layers", "llama 3.2", "gpt_oss"])
+@pytest.mark.parametrize("name", TENSOR_PARALLEL)
 @pytest.mark.parametrize("tp", [2, 4])
 def test_tensor_parallel_generators_agree_with_transformers(tmp_path, name, tp):
     config = GeneratorConfig(tensor_parallel_degree=tp, kv_cache_gib=0.05, block_size=32)

@@ -34,9 +34,9 @@ def threads_of(config: SessionConfig, share: float | None = None) -> tuple[int, 
     learning = sum(places[name].per_host for name in ("trainer", "critic") if name in places)
     sampling = 1
     if generator is not None:
-        hosts = generator.nodes or places["trainer"].hosts
+        hosts = generator.nodes or (places["trainer"].hosts if "trainer" in places else 1)
         sampling = -(-generator.replicas // hosts) * generator.tensor_parallel_degree
-    return max(models // learning, 1), max(generators // sampling, 1)
+    return max(models // max(learning, 1), 1), max(generators // sampling, 1)
 
 
 def settle_threads(config: SessionConfig, share: float | None = None) -> None:

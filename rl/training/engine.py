@@ -209,7 +209,7 @@ class TrainingEngine:
         """
         if self.config.balance.loss_coefficient > 0:
             return torch.ones(len(batch), dtype=torch.bool)
-        counted = batch.loss_weights > 0
+        counted = batch.loss_weights != 0
         zero = loss.zero_gradient(batch.columns) if isinstance(loss, KnowsZeros) else None
         if zero is not None:
             counted &= ~zero

@@ -8,8 +8,10 @@ from torchtitan.config import ParallelismConfig
 
 from configs.quickstart import quickstart
 from rl.config.frozen import frozen
+from rl.generation.generator_config import GeneratorConfig
 from rl.model.shape import ModelConfig
 from rl.session import threads
+from rl.session.session_config import SessionConfig
 from rl.session.threads import settle_threads
 from rl.trainers.rl import RLTrainer
 from rl.trainers.run_folder import pin_threads
@@ -86,3 +88,10 @@ def test_the_config_of_a_run_has_the_threads_that_it_computes_with(tmp_path, mon
     chosen = trainer.session_config
     assert chosen.trainer.threads == written["trainer"]["threads"] == 3
     assert chosen.generator.threads == written["generator"]["threads"] == 3
+
+
+def test_a_session_without_a_trainer_gives_its_cores_to_generators(monkeypatch):
+    monkeypatch.setattr(threads, "core_count", lambda: 8)
+    made = SessionConfig(model=LARGE, trainer=None, generator=GeneratorConfig(threads="auto"))
+    settle_threads(made)
+    assert made.generator.threads == 8

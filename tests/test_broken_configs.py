@@ -51,7 +51,7 @@ def error_of(config: str) -> str:
         ("raise SystemExit(3)\n", "line 4, in <module>: SystemExit: 3; correct it there"),
         (
             "def mine() -> RLConfig:\n    return RLConfig(dta=3)\n",
-            "line 5, in mine: TypeError: RLConfig.__init__() got an unexpected keyword argument",
+            "line 5, in mine: TypeError: RLConfig has no attribute 'dta'; did you mean",
         ),
         (
             "def mine() -> RLConfig:\n    import json\n    return json.loads('{')\n",

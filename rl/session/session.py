@@ -75,10 +75,10 @@ class Session(Models):
         - ``meshes`` makes the handles of all processes; by default
           :class:`rl.session.meshes.Meshes`.
         """
-        settle_threads(config)
         self.config = config
         self._events = events = events or Events(print_warnings, print_notes)
         config.fetch_models(events.note)
+        settle_threads(config)
         self._temporary: TemporaryFolder | None = None
         if folder is None:
             self._temporary = TemporaryFolder("tiller-")

@@ -129,7 +129,6 @@ class Ours:
             SessionConfig(model=model, trainer=None, generator=config), folder=folder
         )
         await self._session.start()
-        await self._session.load()
         await self._session.connect()
 
     def play(self, seed: int) -> tuple[list[list[GenerationRequest]], float]:

@@ -106,7 +106,6 @@ class Ours:
             SessionConfig(model=model, trainer=None, generator=config), folder=folder
         )
         await self._session.start()
-        await self._session.load()
         await self._session.connect()
 
     def generate(self, requests: list[GenerationRequest], in_call: int) -> Work:

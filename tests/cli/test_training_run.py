@@ -201,7 +201,8 @@ def test_a_folder_that_another_run_writes_to_is_refused(
     arguments = [*quick, "--output-dir", str(tmp_path)]
     with FolderOwner(tmp_path):
         if resume:
-            (tmp_path / "config.json").touch()
+            content = json.dumps({"name": "quickstart", "config": frozen(quickstart())})
+            (tmp_path / "config.json").write_text(content)
         before = {path.name for path in tmp_path.iterdir()}
         assert main(arguments) == code
         assert f"{tmp_path} is in use by process {os.getpid()} on " in capsys.readouterr().err

@@ -71,7 +71,7 @@ REFUSED: list[tuple[Edits, str]] = [
     ({"model.n_kv_heads": 3}, "a divisor of model.n_heads=2"),
     ({"model.head_dim": 48}, r"one of \[32, 64"),
     (VARLEN, "'auto' or 'dense' on CPU"),
-    ({CP: 2} | VARLEN, "'auto' or 'flex' with .*context_parallel_degree=2"),
+    (GPUS | BFLOAT16 | {CP: 2} | VARLEN, ".*'auto' or 'flex' with .*context_parallel_degree=2"),
     (GPUS | SHARING | VARLEN, ".*'flex' with trainer.prompt_sharing=4"),
     (GPUS | FLOAT32 | VARLEN, ".*'flex' with .*, since it rounds to bf"),
     (GPUS | BFLOAT16 | CLAMPED | VARLEN, ".*'flex' with attention sinks"),

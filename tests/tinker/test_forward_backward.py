@@ -42,7 +42,7 @@ def run(engine, message, **graphs: Graph):
     try:
         return answer_of(asyncio.run(work.run(forward, forward_backward, losses.differentiate)))
     finally:
-        losses.stop()
+        losses.close()
 
 
 def data_of(name: str, lengths=(5, 1, 14, 8), seed: int = 0, width: int = 0):

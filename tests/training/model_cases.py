@@ -472,10 +472,6 @@ REFUSED: dict[str, tuple[Folder, str]] = {
         Folder(config={"num_key_value_heads": 3}),
         "num_key_value_heads .* is 3; it must divide num_attention_heads=4",
     ),
-    "unnormalised experts": (  # transformers' default
-        Folder(experts=True, config={"norm_topk_prob": GONE}),
-        "norm_topk_prob .* is False",
-    ),
     "too many experts a token": (
         Folder(experts=True, config={"num_experts_per_tok": 5}),
         "num_experts_per_tok .* is 5; it must be at most num_experts=4",

@@ -280,6 +280,7 @@ def test_operations_are_those_of_torchtitans_formula(build):
     engine.forward_backward(batch, LOSS.build())
     model = engine.model
     each = [n * model.config.get_nparams_and_flops(model, n)[1] for n in batch.lengths.tolist()]
+    each[2] //= 3  # it has no gradient, so that it has a forward pass alone
     assert engine.work.take() == 2 * sum(each) > 0
     assert engine.work.take() == 0
 

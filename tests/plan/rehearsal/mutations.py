@@ -62,7 +62,7 @@ MUTATIONS = {
     ),
     "a host tensor in a collective": Mutation(
         "rl.training.engine:TrainingEngine._micro_batches",
-        "int(over_ranks(self._batch_group, len(planned), dist.ReduceOp.MAX))",
+        "int(most(value=len(planned)))",
         "dist.all_reduce(torch.ones(1), group=self._batch_group) or 1",
         "NCCL refuses tensors of",
     ),

@@ -2,17 +2,9 @@
 weights.
 """
 
-from rl.model.families.family import Family
+from dataclasses import replace
 
-FAMILY = Family(
-    model_type="seed_oss",
-    prefix="SeedOss",
-    fixed={"qk_norm": False, "qkv_bias": True, "output_bias": True, "feed_forward_bias": True},
-    options={
-        "attention_bias": ("qkv_bias",),
-        "attention_out_bias": ("output_bias",),
-        "mlp_bias": ("feed_forward_bias",),
-    },
-    head_dim=128,
-    allowed={"residual_dropout": (0.0,)},
-)
+from rl.model.families import seed_oss
+
+BIASES = dict.fromkeys(("qkv_bias", "output_bias", "feed_forward_bias"), True)
+FAMILY = replace(seed_oss.FAMILY, fixed={"qk_norm": False, **BIASES})

@@ -142,7 +142,7 @@ def score_batch(batch: Batch, loss: SequenceLoss) -> Batch:
         is_end[ends] = True
         tokens[~is_end] = batch.tokens
         return Batch(tokens=tokens, lengths=batch.lengths + 1, loss_weights=is_end.float())
-    counts = sum_by_sequence(batch.loss_mask.long(), _owners(batch), len(batch))
+    counts = sum_by_sequence(batch.loss_mask.long(), batch.owners, len(batch))
     if not counts.all():
         raise RunError(f"sequence {int(counts.argmin())} of the batch has no trained token")
     weights = _spread(_weights(counts, loss), batch)
@@ -156,7 +156,7 @@ def sequence_scores(batch: Batch, output: torch.Tensor) -> torch.Tensor:
     """
     mask = batch.loss_mask
     weighted = output[mask].double() * batch.loss_weights[mask].double()
-    return sum_by_sequence(weighted, _owners(batch)[mask], len(batch))
+    return sum_by_sequence(weighted, batch.owners[mask], len(batch))
 
 
 def coefficients(
@@ -248,11 +248,6 @@ def with_mismatched(batch: Batch, *, max_tokens: int) -> Batch:
         lengths=torch.tensor([len(row) for row in rows]),
         loss_weights=torch.cat(row_weights),
     )
-
-
-def _owners(batch: Batch) -> torch.Tensor:
-    """Return the index of each token's sequence, int64 [T]."""
-    return torch.repeat_interleave(torch.arange(len(batch)), batch.lengths)
 
 
 def _spread(values: torch.Tensor, batch: Batch) -> torch.Tensor:

@@ -90,8 +90,8 @@ class ForwardBackward:
     def _value(self, loss: TinkerLoss.Config, outputs: Values) -> float:
         """Return the sum of the loss."""
         counted = self.batch.loss_mask
-        owner = torch.repeat_interleave(torch.arange(len(self.batch)), self.batch.lengths)
-        values = {**self.batch.columns, "logprobs": outputs["logprobs"], "sequence": owner}
+        own = {"logprobs": outputs["logprobs"], "sequence": self.batch.owners}
+        values = {**self.batch.columns, **own}
         costs, _ = loss.build()(Tokens({name: each[counted] for name, each in values.items()}))
         return float(costs.sum(dtype=torch.float64))
 

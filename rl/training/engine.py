@@ -213,8 +213,7 @@ class TrainingEngine:
         zero = loss.zero_gradient(batch.columns) if isinstance(loss, KnowsZeros) else None
         if zero is not None:
             counted &= ~zero
-        owner = torch.repeat_interleave(torch.arange(len(batch)), batch.lengths)
-        return torch.zeros(len(batch)).index_add(0, owner, counted.float()) > 0
+        return torch.zeros(len(batch)).index_add(0, batch.owners, counted.float()) > 0
 
     @torch.no_grad()
     def optim_step(

@@ -200,7 +200,7 @@ def lay_out(batch: Batch, rows: Rows, limits: MicroBatchLimits) -> MicroBatch:
     part = batch.select(sequences)
     sizes = _sizes(part)
     width = limits.width(max([sum(tree.cells for tree in row) for row in rows], default=0))
-    owner = torch.repeat_interleave(torch.arange(len(part)), part.lengths)
+    owner = part.owners
     place = torch.arange(len(owner)) - (part.lengths.cumsum(0) - part.lengths)[owner]
     first = place == 0
     trunk, shared, branch = _starts(rows, sizes, width)[:, owner]

@@ -71,6 +71,11 @@ class Batch:
         return torch.arange(len(owner)) + (starts - (lengths.cumsum(0) - lengths))[owner]
 
     @property
+    def owners(self) -> torch.Tensor:
+        """Index of the sequence of each token, int64 [T]."""
+        return torch.repeat_interleave(torch.arange(len(self)), self.lengths)
+
+    @property
     def loss_mask(self) -> torch.Tensor:
         """Mask of tokens with a weight above 0, bool [T]."""
         return self.loss_weights > 0
@@ -80,8 +85,7 @@ class Batch:
         """Part of each sequence in the denominator of ``optim_step``, float64 [N]."""
         if self.denominators is not None:
             return self.denominators
-        owner = torch.repeat_interleave(torch.arange(len(self)), self.lengths)
-        return torch.zeros(len(self)).double().index_add(0, owner, self.loss_weights.double())
+        return torch.zeros(len(self)).double().index_add(0, self.owners, self.loss_weights.double())
 
     def scatter(self, values: torch.Tensor) -> torch.Tensor:
         """Return a column with ``values`` for tokens of weight above 0, and 0 for the others."""

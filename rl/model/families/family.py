@@ -24,6 +24,13 @@ EXPERT_SIZES = {
 }
 """Additional keys of a model with experts."""
 
+LOCAL_EXPERT_SIZES = {
+    "num_experts": "num_local_experts",
+    "experts_per_token": "num_experts_per_tok",
+    "moe_hidden_dim": "intermediate_size",
+}
+"""Additional keys of a model with experts of the width of a feed-forward layer."""
+
 REWARD_CLASS = "ForSequenceClassification"
 """Last part of the names of transformers' models with one score for a sequence in place of the
 output head."""

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from rl.model.families.family import Family
+from rl.model.families.family import LOCAL_EXPERT_SIZES, Family
 from rl.model.hugging_face_config import HuggingFaceConfig
 
 WINDOW = 128
@@ -55,11 +55,7 @@ FAMILY = GptOss(
     },
     options={"attention_bias": ("qkv_bias", "output_bias")},
     head_dim=64,
-    expert_sizes={
-        "num_experts": "num_local_experts",
-        "experts_per_token": "num_experts_per_tok",
-        "moe_hidden_dim": "intermediate_size",
-    },
+    expert_sizes=LOCAL_EXPERT_SIZES,
     has_windows=True,
     tensors={
         "layers.{}.attention.sinks": "model.layers.{}.self_attn.sinks",

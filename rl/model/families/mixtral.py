@@ -1,6 +1,6 @@
 """Mixtral 8x7B and 8x22B."""
 
-from rl.model.families.family import Family
+from rl.model.families.family import LOCAL_EXPERT_SIZES, Family
 
 EXPERTS = "layers.{}.moe.routed_experts.inner_experts"
 THEIRS = "model.layers.{}.block_sparse_moe"
@@ -10,11 +10,7 @@ FAMILY = Family(
     prefix="Mixtral",
     fixed={"qk_norm": False, "norm_eps": 1e-5},
     allowed={"router_jitter_noise": (0.0, None)},
-    expert_sizes={
-        "num_experts": "num_local_experts",
-        "experts_per_token": "num_experts_per_tok",
-        "moe_hidden_dim": "intermediate_size",
-    },
+    expert_sizes=LOCAL_EXPERT_SIZES,
     has_windows=True,
     tensors={
         "layers.{}.moe.router.gate.weight": f"{THEIRS}.gate.weight",

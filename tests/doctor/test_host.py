@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -173,7 +173,9 @@ def test_a_node_that_lacks_something_has_its_finding(facts, expected, matches):
 class Agents(AgentTask):
     """Task that is never built."""
 
-    Config = AgentTask.Config
+    @dataclass(kw_only=True, slots=True)
+    class Config(AgentTask.Config):
+        """A config of its own: a class that shares one becomes what that config builds."""
 
 
 @pytest.mark.parametrize(

@@ -369,7 +369,13 @@ class _Handlers:
     async def asample(self, request: Request) -> Any:
         body = request.state.body
         head = await aside(len(body), lambda: read(sample_head, body, whole=False))
-        return self._server.samplers.ask(body, *head.values())
+        promise = self._server.samplers.ask(body, *head.values())
+        try:
+            await self._store.flush()
+        except asyncio.CancelledError:  # the client has gone without its promise
+            self._server.samplers.give_up(promise["request_id"])
+            raise
+        return promise
 
     # Checkpoints.
 

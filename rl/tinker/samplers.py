@@ -87,6 +87,7 @@ class Samplers:
         self._cursors = itertools.count(time.time_ns() // 1000)  # later processes have larger ones
         self._used: dict[str, float] = {}
         self._working = defaultdict[str, set[Future]](set)  # samples without an answer, by session
+        self._polling = set[str]()  # clients that ask for all of their results at once
         self._silence = Counter[str]()
         self._listeners = Counter[str]()
         self._changed = Signal()
@@ -154,6 +155,7 @@ class Samplers:
         self._store.forget(name)
         self._used.pop(name, None)
         self._ready.pop(name, None)
+        self._polling -= {each for each in self._polling if each.startswith(f"{name}:")}
 
     # Samples.
 
@@ -173,6 +175,7 @@ class Samplers:
         self._store.accept(name, Accepted(seq, "sample"), digest)
         future.task = asyncio.create_task(self._work(future, fact, body))
         self._working[_session_of(name)].add(future)
+        self.hear(_client_of(id))
         return future.promise
 
     # Clients that have gone.
@@ -180,36 +183,43 @@ class Samplers:
     def hear(self, id: str) -> None:
         """Note that a client is there; ``id`` is that of a session or of a part of it."""
         self._silence.pop(_session_of(id), None)
+        self._silence.pop(id, None)
         self._parts.heard[_session_of(id)] = time.monotonic()
 
     @contextlib.contextmanager
     def listener(self, id: str) -> Iterator[None]:
         """Note that a client is there while it waits for a result."""
-        session = _session_of(id)
-        self._listeners[session] += 1
+        ids = Counter({_session_of(id), id})
+        self._listeners += ids
         try:
             yield
         finally:
-            self._listeners[session] -= 1
-            self._listeners += Counter()  # without zeros
+            self._listeners -= ids
             self.hear(id)
 
     def give_up(self, id: str) -> None:
-        """Give up the samples of a session, or one sample. Their answers are lost."""
+        """Give up the samples of a session, of a client of a sampler, or one sample. Their answers
+        are lost.
+        """
         for future in [*self._working.get(_session_of(id), ())]:
             task = future.task
-            if task is not None and id in (_session_of(id), future.promise["request_id"]):
+            own = future.promise["request_id"]
+            if task is not None and id in (_session_of(id), _client_of(own), own):
                 future.task = None
                 task.cancel()
 
     async def watch(self) -> None:
-        """Give up the samples of sessions from which no request comes."""
+        """Give up the samples of sessions from which no request comes, and of clients that have
+        asked for their results and no longer do.
+        """
         while True:
             await asyncio.sleep(BEAT_S)
-            for session in [*self._working]:
-                self._silence[session] += not self._listeners[session]
-                if self._silence[session] >= SILENT:
-                    self.give_up(session)
+            for session, futures in [*self._working.items()]:
+                clients = {_client_of(each.promise["request_id"]) for each in futures}
+                for id in (session, *(clients & self._polling)):
+                    self._silence.update(() if self._listeners[id] else (id,))
+                    if self._silence[id] >= SILENT:
+                        self.give_up(id)
 
     def fetched(self, name: str, seq: int) -> None:
         """Note that a client has a sample, or knows that it is lost."""
@@ -228,7 +238,9 @@ class Samplers:
         ready = self._ready[name].setdefault(client, {})
         for seq in [*itertools.takewhile(lambda seq: ready[seq][0] <= cursor, ready)]:
             del ready[seq]
-        with contextlib.suppress(TimeoutError), self.listener(name):
+        id = _client_of(f"{name}:{client * CLONE}")
+        self._polling.add(id)
+        with contextlib.suppress(TimeoutError), self.listener(id):
             async with asyncio.timeout(seconds):
                 await self._changed.until(lambda: ready)
         rows = [*itertools.islice(ready.values(), ROWS)]
@@ -252,7 +264,7 @@ class Samplers:
         self._working[session].discard(future)
         if not self._working[session]:
             del self._working[session]
-            self.hear(session)
+            self.hear(_client_of(future.promise["request_id"]))
         self._resolve(future, answer)
 
     def _resolve(self, future: Future, answer: Answer) -> None:
@@ -378,6 +390,12 @@ class Samplers:
         outputs = await self._session.forward(batch, weights=weights)
         (found,) = target_logprobs(outputs, [wanted])
         return tensor_like(message, found)
+
+
+def _client_of(id: str) -> str:
+    """Return the client of a sampler that sent a request."""
+    name, _, seq = id.rpartition(":")
+    return f"{name}:client-{int(seq) // CLONE}"
 
 
 def _session_of(id: str) -> str:

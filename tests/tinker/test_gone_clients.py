@@ -49,6 +49,20 @@ async def test_samples_of_a_session_end_with_it(tmp_path):
         await require_lost(running, id)
 
 
+@awaited
+async def test_samples_are_given_up_if_their_client_no_longer_asks_for_results(tmp_path):
+    """Cover samples that are cancelled while their promise is sent; heartbeats go on."""
+    with shortened(samplers, BEAT_S=0.05):
+        async with asked(tmp_path) as (running, id):
+            target = {"sampling_session_id": id.rpartition(":")[0]}
+            await running.ask("retrieve_futures", {"target": target, "timeout": 0})
+            while ("abort", f"{id}:0") not in running.session.calls:
+                await running.ask("session_heartbeat", {"session_id": id.partition(":")[0]})
+                await asyncio.sleep(0.02)
+            again = await ask(running, target["sampling_session_id"], seq=2)
+            await running.session.until("abort", f"{again['request_id']}:0")
+
+
 @pytest.mark.parametrize("sign", ["none", "heartbeats", "a request for the result"])
 @awaited
 async def test_samples_are_given_up_if_no_request_of_their_session_comes(tmp_path, sign):

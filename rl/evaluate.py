@@ -79,7 +79,10 @@ def main(arguments: list[str]) -> None:
         help="samples per prompt, for pass@K; 0 is greedy alone; by default the config's",
     )
     own, overrides = parser.parse_known_args(rest)
-    folder = _take_folder(overrides)
+    first = overrides[0] if overrides else "-"
+    # a part is chosen as in trainer.lora:on
+    is_option = first.startswith("-") or (":" in first and not Path(first).exists())
+    folder = None if is_option else Path(overrides.pop(0))
     for option in ("prompts", "samples"):
         if (given := getattr(own, option)) is not None:
             overrides += [f"--evaluation.{option}", given]
@@ -104,15 +107,6 @@ def main(arguments: list[str]) -> None:
         print(json.dumps(finite(row)))
     else:
         print(printable(summary_text(row)))
-
-
-def _take_folder(rest: list[str]) -> Path | None:
-    """Remove the folder from the front of ``rest``; return it, or None if the first argument is an
-    option or the choice of a part, such as ``trainer.lora:on``.
-    """
-    if not rest or rest[0].startswith("-") or (":" in rest[0] and not Path(rest[0]).exists()):
-        return None
-    return Path(rest.pop(0))
 
 
 def _open(folder: Path | None, name: str | None, step: int | None, rest: list[str]) -> "SavedRun":

@@ -45,11 +45,19 @@ def main(arguments: list[str]) -> None:
     from rl.training.lora import base_of, rename_base
 
     folder = own.folder.resolve()
-    _require_empty(folder)
+    require(
+        not folder.exists() or (folder.is_dir() and not any(folder.iterdir())),
+        f"{folder} exists and is not an empty folder; name another DIR, or remove it first",
+    )
     run = open_run(own.run, own.step, overrides, program=PROGRAM)
     config = run.session_config()
     task = build_task(run.config) if isinstance(run.config, RLConfig) else None
-    with TemporaryFolder(f".{folder.name}-", _make_parent(folder)) as partial:
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        problem = f"{folder.parent} cannot be made: {error.strerror}; name another DIR"
+        raise ConfigError(problem) from error
+    with TemporaryFolder(f".{folder.name}-", folder.parent) as partial:
         model = Path(partial) / "model"
 
         async def export(session: "Session") -> str:
@@ -71,23 +79,6 @@ def main(arguments: list[str]) -> None:
         print(json.dumps(row | {"policy_digest": digest}))
     else:
         print(f"exported step {run.step} of {own.run} to {own.folder}, policy digest {digest}")
-
-
-def _require_empty(folder: Path) -> None:
-    require(
-        not folder.exists() or (folder.is_dir() and not any(folder.iterdir())),
-        f"{folder} exists and is not an empty folder; name another DIR, or remove it first",
-    )
-
-
-def _make_parent(folder: Path) -> Path:
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"{folder.parent} cannot be made: {error.strerror}; name another DIR"
-        ) from error
-    return folder.parent
 
 
 if __name__ == "__main__":

@@ -118,32 +118,21 @@ class PolicyLoss(Configurable):
         if "behaviour_logprobs" in tokens:
             behaviour = tokens["behaviour_logprobs"]
             ratio = self.log_ratio(tokens).exp()
+            error = (logprobs - behaviour).abs()
+            current = tokens["staleness"] == 0 if "staleness" in tokens else None
             metrics |= {
                 "ratio/mean": Metric(ratio, "mean"),
                 "ratio/max": Metric(ratio, "max"),
                 "kl/behaviour": Metric(kl(behaviour, logprobs, "k3"), "mean"),
-                **self._differences((logprobs - behaviour).abs(), tokens),
+                "logprob/error_mean": Metric(error, "mean", current),
+                "logprob/error_max": Metric(error, "max", current),
             }
+            if current is not None:  # drift is of tokens that older weights drew
+                metrics["logprob/drift_max"] = Metric(error, "max", ~current)
         if "reference_logprobs" in tokens:
             divergence = kl(logprobs, tokens["reference_logprobs"], "k3")
             metrics["kl/reference"] = Metric(divergence, "mean")
         return metrics
-
-    def _differences(self, difference: torch.Tensor, tokens: Tokens) -> dict[str, Metric]:
-        """Return differences from the generator's log-probs.
-
-        - ``logprob/error_mean``, ``logprob/error_max``: over tokens drawn with the current weights,
-          or over all tokens if the batch has no ``staleness``
-        - ``logprob/drift_max``: over tokens drawn with older weights
-        """
-        current = tokens["staleness"] == 0 if "staleness" in tokens else None
-        errors = {
-            "logprob/error_mean": Metric(difference, "mean", current),
-            "logprob/error_max": Metric(difference, "max", current),
-        }
-        if current is None:
-            return errors
-        return errors | {"logprob/drift_max": Metric(difference, "max", ~current)}
 
 
 class ClippedLoss(PolicyLoss):

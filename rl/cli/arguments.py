@@ -29,15 +29,7 @@ from rl.cli.help import (
     quick_help,
     take_name,
 )
-from rl.compat.tyro_errors import (
-    BadValue,
-    InstantiationFailure,
-    InvalidChoice,
-    ParseErrorEvent,
-    SubcommandConflict,
-    UnrecognizedArgs,
-    on_parse_error,
-)
+from rl.compat.tyro_errors import errors
 from rl.config import RLConfig, RunConfig, ServeConfig
 from rl.config.algorithm import ALGORITHMS
 from rl.config.frozen import read_frozen
@@ -102,7 +94,7 @@ def read_config(
     overrides = [_full_argument(base, argument, known, chosen) for argument in overrides]
     ConfigManager.register_tyro_rules(custom_registry)
     try:
-        with on_parse_error(partial(_refuse, base)):
+        with errors.on_parse_error(partial(_refuse, base)):
             config = tyro.cli(
                 type(base),
                 default=base,
@@ -134,7 +126,7 @@ def _choose_algorithm(config: RLConfig, overrides: list[str]) -> list[str]:
     return others
 
 
-def _refuse(config: RunConfig, event: ParseErrorEvent) -> None:
+def _refuse(config: RunConfig, event: errors.ParseErrorEvent) -> None:
     """Raise the error that tyro found as ConfigError, with the valid words nearest to a refused
     word.
     """
@@ -142,29 +134,25 @@ def _refuse(config: RunConfig, event: ParseErrorEvent) -> None:
     # a part of a config has a name only in the exception
     name = argument.display_name() if argument else getattr(sys.exception(), "arg", "")
     match event:
-        case InvalidChoice():
+        case errors.InvalidChoice():
             choices = sorted(event.choices)
             fix = f"{nearest(event.value, choices)}allowed are {', '.join(choices)}"
             raise ConfigError(f"{name} is {event.value!r}", field=name, fix=fix)
-        case InstantiationFailure():
+        case errors.InstantiationFailure():
             raise ConfigError(event.message, field=name)
-        case BadValue():
+        case errors.BadValue():
             raise ConfigError(f"{name} needs a value", field=name)
-        case SubcommandConflict():
+        case errors.SubcommandConflict():
             fix = f"give it before {event.trigger_flag}, which is of {event.already_selected}"
             raise ConfigError("comes too late", field=event.attempted, fix=fix)
-        case UnrecognizedArgs():
+        case errors.UnrecognizedArgs():
             given = event.tokens[0].partition("=")[0]
-            known = [*_parts(config), *(f"--{field}" for field in _names(config))]
+            known = [f"--{field}" for field in _names(config)]
+            for value in values(config):  # kinds of parts, such as trainer.float8:linear
+                section = value.name.replace("_", "-")
+                known += (f"{section}:{kind}" for kind in _choices(value.hint))
             fix = f"{nearest(given, known)}a field is given as --FIELD VALUE"
             raise ConfigError("there is no such option", field=given, fix=fix)
-
-
-def _parts(config: RunConfig) -> Iterator[str]:
-    """Yield the names by which kinds of parts are chosen, such as ``trainer.float8:linear``."""
-    for value in values(config):
-        for name in _choices(value.hint):
-            yield f"{value.name.replace('_', '-')}:{name}"
 
 
 def _choices(hint: Any) -> Iterator[str]:

@@ -227,15 +227,6 @@ class RunConfig:
         )
         return Role("reference", trainer, self.model)
 
-    def rank_names(self) -> list[str]:
-        """Return the names of the ranks of all models and generators at the start."""
-        meshes = {name: role.trainer.ranks for name, role in self.models().items()}
-        if (sampling := self.sampling_run()) is not None:
-            generator = sampling.generator
-            numbers = range(generator.replicas)
-            meshes |= {f"generator-{n}": generator.tensor_parallel_degree for n in numbers}
-        return [f"{name}[{rank}]" for name, ranks in meshes.items() for rank in range(ranks)]
-
     def sampling_run(self) -> "SamplingRunConfig | None":
         """Return the config of a run that samples with the same generators; None if the run has no
         generators.
@@ -270,11 +261,6 @@ class RunConfig:
     def watchdog_limits(self) -> WatchdogConfig:
         """Return ``watchdog`` with a ``mismatch_max`` for the numbers that the run computes in."""
         return self.watchdog
-
-    @property
-    def trainer_tflops(self) -> float:
-        """Peak TFLOP/s of all devices of the trainer; 0 if it is unknown."""
-        return self.trainer.ranks * self.hardware.peak_tflops
 
     @property
     def updates_per_step(self) -> int:

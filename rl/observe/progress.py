@@ -68,7 +68,8 @@ class Progress:
 
     def __enter__(self) -> Self:
         if self._is_live:
-            at_end.append(self._show_cursor)
+            show_cursor = b"\x1b[?25h"
+            at_end.append(lambda: os.write(self.console.file.fileno(), show_cursor))
             self._live.start()
         return self
 
@@ -149,9 +150,6 @@ class Progress:
             parts = [f"step {self.step}/{self.total_steps}", *self._numbers()]
             parts += [time_shares(metrics), self._time_left()]
             self._print(" · ".join(filter(None, parts)), when=not self._is_live)
-
-    def _show_cursor(self) -> None:
-        os.write(self.console.file.fileno(), b"\x1b[?25h")
 
     def _print(self, text: str, *, style: str = "", when: bool = True) -> None:
         self._write(text)

@@ -292,11 +292,10 @@ def rows_of(path: Path) -> Iterator[tuple[dict, int]]:
 
 
 def _read_numbers(path: Path) -> list[dict]:
-    return [_with_nan(row) for row, _ in rows_of(path)]
-
-
-def _with_nan(row: dict) -> dict:
-    return {name: math.nan if value is None else value for name, value in row.items()}
+    rows = [row for row, _ in rows_of(path)]
+    for row in rows:
+        row |= {name: math.nan for name, value in row.items() if value is None}
+    return rows
 
 
 def rows_from_end(path: Path) -> Iterator[dict]:

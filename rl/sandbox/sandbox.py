@@ -1,5 +1,6 @@
 """Sandboxes: bubblewrap's namespaces, or Landlock without namespaces, or none."""
 
+import asyncio
 import os
 import platform
 import secrets
@@ -8,11 +9,13 @@ import sys
 import sysconfig
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from concurrent import futures
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
 from rl.errors import ConfigError
+from rl.host.threads import in_thread
 from rl.sandbox.sandboxed_program import Limits, Program, Result, SandboxError
 from rl.sandbox.seccomp import ARCHITECTURES, seccomp_filter
 
@@ -77,7 +80,12 @@ class Sandbox(ABC):
         the program.
         """
         with self.start(code, **options) as program:
-            return await program.wait_async()
+            result = in_thread(program.wait)
+            try:
+                return await asyncio.wrap_future(result)
+            finally:
+                program.end()
+                futures.wait([result])
 
     def start(
         self,

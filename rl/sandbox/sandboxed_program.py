@@ -1,6 +1,5 @@
 """Process of a program in the sandbox, from its start to its end: limits, folder, result."""
 
-import asyncio
 import contextlib
 import marshal
 import os
@@ -8,7 +7,7 @@ import select
 import signal
 import subprocess
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -80,9 +79,6 @@ class Result:
     """Seconds from the start of the program to its end."""
 
 
-Steps = Generator[tuple[int, float] | Result, Any, None]
-
-
 class SandboxError(RunError):
     """Failure of the sandbox to start a program; not a failure of the program."""
 
@@ -133,7 +129,7 @@ class Program:
                 )
             finally:
                 os.close(started)
-            stack.callback(self._end)
+            stack.callback(self.end)
             self._ending = os.pidfd_open(self._process.pid)
             stack.callback(os.close, self._ending)
             self._resources = stack.pop_all()
@@ -147,46 +143,25 @@ class Program:
     def ready(self) -> None:
         """Wait until the program has started. Raises SandboxError if it did not."""
         if not self._is_running:
-            self._check_start(_wait_readable(self._started, START_S))
+            is_readable = _wait_readable(self._started, START_S)
+            self._is_running = is_readable and os.read(self._started, 1) == b"+"
+        if not self._is_running:
+            self.end()
+            reason = _text(self._stderr, 2000).strip() or f"no start within {START_S:.0f} s"
+            raise SandboxError(f"{self._name} could not start a program: {reason}")
 
     def wait(self, beside: Sequence["Program"] = ()) -> Result:
         """Wait for the end of the program, or end it at a limit; watch limits of the programs
         ``beside`` it too. Raises SandboxError if the program did not start.
         """
-        steps = self._steps(beside)
-        ready = None
-        while not isinstance(found := steps.send(ready), Result):
-            ready = _wait_readable(*found)
-        return found
-
-    async def wait_async(self) -> Result:
-        """Wait like :meth:`wait`, without blocking the event loop."""
-        steps = self._steps(())
-        ready = None
-        while not isinstance(found := steps.send(ready), Result):
-            ready = await _wait_readable_async(*found)
-        return found
-
-    def _steps(self, beside: Sequence["Program"]) -> Steps:
-        """Yield what to wait for, a file descriptor and seconds, and receive whether it is
-        readable. Yield the result last.
-        """
-        if not self._is_running:
-            self._check_start((yield self._started, START_S))
+        self.ready()
         began = time.monotonic()
-        ended = False
-        while not ended and (pause := self._look(began + self._limits.wall_s, beside)) > 0:
-            ended = yield self._ending, pause
+        while (pause := self._look(began + self._limits.wall_s, beside)) > 0:
+            if _wait_readable(self._ending, pause):
+                break
         seconds = time.monotonic() - began
-        self._end()
-        yield self._result(seconds)
-
-    def _check_start(self, ready: bool) -> None:
-        self._is_running = ready and os.read(self._started, 1) == b"+"
-        if not self._is_running:
-            self._end()
-            reason = _text(self._stderr, 2000).strip() or f"no start within {START_S:.0f} s"
-            raise SandboxError(f"{self._name} could not start a program: {reason}")
+        self.end()
+        return self._result(seconds)
 
     def _look(self, ends: float, beside: Sequence["Program"]) -> float:
         """Return seconds until the next look; 0 if a limit ends the program."""
@@ -196,7 +171,7 @@ class Program:
             return 0
         for program in beside:
             if program._exceeded():
-                program._end()
+                program.end()
         self._limit = self._exceeded()
         if self._limit:
             return 0
@@ -214,7 +189,7 @@ class Program:
             return "threads"
         return None
 
-    def _end(self) -> None:
+    def end(self) -> None:
         """Kill the program's processes and wait until they have ended."""
         if self._gone:
             return
@@ -267,20 +242,6 @@ def _wait_readable(fd: int, seconds: float) -> bool:
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     return bool(poll.poll(seconds * 1000))
-
-
-async def _wait_readable_async(fd: int, seconds: float) -> bool:
-    loop = asyncio.get_running_loop()
-    ready = asyncio.Event()
-    loop.add_reader(fd, ready.set)
-    try:
-        async with asyncio.timeout(seconds):
-            await ready.wait()
-    except TimeoutError:
-        return False
-    finally:
-        loop.remove_reader(fd)
-    return True
 
 
 class Scratch(TemporaryFolder):

@@ -3,7 +3,6 @@
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from torch import OutOfMemoryError
 
@@ -56,7 +55,7 @@ SENTENCES: dict[str, tuple[str, ...]] = {
     "lost process": (
         "Read {folder}/logs/{process.log}: the process ended without an exception. If the log ends "
         "in the middle of work, see whether the kernel or a scheduler ended it: dmesg -T",
-        "If it is lost only now and then, raise max_restarts (now {config.max_restarts}).",
+        "If it is lost only now and then, raise max_restarts (now {run.config.max_restarts}).",
     ),
     "nothing learned": ("Look at the gradient norms and rewards: python -m rl.view {folder}",),
     "open files": (
@@ -64,13 +63,13 @@ SENTENCES: dict[str, tuple[str, ...]] = {
         "episodes at once, rollout.prompts_per_step times rollout.samples_per_prompt, and close "
         "connections that nothing uses.",
     ),
-    "unknown": ("Read 'detail' in {file}, and the logs in {folder}/logs.",),
+    "unknown": ("Read 'detail' in {run.record.failure_path}, and the logs in {folder}/logs.",),
     "your code": ("Correct your code at {place}.",),
 }
 """Sentences that say what to do, by cause. Those of other causes depend on the failure."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Failure:
     """Exception that ended a run, and what its type says."""
 
@@ -94,19 +93,12 @@ def advice_after(error: BaseException, run: RunFolder, call: FailedCall) -> tupl
     process = next((each for each in links if isinstance(each, ActorFailure)), None)
     cause, known = _cause_of(links, run)
     folder = shlex.quote(str(run.folder))
+    failure = Failure(error=error, known=known, process=process, run=run, folder=folder)
+    lr = run.config.trainer.optimizer.param_groups[0].optimizer_kwargs.get("lr")
+    words = {**vars(failure), "lr": lr, "place": place_of(error)}
+    sentences = [each.format(**words) for each in SENTENCES.get(cause, ())]
     if cause in ADVICE:
-        failure = Failure(error=error, known=known, process=process, run=run, folder=folder)
         sentences = ADVICE[cause](failure)
-    else:
-        values: dict[str, Any] = {
-            "folder": folder,
-            "known": known,
-            "process": process,
-            "config": run.config,
-        }
-        values["lr"] = run.config.trainer.optimizer.param_groups[0].optimizer_kwargs.get("lr")
-        values |= {"file": run.record.failure_path, "place": place_of(error)}
-        sentences = [each.format(**values) for each in SENTENCES[cause]]
     repeat = f"Find out whether the call fails again, alone: python -m rl.replay {folder} --failed"
     resume = run.how_to_go_on()
     return cause, [

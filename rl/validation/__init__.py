@@ -161,7 +161,12 @@ def _validate_profile(config: RunConfig) -> None:
     last = max(profile.steps, default=0)
     rule = f"at most steps={config.steps}"
     check(config, "profile.steps", last <= config.steps or config.optimizer_steps is None, rule)
-    known = config.rank_names()
+    meshes = {name: role.trainer.ranks for name, role in config.models().items()}
+    if (sampling := config.sampling_run()) is not None:
+        numbers = range(sampling.generator.replicas)
+        degree = sampling.generator.tensor_parallel_degree
+        meshes |= {f"generator-{number}": degree for number in numbers}
+    known = [f"{name}[{rank}]" for name, ranks in meshes.items() for rank in range(ranks)]
     holds = profile.ranks == type(profile)().ranks or {*profile.ranks} <= {*known}
     check(config, "profile.ranks", holds, f"ranks of the run, of which the first is {known[0]!r}")
 

@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rl.config import RLConfig, RoleConfig, RunConfig
+from rl.config import RLConfig, RunConfig
 from rl.config.frozen import read_config_file
 from rl.errors import ConfigError, require_value
 from rl.model.hub import Snapshot, is_name, locate
@@ -96,7 +96,16 @@ def validate_other_folders(config: RLConfig) -> None:
     if config.critic.checkpoint is not None:
         _check_start("critic.checkpoint", config.critic.checkpoint, config.model, "values")
     for name, role in config.roles.items():
-        _validate_role(f"roles.{name}", role)
+        field = f"roles.{name}"
+        folder = role.model.hf_path
+        shape_of(role.model, field=f"{field}.model.hf_path")
+        if role.checkpoint is not None:
+            _check_start(f"{field}.checkpoint", role.checkpoint, role.model, role.head)
+        elif folder is not None:
+            _check(f"{field}.model.hf_path", folder, role.model, role.head)
+        else:
+            rule = f"the folder of the weights, unless {field}.model.hf_path is"
+            raise ConfigError(field=f"{field}.checkpoint", allowed=rule)
 
 
 def validate_start(field: str, path: str, config: RunConfig) -> None:
@@ -104,18 +113,6 @@ def validate_start(field: str, path: str, config: RunConfig) -> None:
     the Hugging Face folder ``path``.
     """
     _check(field, path, config.model, config.models()["trainer"].head, needs_head=False)
-
-
-def _validate_role(field: str, role: RoleConfig) -> None:
-    shape_of(role.model, field=f"{field}.model.hf_path")
-    if role.checkpoint is not None:
-        _check_start(f"{field}.checkpoint", role.checkpoint, role.model, role.head)
-        return
-    folder = role.model.hf_path
-    if folder is None:
-        rule = f"the folder of the weights, unless {field}.model.hf_path is"
-        raise ConfigError(field=f"{field}.checkpoint", allowed=rule)
-    _check(f"{field}.model.hf_path", folder, role.model, role.head)
 
 
 def _check_start(field: str, path: str, model: ModelConfig, head: Head) -> None:

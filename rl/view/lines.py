@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from rl.host.disk import end_of
+
 BLOCK = 1 << 25
 """Bytes of lines that are read at once."""
 KEPT = 256
@@ -97,12 +99,9 @@ def rows_between(path: Path, begin: int, end: int) -> Iterator[dict[str, Any]]:
 def tail_of(path: Path, size: int) -> str:
     """Return the last ``size`` bytes of a file as text, from the begin of a line on."""
     try:
-        with open(path, "rb") as file:
-            length = file.seek(0, 2)
-            file.seek(max(0, length - size))
-            data = file.read()
+        data = end_of(path, size + 1)
     except OSError:
         return ""
-    if length > size:
+    if len(data) > size:
         data = data[data.find(b"\n") + 1 :]
     return data.decode(errors="replace")

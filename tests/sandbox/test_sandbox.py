@@ -16,7 +16,7 @@ import pytest
 from rl.errors import ConfigError
 from rl.sandbox import sandbox as module
 from rl.sandbox.sandbox import Bubblewrap, Landlock, Unsafe, open_sandbox
-from rl.sandbox.sandboxed_program import Limits, SandboxError, _wait_readable_async
+from rl.sandbox.sandboxed_program import Limits, SandboxError
 from rl.sandbox.seccomp import CONDITIONAL, allowed_calls, seccomp_filter
 from tests.sandbox.conftest import ROOT
 from tests.sandbox.worker import own_launcher, programs
@@ -131,25 +131,6 @@ def test_cancelled_call_leaves_nothing(sandbox, tmp_path, monkeypatch):
     assert os.listdir(tmp_path / "scratch") == []
     # what earlier tests left may be collected meanwhile
     assert len(os.listdir("/proc/self/fd")) <= descriptors
-
-
-@pytest.mark.parametrize("turns", range(8))
-def test_cancelling_a_wait_is_never_lost(turns):
-    """The wait is cancelled ``turns`` turns of the loop after what it waits for has come."""
-    reader, writer = os.pipe()
-
-    async def run():
-        waiting = asyncio.create_task(_wait_readable_async(reader, 60))
-        await asyncio.sleep(0.01)
-        os.write(writer, b"+")
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        if waiting.cancel():
-            await asyncio.wait([waiting])
-            assert waiting.cancelled()
-
-    with os.fdopen(reader), os.fdopen(writer, "w"):
-        asyncio.run(run())
 
 
 def test_program_ends_with_its_caller(sandbox, tmp_path):

@@ -11,7 +11,6 @@ from torchtitan.config import Configurable
 from rl.algorithms.losses import Reduction, token_weights
 from rl.errors import RunError, shown
 from rl.types import Batch, Rollout
-from rl.types import Sequence as Tokens
 from rl.types.routed_experts import RoutedExperts
 from rl.types.sampling_mask import SamplingMask
 
@@ -37,6 +36,13 @@ def make_batch(
     is_forked = len(sequences) > len(rollouts)
     counts = counts_of(rollouts)
     sampled = _joined([sequence.sampled for sequence in sequences])
+    mask = experts = None
+    if any(each.sampling_mask is not None for each in sequences):
+        masks = [each.sampling_mask or SamplingMask.whole(len(each)) for each in sequences]
+        mask = SamplingMask.joined(masks)
+    if known := [each.experts for each in sequences if each.experts is not None]:
+        records = [each.experts or RoutedExperts.none(len(each), known[0]) for each in sequences]
+        experts = RoutedExperts.joined(records)
     batch = Batch(
         tokens=_joined([sequence.tokens for sequence in sequences]).long(),
         lengths=torch.tensor([len(sequence) for sequence in sequences]),
@@ -46,8 +52,8 @@ def make_batch(
             "versions": _joined([sequence.versions for sequence in sequences]).float(),
         },
         rollouts=torch.arange(len(rollouts)).repeat_interleave(sizes) if is_forked else None,
-        sampling_mask=_joined_masks(sequences),
-        experts=_joined_experts(sequences),
+        sampling_mask=mask,
+        experts=experts,
     )
     if advantages is not None:
         values = _checked(advantages, len(rollouts), int(counts.sum()))
@@ -175,25 +181,6 @@ def whole_texts(rollouts: Sequence[Rollout]) -> tuple[Batch, torch.Tensor]:
     tokens = _joined(rows).long()
     batch = Batch(tokens=tokens, lengths=lengths, loss_weights=torch.zeros(len(tokens)))
     return batch, lengths.cumsum(0) - 1
-
-
-def _joined_masks(sequences: Sequence[Tokens]) -> SamplingMask | None:
-    masks = [each.sampling_mask for each in sequences]
-    if all(mask is None for mask in masks):
-        return None
-    lengths = map(len, sequences)
-    return SamplingMask.joined(
-        [mask or SamplingMask.whole(length) for mask, length in zip(masks, lengths, strict=True)]
-    )
-
-
-def _joined_experts(sequences: Sequence[Tokens]) -> RoutedExperts | None:
-    known = [each.experts for each in sequences if each.experts is not None]
-    if not known:
-        return None
-    return RoutedExperts.joined(
-        [each.experts or RoutedExperts.none(len(each), known[0]) for each in sequences]
-    )
 
 
 def _joined(arrays: Sequence[np.ndarray]) -> torch.Tensor:

@@ -5,7 +5,6 @@ process of its own.
 """
 
 import contextlib
-from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
@@ -28,40 +27,22 @@ ONE_KERNEL = ("silu_backward",)
 """Operators that are one kernel on CUDA. A torch without CUDA would compute them from others."""
 
 
-class Device(TorchDispatchMode, ABC):
+class Device(TorchDispatchMode):
     """Device that ``pretend`` asks and tells. Every operator passes through it while it is active.
 
-    ``count`` is the number of GPUs that the process sees.
+    ``count`` is the number of GPUs that the process sees. ``ledger`` has ``used`` and ``peak``
+    bytes, and records a ``resize`` and a ``wait`` of the host.
     """
 
-    def __init__(self, name: str, bytes: int, capability: tuple[int, int], count: int):
+    def __init__(self, name: str, bytes: int, capability: tuple[int, int], count: int, ledger: Any):
         super().__init__()
         self.name = name
         self.bytes = bytes
         self.capability = capability
         self.count = count
-
-    @abstractmethod
-    def holds(self, key: int) -> bool:
-        """Return whether the storage of this key is on the device."""
-
-    @abstractmethod
-    def resized(self, key: int, bytes: int) -> None:
-        """Record the new size of a storage."""
-
-    @abstractmethod
-    def called(self, name: str) -> None:
-        """Record a call of the driver, which has no effect here."""
-
-    @property
-    @abstractmethod
-    def used(self) -> int:
-        """Bytes of the tensors on the device."""
-
-    @property
-    @abstractmethod
-    def peak(self) -> int:
-        """Largest number of bytes so far."""
+        self.ledger = ledger
+        self.numbers: dict[int, int] = {}
+        """Number in the ledger of each storage on the device, by the storage's key."""
 
 
 def is_working_out_shapes() -> bool:
@@ -248,15 +229,17 @@ def _storages(device: Device) -> None:
 
     def resize_(self: Any, size: int) -> Any:
         resized = resize(self, size)
-        if device.holds(self._cdata):
-            device.resized(self._cdata, int(size))
+        if self._cdata in device.numbers:
+            device.ledger.resize(device.numbers[self._cdata], int(size))
         return resized
 
     storage.resize_ = resize_
     storage.device = property(
-        lambda self: _current() if device.holds(self._cdata) else own_device.__get__(self)
+        lambda self: _current() if self._cdata in device.numbers else own_device.__get__(self)
     )
-    storage.data_ptr = lambda self: self._cdata if device.holds(self._cdata) else own_address(self)
+    storage.data_ptr = lambda self: (
+        self._cdata if self._cdata in device.numbers else own_address(self)
+    )
 
 
 def _driver(device: Device) -> None:
@@ -280,11 +263,11 @@ def _driver(device: Device) -> None:
 
 def _memory(device: Device) -> dict[str, Callable[..., Any]]:
     return {
-        "empty_cache": lambda: device.called("empty_cache"),
-        "mem_get_info": lambda *_: (device.bytes - device.used, device.bytes),
-        "memory_allocated": lambda *_: device.used,
-        "max_memory_allocated": lambda *_: device.peak,
-        "max_memory_reserved": lambda *_: device.peak,
+        "empty_cache": lambda: None,
+        "mem_get_info": lambda *_: (device.bytes - device.ledger.used, device.bytes),
+        "memory_allocated": lambda *_: device.ledger.used,
+        "max_memory_allocated": lambda *_: device.ledger.peak,
+        "max_memory_reserved": lambda *_: device.ledger.peak,
         "memory_stats": lambda *_: defaultdict(int),
         "reset_peak_memory_stats": lambda *_: None,
     }
@@ -353,5 +336,5 @@ def _streams(device: Device) -> dict[str, Callable[..., Any]]:
         "default_stream": lambda *_: default(),
         "stream": stream,
         "device": contextlib.nullcontext,
-        "synchronize": lambda *_: device.called("synchronize"),
+        "synchronize": lambda *_: device.ledger.wait("torch.cuda.synchronize"),
     }

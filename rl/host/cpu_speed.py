@@ -33,7 +33,10 @@ def cpu_speed() -> CpuSpeed:
     the first call on a kind of processor writes after measuring for a second.
     """
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tiller"
-    file = folder / f"cpu-{_processor()}.json"
+    lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
+    facts = [line for line in lines if re.match("(model|flags|cpu family|stepping|Feature)", line)]
+    kind = "\n".join([*facts, torch.__version__])
+    file = folder / f"cpu-{hashlib.sha256(kind.encode()).hexdigest()[:16]}.json"
     try:
         return CpuSpeed(**json.loads(file.read_text()))
     except (OSError, ValueError, TypeError):  # missing or damaged
@@ -44,14 +47,6 @@ def cpu_speed() -> CpuSpeed:
     except OSError:  # a home that is read-only: measure again next time
         pass
     return found
-
-
-def _processor() -> str:
-    """Return a name that is equal for processors of one kind with one version of torch."""
-    lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
-    facts = [line for line in lines if re.match("(model|flags|cpu family|stepping|Feature)", line)]
-    text = "\n".join([*facts, torch.__version__])
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _measured() -> CpuSpeed:

@@ -11,7 +11,7 @@ from rl.config.frozen import changed_fields, frozen
 from rl.errors import counted, open_file_limits
 from rl.host.platform import device_type
 from rl.model.hub import title_of
-from rl.plan.memory import GIB, RankMemory, environment_workers, kv_cache, kv_sequences
+from rl.plan.memory import GIB, environment_workers, kv_cache, kv_sequences
 from rl.plan.plan import Plan, degrees_of
 from rl.plan.planned_run import PlannedRun, hosts_of
 from rl.plan.speed import sizes_of
@@ -153,7 +153,14 @@ def _seats(run: PlannedRun, place: Place) -> str:
 def _memory(plan: Plan) -> Iterator[str]:
     """Yield the lines on memory: one column for the fullest rank of each role."""
     run = plan.run
-    columns = _fullest(plan.ranks)
+    roles = dict.fromkeys(rank.role for rank in plan.ranks)
+    columns = [
+        max(
+            (rank for rank in plan.ranks if rank.role == role),
+            key=lambda rank: rank.total(on_host=False),
+        )
+        for role in roles
+    ]
     yield _row("memory of the fullest rank (~ estimated)", (rank.role for rank in columns))
     names = dict.fromkeys(
         (item.on_host, item.name, item.estimate) for rank in columns for item in rank.items
@@ -202,16 +209,6 @@ def _memory(plan: Plan) -> Iterator[str]:
 
 def _row(label: str, cells: Iterable[str]) -> str:
     return label.ljust(WIDTH) + "".join(f"{cell:>12}" for cell in cells)
-
-
-def _fullest(ranks: Sequence[RankMemory]) -> list[RankMemory]:
-    """Return the rank of each role that uses the most memory on its device."""
-    by_role: dict[str, RankMemory] = {}
-    for rank in ranks:
-        known = by_role.setdefault(rank.role, rank)
-        if rank.total(on_host=False) > known.total(on_host=False):
-            by_role[rank.role] = rank
-    return list(by_role.values())
 
 
 def _push(plan: Plan) -> Iterator[str]:

@@ -200,9 +200,11 @@ def _pass(run: PlannedRun, name: str, tokens: float, length: float, *, train: bo
     rate = run.rate(trainer.training.mixed_precision_param) * trainer.ranks
     computing = _flop(run, name, tokens, length, train=train) / rate
     if not run.cuda:
-        moved = (
-            TRAFFIC / (1 if train else 3) * 4 * tokens * _results(shape_of(run.roles[name].model))
-        )
+        shape = shape_of(run.roles[name].model)
+        heads = (shape.n_heads + shape.n_kv_heads) * shape.head_dim
+        layer = 6 * shape.dim + 4 * heads + 4 * feed_forward_width(shape)
+        results = shape.n_layers * layer + 2 * shape.vocab_size  # elements for a token
+        moved = TRAFFIC / (1 if train else 3) * 4 * tokens * results
         if train and trainer.lora is None:
             updates = run.config.updates_per_step
             size = sizes_of(run.shape, fuse_qkv=run.config.model.fuse_qkv).total
@@ -218,15 +220,6 @@ def _pass(run: PlannedRun, name: str, tokens: float, length: float, *, train: bo
             between += each.seconds * full
     seconds = max(computing, beside) + between
     return Time(seconds, seconds - computing)
-
-
-def _results(shape: ModelShape) -> int:
-    """Return the number of elements of the results of all layers, and of the logits, for a
-    token.
-    """
-    heads = (shape.n_heads + shape.n_kv_heads) * shape.head_dim
-    layer = 6 * shape.dim + 4 * heads + 4 * feed_forward_width(shape)
-    return shape.n_layers * layer + 2 * shape.vocab_size
 
 
 def _passes(run: PlannedRun) -> tuple[list[str], float]:

@@ -32,7 +32,8 @@ def main() -> None:
     """Read the orders, give up all rights that the program must not have, and run it."""
     with open(0, "rb", closefd=False) as stdin:
         orders = marshal.load(stdin)
-    limit_resources(orders)
+    for name, (soft, hard) in orders["limits"].items():  # the kernel enforces them
+        resource.setrlimit(getattr(resource, name), (soft, hard))
     if orders["user"] is not None:
         become(orders["user"], orders["search"])
     if orders["dies_with_parent"]:
@@ -43,15 +44,11 @@ def main() -> None:
     if orders["filter"]:
         _prctl(PR_SET_NO_NEW_PRIVS, 1)
         restrict_files(orders["readable"], orders["devices"], orders["needs_landlock"])
-        restrict_calls(orders["filter"])
+        steps = ctypes.create_string_buffer(orders["filter"], len(orders["filter"]))
+        header = struct.pack("HxxxxxxP", len(orders["filter"]) // 8, ctypes.addressof(steps))
+        _prctl(PR_SET_SECCOMP, 2, header)
     os.write(orders["started"], b"+")
     run(orders)
-
-
-def limit_resources(orders: dict) -> None:
-    """Set limits of this process; the kernel enforces them."""
-    for name, (soft, hard) in orders["limits"].items():
-        resource.setrlimit(getattr(resource, name), (soft, hard))
 
 
 def become(user: int, search: bool) -> None:
@@ -113,13 +110,6 @@ def restrict_files(readable: list[str], devices: list[str], needed: bool) -> Non
         os.close(file)
     _call("syscall", RESTRICT_SELF, rules, 0)
     os.close(rules)
-
-
-def restrict_calls(program: bytes) -> None:
-    """Restrict this process to the system calls that the BPF program allows."""
-    steps = ctypes.create_string_buffer(program, len(program))
-    header = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(steps))
-    _prctl(PR_SET_SECCOMP, 2, header)
 
 
 def run(orders: dict) -> None:

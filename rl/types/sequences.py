@@ -51,27 +51,22 @@ class OpenSequence:
 
     def snapshot(self) -> Sequence:
         """Return the tokens so far as arrays."""
+        mask = experts = None
+        if self.masks:
+            places = [np.arange(begin, begin + len(each)) for begin, each in self.masks]
+            joined = SamplingMask.joined([each for _, each in self.masks])
+            mask = joined.placed(np.concatenate(places), len(self.tokens))
+        if self.experts:
+            rest = RoutedExperts.none(len(self.tokens) - self.recorded, self.experts[0])
+            experts = RoutedExperts.joined([*self.experts, rest])
         return Sequence(
             tokens=np.array(self.tokens, dtype=np.int32),
             sampled=np.array(self.sampled, dtype=np.bool_),
             logprobs=np.array(self.logprobs, dtype=np.float32),
             versions=np.array(self.versions, dtype=np.int32),
-            sampling_mask=self._mask(),
-            experts=self._experts(),
+            sampling_mask=mask,
+            experts=experts,
         )
-
-    def _mask(self) -> SamplingMask | None:
-        if not self.masks:
-            return None
-        places = [np.arange(begin, begin + len(mask)) for begin, mask in self.masks]
-        joined = SamplingMask.joined([mask for _, mask in self.masks])
-        return joined.placed(np.concatenate(places), len(self.tokens))
-
-    def _experts(self) -> RoutedExperts | None:
-        if not self.experts:
-            return None
-        rest = RoutedExperts.none(len(self.tokens) - self.recorded, self.experts[0])
-        return RoutedExperts.joined([*self.experts, rest])
 
 
 class SequenceLog:

@@ -62,11 +62,9 @@ class FakeCuda(Device):
     """
 
     def __init__(self, name: str, bytes: int, capability: tuple[int, int], count: int):
-        super().__init__(name, bytes, capability, count)
-        self.ledger = Ledger()
+        super().__init__(name, bytes, capability, count, Ledger())
         self.routes_evenly = True
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self._numbers: dict[int, int] = {}
         self._last = 0
         self._host_calls = HostCalls(lambda bytes: self.ledger.pin(bytes))
 
@@ -88,28 +86,9 @@ class FakeCuda(Device):
         yield
         self.ledger.captures = False
 
-    def holds(self, key: int) -> bool:
-        return key in self._numbers
-
-    def resized(self, key: int, bytes: int) -> None:
-        self.ledger.resize(self._numbers[key], bytes)
-
-    def called(self, name: str) -> None:
-        """Record a call of the driver; ``synchronize`` makes the host wait."""
-        if name == "synchronize":
-            self.ledger.wait("torch.cuda.synchronize")
-
-    @property
-    def used(self) -> int:
-        return self.ledger.used
-
-    @property
-    def peak(self) -> int:
-        return self.ledger.peak
-
     def number(self, tensor: torch.Tensor) -> int | None:
         """Return the ledger's key of the storage of ``tensor``; None if it is on the host."""
-        return self._numbers.get(storage_key(tensor.untyped_storage()))
+        return self.numbers.get(storage_key(tensor.untyped_storage()))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -246,16 +225,16 @@ class FakeCuda(Device):
 
     def _count(self, storage: torch.UntypedStorage, name: str) -> None:
         key = storage_key(storage)
-        if key in self._numbers:
+        if key in self.numbers:
             return
         self._last += 1  # keys come again, numbers do not
-        self._numbers[key] = self._last
+        self.numbers[key] = self._last
         weakref.finalize(storage, self._gone, key, self._last)
         self.ledger.add(self._last, storage.nbytes(), name)
 
     def _gone(self, key: int, number: int) -> None:
-        if self._numbers.get(key) == number:
-            del self._numbers[key]
+        if self.numbers.get(key) == number:
+            del self.numbers[key]
         self.ledger.drop(number)
 
 

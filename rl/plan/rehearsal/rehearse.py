@@ -81,10 +81,8 @@ def fake_device(run: PlannedRun, *, generates: bool = False) -> FakeCuda:
         fake_vllm.believe(device.count)
     draw = model_module.titan.initializers
 
-    def without_numbers(module: Any) -> dict[str, Any]:
-        return {name: lambda tensor: None for name in draw(module)}
-
-    model_module.titan.initializers = without_numbers  # draws the whole model: minutes for 8B
+    # to draw a whole model takes minutes for 8B
+    model_module.titan.initializers = lambda module: dict.fromkeys(draw(module), lambda _: None)
     return device
 
 

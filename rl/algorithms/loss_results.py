@@ -8,6 +8,7 @@ import torch
 
 from rl.errors import RunError
 from rl.metrics import Entry, Reduction, Value
+from rl.types import Batch
 
 LOSS = "loss/mean"
 """Metric that the engine computes from the costs of a loss without a metric of this name."""
@@ -38,6 +39,17 @@ class KnowsZeros(Protocol):
         None for no token.
         """
         ...
+
+
+def learning_sequences(batch: Batch, loss: object) -> torch.Tensor:
+    """Return whether each sequence's loss may have a gradient, bool [N]: not without a token of
+    weight above 0 that the loss counts.
+    """
+    counted = batch.loss_weights != 0
+    zero = loss.zero_gradient(batch.columns) if isinstance(loss, KnowsZeros) else None
+    if zero is not None:
+        counted &= ~zero
+    return torch.zeros(len(batch)).index_add(0, batch.owners, counted.float()) > 0
 
 
 def check_loss_result(loss: object, result: Any, count: int) -> PerToken:

@@ -11,7 +11,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as titan_dist
 from torchtitan.tools.utils import get_local_device
 
-from rl.algorithms.loss_results import KnowsZeros, PerToken, check_loss_result
+from rl.algorithms.loss_results import PerToken, check_loss_result, learning_sequences
 from rl.algorithms.tokens import Tokens
 from rl.errors import GradientNotFinite
 from rl.host.platform import device_type, trim_heap
@@ -20,11 +20,10 @@ from rl.model.host_memory import HostMemory
 from rl.model.router import give, routers_of
 from rl.model.shape import ModelConfig
 from rl.model.shards import Shards
-from rl.training import sharded_model
+from rl.training import gradient, sharded_model
 from rl.training.adapters import Adapters
 from rl.training.attention import attention_masks, micro_batch_limits
 from rl.training.context import SequenceShard
-from rl.training.gradient import divide_and_clip, have_changed, optimizer_state, rounding_elements
 from rl.training.kept_logits import kept_logits
 from rl.training.matmul import kernel_in_use
 from rl.training.micro_batches import MicroBatch, lay_out, outputs_of, plan
@@ -114,9 +113,8 @@ class TrainingEngine:
         self.is_leader = dist.get_rank() % same_batch == 0
         """Whether this is the first rank of its data-parallel rank."""
         balancer = config.parallelism.context_parallel_load_balancer
-        self._sequence = (
-            SequenceShard(self.dims.get_mesh("cp"), balancer) if self.dims.cp_enabled else None
-        )
+        cp = self.dims.get_optional_mesh("cp")
+        self._sequence = None if cp is None else SequenceShard(cp, balancer)
         self._routing = Routing(self.model, config.balance, self._sequence, self._batch_group)
 
     def from_leader(self, batch: Batch | None) -> Batch:
@@ -173,7 +171,9 @@ class TrainingEngine:
     ) -> tuple[dict[str, torch.Tensor], Metrics]:
         parts = []
         totals = MetricTotals(self._batch_group)
-        learns = self._learns(batch, loss)
+        learns = torch.ones(len(batch), dtype=torch.bool)
+        if self.config.balance.loss_coefficient == 0:  # that loss counts all tokens
+            learns = learning_sequences(batch, loss)
         balances = self.config.balance.bias_rate > 0  # by the tokens of all sequences
         skips = self.config.zero_gradient == "skip" and not balances
         totals.add_share(batch, learns, skips=skips)
@@ -202,18 +202,6 @@ class TrainingEngine:
         self._sums.weight += float(divisor.sum(dtype=torch.float64))
         self._sums.metrics.append(totals.reduce())
         return outputs_of(batch, parts), self._sums.metrics[-1]
-
-    def _learns(self, batch: Batch, loss: Loss) -> torch.Tensor:
-        """Return whether each sequence's loss may have a gradient, bool [N]: not without a token of
-        weight above 0 that the loss counts. The balance loss counts all tokens.
-        """
-        if self.config.balance.loss_coefficient > 0:
-            return torch.ones(len(batch), dtype=torch.bool)
-        counted = batch.loss_weights != 0
-        zero = loss.zero_gradient(batch.columns) if isinstance(loss, KnowsZeros) else None
-        if zero is not None:
-            counted &= ~zero
-        return torch.zeros(len(batch)).index_add(0, batch.owners, counted.float()) > 0
 
     @torch.no_grad()
     def optim_step(
@@ -248,12 +236,17 @@ class TrainingEngine:
         if self.version == self._steps:
             ended = f"the schedule ends after {self._steps} steps; build the engine with more"
             raise RuntimeError(f"optim_step: {ended}")
-        weight = self._weight_of_step(denominator)
+        weight = denominator
+        if weight is None:
+            weight = over_ranks(self._batch_group, self._sums.weight, dist.ReduceOp.SUM)
+        if weight == 0:
+            advice = "call forward_backward with a batch of weight > 0 first"
+            raise RuntimeError(f"optim_step: no weight was accumulated; {advice}")
         limit = self.config.training.max_norm if max_norm is None else max_norm
         if all(each.grad is None for each in self.model.parameters()):
             for each in self.model.parameters():
                 each.grad = torch.zeros_like(each) if each.requires_grad else None
-        norm = divide_and_clip(self.model.parameters(), weight, limit)
+        norm = gradient.divide_and_clip(self.model.parameters(), weight, limit)
         if on_gradient is not None:
             on_gradient(sharded_model.gradient_shards(self.model))
         rates = self.schedule.get_metrics()
@@ -262,9 +255,16 @@ class TrainingEngine:
         moved = True
         routed = self._routing.metrics(self._sums)
         if math.isfinite(norm):
-            before = rounding_elements(self.model)
-            self._step(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-            moved = have_changed(before, rounding_elements(self.model))
+            before = gradient.rounding_elements(self.model)
+            given = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+            with gradient.overridden(self._groups, given):
+                self.optimizers.step()
+                self._routing.update_biases(self._sums)
+            self.adapters.merge_again()
+            self.schedule.step()
+            self.version += 1
+            self.skipped_in_a_row = 0
+            moved = gradient.have_changed(before, gradient.rounding_elements(self.model))
         else:
             self.skipped_steps += 1
             self.skipped_in_a_row += 1
@@ -288,44 +288,13 @@ class TrainingEngine:
         }
         return metrics | Metrics(step_metrics)
 
-    def _weight_of_step(self, denominator: float | None) -> float:
-        """Return ``denominator``, or the weight that all ranks accumulated if it is None."""
-        weight = denominator
-        if weight is None:
-            weight = over_ranks(self._batch_group, self._sums.weight, dist.ReduceOp.SUM)
-        if weight == 0:
-            advice = "call forward_backward with a batch of weight > 0 first"
-            raise RuntimeError(f"optim_step: no weight was accumulated; {advice}")
-        return weight
-
-    def _step(self, **overrides: Any) -> None:
-        """Take an optimizer step. Each of ``overrides`` that is not None replaces the config's
-        value.
-        """
-        given = {name: value for name, value in overrides.items() if value is not None}
-        before = [{name: group[name] for name in given} for group in self._groups]
-        for group in self._groups:
-            group.update(given)
-        self.optimizers.step()
-        self._routing.update_biases(self._sums)
-        for group, values in zip(self._groups, before, strict=True):
-            group.update(values)
-        self.adapters.merge_again()
-        self.schedule.step()
-        self.version += 1
-        self.skipped_in_a_row = 0
-
     def shards(self) -> Shards:
-        """Return this rank's live shards of the policy's weights, with its adapter merged in, or
-        that of the last :meth:`Adapters.merge`.
-        """
+        """Return this rank's live shards of the policy's weights, with its adapter merged in."""
         self.require_resident("shards", "model")
         return self.adapters.merged.shards()
 
     def trained_shards(self) -> Shards:
-        """Return this rank's live shards of the parameters that are trained: those of adapters, if
-        the model has adapters.
-        """
+        """Return this rank's live shards of the trained parameters: those of adapters, if any."""
         self.require_resident("trained_shards", "model")
         return sharded_model.trained_shards(self.model)
 
@@ -369,7 +338,7 @@ class TrainingEngine:
             merged = self.adapters.merged.buffers.values()
             self._host["model"].take([*self.model.parameters(), *merged])
         if not self._host["optimizer"].holds:
-            self._host["optimizer"].take(optimizer_state(self.model, self.optimizers))
+            self._host["optimizer"].take(gradient.optimizer_state(self.model, self.optimizers))
 
     def onload(self, model: bool = True, optimizer: bool = True) -> None:
         """Move the model and the optimizer state back to the device, bit for bit. Does nothing if
@@ -398,7 +367,7 @@ class TrainingEngine:
         """Yield each micro-batch of this rank, and whether it is the last. While another rank has
         more micro-batches, yield dummies.
 
-        With ``learns``, of :meth:`_learns`, these are the micro-batches of sequences that are
+        With ``learns``, of each sequence, these are the micro-batches of sequences that are
         computed with a sequence that learns, at least a dummy, or if not ``trains`` the others.
         """
         limits = micro_batch_limits(self.config, self.model.config)

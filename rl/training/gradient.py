@@ -2,7 +2,9 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,6 +57,20 @@ def have_changed(before: list[torch.Tensor], after: list[torch.Tensor]) -> bool:
     if dist.get_world_size() > 1:
         dist.all_reduce(changed)
     return bool(changed > 0)
+
+
+@contextmanager
+def overridden(groups: list[dict[str, Any]], given: Mapping[str, Any]) -> Iterator[None]:
+    """Replace hyperparameters of parameter groups inside the block by those of ``given`` that are
+    not None.
+    """
+    given = {name: value for name, value in given.items() if value is not None}
+    before = [{name: group[name] for name in given} for group in groups]
+    for group in groups:
+        group.update(given)
+    yield
+    for group, values in zip(groups, before, strict=True):
+        group.update(values)
 
 
 def _norm(gradients: list[torch.Tensor]) -> float:

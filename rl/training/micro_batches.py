@@ -10,7 +10,6 @@ import torch
 
 from rl.training.trainer_config import TrainerConfig
 from rl.types import Batch
-from rl.types.routed_experts import RoutedExperts
 from rl.types.sampling_mask import SamplingMask
 
 WIDTHS = 4
@@ -209,7 +208,6 @@ def lay_out(batch: Batch, rows: Rows, limits: MicroBatchLimits) -> MicroBatch:
     predicted = cells[~first]
     inputs = (~first).nonzero().squeeze(1) - 1
     shape = (max(len(rows), 1), width)
-    longest = max([1, *sizes])
 
     def rectangle(values: torch.Tensor) -> torch.Tensor:
         out = torch.zeros(shape[0] * width, *values.shape[1:], dtype=torch.int64)
@@ -218,7 +216,7 @@ def lay_out(batch: Batch, rows: Rows, limits: MicroBatchLimits) -> MicroBatch:
 
     filled = rectangle(torch.ones_like(predicted)).bool()
     # Positions of padding may exceed the model's maximum length.
-    padding = (~filled).cumsum(1).sub(1).clamp(max=longest - 1)
+    padding = (~filled).cumsum(1).sub(1).clamp(max=max([1, *sizes]) - 1)
     tokens = rectangle(part.tokens[inputs])
     if limits.compiled and len(batch.tokens):  # long padding spreads over experts as tokens do
         tokens[~filled] = batch.tokens[torch.arange(int((~filled).sum())) % len(batch.tokens)]
@@ -227,6 +225,13 @@ def lay_out(batch: Batch, rows: Rows, limits: MicroBatchLimits) -> MicroBatch:
     if mask is not None:
         mask = mask.select(own.nonzero().squeeze(1).numpy())
         mask = mask.placed(cells[own].numpy(), shape[0] * width)
+    experts = None
+    if part.experts is not None:
+        known = np.flatnonzero(part.experts.known[inputs.numpy()])
+        places, firsts = np.unique(predicted.numpy()[known], return_index=True)
+        placed = np.full((shape[0] * width, *part.experts.ids.shape[1:]), -1, dtype=np.int16)
+        placed[places] = part.experts.ids[inputs.numpy()[known[firsts]]]
+        experts = torch.from_numpy(placed).unflatten(0, shape)
     return MicroBatch(
         index=batch.token_index(sequences),
         tokens=tokens,
@@ -241,19 +246,8 @@ def lay_out(batch: Batch, rows: Rows, limits: MicroBatchLimits) -> MicroBatch:
         loss_weights=part.loss_weights[loss_index],
         columns={name: values[loss_index] for name, values in part.columns.items()},
         sampling_mask=mask,
-        experts=None if part.experts is None else _placed(part.experts, inputs, predicted, shape),
+        experts=experts,
     )
-
-
-def _placed(
-    experts: RoutedExperts, tokens: torch.Tensor, cells: torch.Tensor, shape: tuple[int, int]
-) -> torch.Tensor:
-    """Return the records of ``tokens`` at their ``cells``, both int64 [N], as in MicroBatch."""
-    known = np.flatnonzero(experts.known[tokens.numpy()])
-    places, first = np.unique(cells.numpy()[known], return_index=True)
-    placed = np.full((shape[0] * shape[1], *experts.ids.shape[1:]), -1, dtype=np.int16)
-    placed[places] = experts.ids[tokens.numpy()[known[first]]]
-    return torch.from_numpy(placed).unflatten(0, shape)
 
 
 def _units(batch: Batch, limits: MicroBatchLimits) -> list[list[Tree]]:
@@ -307,9 +301,8 @@ def _prompts(batch: Batch) -> list[tuple[bytes, int]]:
     """
     prompts = []
     lengths = batch.lengths.tolist()
-    for tokens, mask in zip(
-        batch.tokens.split(lengths), batch.loss_mask.split(lengths), strict=True
-    ):
+    rows = zip(batch.tokens.split(lengths), batch.loss_mask.split(lengths), strict=True)
+    for tokens, mask in rows:
         count = int(mask.int().argmax()) if mask.any() else len(tokens)
         prompts.append((tokens[:count].numpy().tobytes(), count - 1))
     return prompts
@@ -382,9 +375,7 @@ def _best_fit(units: list[list[Tree]], limits: MicroBatchLimits, limit: int) -> 
 
 
 def _sizes(batch: Batch) -> list[int]:
-    """Return the number of cells of each sequence: one less than its tokens, since the last token
-    predicts nothing.
-    """
+    """Return the number of cells of each sequence, whose last token predicts nothing."""
     return [length - 1 for length in batch.lengths.tolist()]
 
 

@@ -20,8 +20,7 @@ from rl.errors import (
     trace_of,
 )
 from rl.host.process import Signals
-from rl.trainers.advice import advice_after
-from rl.trainers.failed_call import FailedCall, lost_group
+from rl.trainers.advice import FailedCall, advice_after, lost_group
 from rl.trainers.run import Run
 from rl.trainers.run_folder import RunFolder
 

@@ -17,7 +17,7 @@ from rl.observe.spans import Stopwatch
 from rl.session.concurrency import Signal, background
 from rl.session.profiles import profiled
 from rl.session.session import Session
-from rl.trainers.failed_call import FailedCall, lost_group
+from rl.trainers.advice import FailedCall, lost_group
 from rl.trainers.hooks import Hooks
 from rl.trainers.report import Report
 from rl.trainers.run_folder import RunFolder, claim_run

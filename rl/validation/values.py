@@ -132,11 +132,6 @@ def values(config: Any) -> Iterator[ConfigValue]:
     return _walk(config, type(config), "", None, None)
 
 
-def is_number_field(hint: Any) -> bool:
-    """Whether a field of this type may hold a number."""
-    return not {int, float}.isdisjoint(_members(hint))
-
-
 def choices_of(hint: Any) -> list[Any]:
     """Return the values that a field of this type is limited to; empty if it is not."""
     literals = (member for member in _members(hint) if get_origin(member) is Literal)

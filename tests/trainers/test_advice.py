@@ -26,8 +26,7 @@ from rl.errors import (
 from rl.observe.progress import Progress
 from rl.observe.record import RunRecord, failing_loudly
 from rl.trainers import advice, run_folder
-from rl.trainers.advice import advice_after
-from rl.trainers.failed_call import FailedCall
+from rl.trainers.advice import FailedCall, advice_after
 from rl.trainers.run_folder import RunFolder
 from tests.docs.commands import check_command
 

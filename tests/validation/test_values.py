@@ -16,8 +16,8 @@ from rl.types.rules import Bounds, Fixed, rule_of
 from rl.validation import validate
 from rl.validation.layouts import validate_generator_layout
 from rl.validation.values import (
+    _members,
     fields_of,
-    is_number_field,
     validate_types,
     value_of,
     values,
@@ -68,7 +68,7 @@ def numbers(config: RLConfig) -> dict[str, Any]:
     return {
         value.name: value
         for value in values(config)
-        if is_number_field(value.hint) or type(value.content) in (int, float)
+        if not {int, float}.isdisjoint(_members(value.hint)) or type(value.content) in (int, float)
         if rule_of(value.hint, Fixed) is None
     }
 
@@ -113,7 +113,7 @@ def test_every_numeric_field_of_algorithms_and_tasks_has_a_rule():
         f"{part.__qualname__}.{name}"
         for part in parts
         for name, hint in fields_of(part)
-        if is_number_field(hint) and rule_of(hint, Bounds) is None
+        if not {int, float}.isdisjoint(_members(hint)) and rule_of(hint, Bounds) is None
     ]
     assert bare == []
 

@@ -8,6 +8,7 @@ import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,12 +61,17 @@ def main(arguments: list[str]) -> None:
         return
     require(own.step is None, "--step needs --run RUN, whose checkpoint it names")
 
-    from rl.cli.arguments import parse_config  # imports torch, which --help does without
+    # these import torch, which --help does without
+    from rl.cli.arguments import parse_config
+    from rl.types import Completion
 
     task = _task_of(parse_config(rest, program=PROGRAM)[1])
 
     async def answer(tokens: list[int], turn: "EpisodeTurn") -> "Completion":
-        return _typed(task)
+        print("\nyour answer, then an empty line:", flush=True)
+        lines = [line.rstrip("\n") for line in takewhile(str.strip, sys.stdin)]
+        typed = task.tokenizer.encode("\n".join(lines), add_special_tokens=False)
+        return Completion.written([*typed, task.stop_token_ids[0]])
 
     asyncio.run(play(task, own.prompt, answer))
 
@@ -158,20 +164,6 @@ def _task_of(config: "RunConfig") -> "EnvironmentTask":
     task = build_task(config)
     assert isinstance(task, EnvironmentTask)
     return task
-
-
-def _typed(task: "EnvironmentTask") -> "Completion":
-    """Read an answer that a person types. Return its tokens and a stop token."""
-    from rl.types import Completion
-
-    print("\nyour answer, then an empty line:", flush=True)
-    lines = []
-    for line in sys.stdin:
-        if not line.strip():
-            break
-        lines.append(line.rstrip("\n"))
-    tokens = task.tokenizer.encode("\n".join(lines), add_special_tokens=False)
-    return Completion.written([*tokens, task.stop_token_ids[0]])
 
 
 if __name__ == "__main__":

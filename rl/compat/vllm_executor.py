@@ -22,23 +22,18 @@ class RankExecutor(ExecutorWithExternalLauncher):
             super()._init_executor()
         finally:  # also if the model cannot be built
             if model_parallel_is_initialized():
-                self._unlink_names()
-
-    def _unlink_names(self) -> None:
-        """Remove names of files, sockets and shared memory that every rank has opened. vLLM leaves
-        them behind.
-        """
-        if self._rendezvous.startswith("file://"):
-            Path(self._rendezvous.removeprefix("file://")).unlink(missing_ok=True)
-        group = get_tp_group()
-        if group.mq_broadcaster is not None and group.rank_in_group == 0:
-            handle = group.mq_broadcaster.handle
-            for socket in (handle.local_subscribe_addr, handle.local_notify_addr):
-                Path(socket.removeprefix("ipc://")).unlink()
-        group.mq_broadcaster = None  # unused; its destructor unlinks its buffer
-        collectives = getattr(group.device_communicator, "dist_module", None)
-        if isinstance(collectives, _CPUSHMDistributed):
-            (SHARED_MEMORY / f"{collectives.group_name}_{group.rank_in_group}").unlink()
+                # names that every rank has opened, of files, sockets and shared memory
+                if self._rendezvous.startswith("file://"):
+                    Path(self._rendezvous.removeprefix("file://")).unlink(missing_ok=True)
+                group = get_tp_group()
+                if group.mq_broadcaster is not None and group.rank_in_group == 0:
+                    handle = group.mq_broadcaster.handle
+                    for socket in (handle.local_subscribe_addr, handle.local_notify_addr):
+                        Path(socket.removeprefix("ipc://")).unlink()
+                group.mq_broadcaster = None  # unused; its destructor unlinks its buffer
+                collectives = getattr(group.device_communicator, "dist_module", None)
+                if isinstance(collectives, _CPUSHMDistributed):
+                    (SHARED_MEMORY / f"{collectives.group_name}_{group.rank_in_group}").unlink()
 
     def _distributed_args(self) -> tuple[str, int, int]:
         """Return the rendezvous address, the rank in the tensor-parallel group, and the index of

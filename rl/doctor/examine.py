@@ -55,21 +55,16 @@ def check_all(host: Host, name: str, config: RunConfig) -> Iterator[Finding]:
     if not found:
         yield from _check_valid(host, name, config)
     if isinstance(config, RLConfig):
-        yield from _check_task(config)
+        task, wrong = check_inputs(config)
+        yield from wrong
+        if task is not None:
+            yield from check_template(task.tokenizer, task.stop_token_ids)
+            prompts = [*check_prompts(config, task)]
+            yield from prompts
+            if not any(finding.severity == "error" for finding in prompts):
+                yield from check_reward(config, task)
     elif not found:
         yield from check_trainer(config)
-
-
-def _check_task(config: RLConfig) -> Iterator[Finding]:
-    """Yield what is wrong with the task of a config, its data and its reward."""
-    task, found = check_inputs(config)
-    yield from found
-    if task is not None:
-        yield from check_template(task.tokenizer, task.stop_token_ids)
-        prompts = [*check_prompts(config, task)]
-        yield from prompts
-        if not any(finding.severity == "error" for finding in prompts):
-            yield from check_reward(config, task)
 
 
 def _check_valid(host: Host, name: str, config: RunConfig) -> Iterator[Finding]:

@@ -244,15 +244,6 @@ def _step(plan: Plan) -> Iterator[str]:
         seconds = getattr(step, name)
         filled = round(BAR * seconds / step.seconds)
         yield f"  {name:10} {_seconds(seconds):>9}  {'█' * filled}{'·' * (BAR - filled)}"
-    yield from _collectives(plan)
-    if samples:
-        yield f"  idle: trainer {step.trainer_idle:.0%}, generators {step.generators_idle:.0%}"
-    yield from (f"  assumed: {assumption}" for assumption in step.assumptions)
-
-
-def _collectives(plan: Plan) -> Iterator[str]:
-    """Yield a line on the collectives of the trainer's gradients, by kind."""
-    step = plan.step
     kinds: Counter[str] = Counter()
     for each in step.collectives:
         kinds[each.kind] += each.bytes
@@ -260,6 +251,9 @@ def _collectives(plan: Plan) -> Iterator[str]:
         moved = ", ".join(f"{size_text(bytes)} {kind}" for kind, bytes in kinds.most_common())
         waiting = f"training waits {_seconds(step.waiting)}" if step.waiting else "no waiting"
         yield f"  collectives: {moved} in a micro-batch; {waiting}"
+    if samples:
+        yield f"  idle: trainer {step.trainer_idle:.0%}, generators {step.generators_idle:.0%}"
+    yield from (f"  assumed: {assumption}" for assumption in step.assumptions)
 
 
 def _verdict(errors: Sequence[str]) -> Iterator[str]:
@@ -323,22 +317,16 @@ def _role(role: dict[str, Any], run: PlannedRun) -> Iterator[str]:
     shapes = ", ".join(f"{rows} x {width}" for rows, width in role["shapes"][:SHOWN])
     yield f"  shapes of micro-batches that attention is compiled for: {shapes or 'none'}"
     yield "  collectives of the last step"
-    counts, sizes_of_kind = _moved(role)
-    for kind, bytes in sizes_of_kind.most_common():
+    counts: Counter[str] = Counter()
+    moved: Counter[str] = Counter()
+    for each in role["collectives"]:
+        if each["phase"] in role["last"]:
+            kind = NAMES.get(each["kind"], each["kind"])
+            counts[kind] += each["count"]
+            moved[kind] += each["bytes"]
+    for kind, bytes in moved.most_common():
         yield f"  {size_text(bytes):>12}  {kind}, {counted(counts[kind], 'call')}"
     yield "  waits of the host for the device in the last step"
     for each in role["syncs"]:
         if each["phase"] in role["last"]:
             yield f"  {each['count']:12}  {each['reason']}, {each['line']}"
-
-
-def _moved(role: dict[str, Any]) -> tuple[Counter[str], Counter[str]]:
-    """Return the number and the bytes of the last step's collectives, by kind."""
-    counts: Counter[str] = Counter()
-    sizes: Counter[str] = Counter()
-    for each in role["collectives"]:
-        if each["phase"] in role["last"]:
-            kind = NAMES.get(each["kind"], each["kind"])
-            counts[kind] += each["count"]
-            sizes[kind] += each["bytes"]
-    return counts, sizes

@@ -91,14 +91,6 @@ class Episode:
         """Result of the episode; None before its end."""
         return self.turns[-1].end if self.turns else None
 
-    def begin_again(self) -> None:
-        """Forget all turns."""
-        self.tokens = []
-        self.log = SequenceLog()
-        self.answers = []
-        self.turns = []
-        self.answer_ends = []
-
     def feed(self, turn: EpisodeTurn) -> None:
         """Append what the environment adds, or begin again if it rewrote the history."""
         if turn.is_whole:
@@ -352,7 +344,11 @@ class Rollouter:
         """
         turn = await episode.open()
         if episode.answers and not turn.is_replayable:
-            episode.begin_again()
+            episode.tokens = []
+            episode.log = SequenceLog()
+            episode.answers = []
+            episode.turns = []
+            episode.answer_ends = []
             self._count_recovered("begun again")
         for answer, recorded in zip(episode.answers, episode.turns, strict=True):
             if turn != recorded:

@@ -35,8 +35,16 @@ class AuxiliaryModels:
             await self._session.init_model(role)
         if self._session.has("critic"):
             await self._session.load(step, role="critic")
-        if self._session.has("reference"):
-            await self._load_reference(own.get("reference", 0))
+        if not self._session.has("reference"):
+            return
+        self._reference = copied = own.get("reference", 0)
+        newer = [self._path(saved) for saved in self._saved() if saved > copied]
+        for folder in (*newer, *self._folder.glob("policy-*.partial")):
+            shutil.rmtree(folder)  # of steps that are taken again
+        if copied:
+            await self._session.load_weights(self._path(copied), role="reference")
+        else:
+            await self._session.init_model("reference")
 
     async def save(self, step: int) -> None:
         """Write checkpoint ``step``. The policy's checkpoint follows and completes the step."""
@@ -59,16 +67,6 @@ class AuxiliaryModels:
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON-able state for a checkpoint: the step whose weights are the reference."""
         return {"reference": self._reference}
-
-    async def _load_reference(self, step: int) -> None:
-        self._reference = step
-        newer = [self._path(saved) for saved in self._saved() if saved > step]
-        for folder in (*newer, *self._folder.glob("policy-*.partial")):
-            shutil.rmtree(folder)  # of steps that are taken again
-        if step:
-            await self._session.load_weights(self._path(step), role="reference")
-        else:
-            await self._session.init_model("reference")
 
     def _path(self, step: int) -> Path:
         return self._folder / f"policy-{step}"

@@ -53,7 +53,15 @@ def validate_generator_layout(config: RLConfig) -> None:
     rule = "0 with colocate='all': the generators share the trainer's devices"
     check(config, "generator.nodes", generator.nodes == 0 or config.colocate != "all", rule)
     if config.hardware.kind == "cuda":
-        _validate_share(config)
+        fuse_qkv = config.model.fuse_qkv
+        degree = generator.tensor_parallel_degree
+        layout, *_ = generator_layout(shape, fuse_qkv=fuse_qkv, tp=degree, expert_parallel=parallel)
+        size = getattr(torch, generator.dtype).itemsize
+        weights = size * sum(map(math.prod, local_shapes(layout).values()))
+        memory = config.hardware.memory_known * 2**30
+        left = max(0.0, generator.gpu_memory_utilization * memory - weights)
+        if error := lack_of_cache(generator, shape, left, memory):
+            raise error
 
 
 def _validate_graphs(config: RLConfig) -> None:
@@ -70,22 +78,6 @@ def _validate_graphs(config: RLConfig) -> None:
     ):
         fix = "the host must then know how many tokens each expert gets"
         check(config, "generator.enforce_eager", not clashes, f"True with {setting}", fix)
-
-
-def _validate_share(config: RLConfig) -> None:
-    """Check that the generator's share of a GPU holds its weights and the longest sequence."""
-    generator = config.generator
-    shape = shape_of(config.model)
-    tp = generator.tensor_parallel_degree
-    layout = generator_layout(
-        shape, fuse_qkv=config.model.fuse_qkv, tp=tp, expert_parallel=generator.expert_parallel
-    )[0]
-    size = getattr(torch, generator.dtype).itemsize
-    weights = size * sum(map(math.prod, local_shapes(layout).values()))
-    memory = config.hardware.memory_known * 2**30
-    left = max(0.0, generator.gpu_memory_utilization * memory - weights)
-    if error := lack_of_cache(generator, shape, left, memory):
-        raise error
 
 
 def lack_of_cache(

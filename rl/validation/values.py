@@ -118,7 +118,7 @@ def value_of(config: Any, name: str) -> Any:
 
 def _leaves(content: Any, name: str) -> dict[str, Any]:
     """Return the values below ``content`` that hold no other, by name."""
-    found = _walk(content, Any, name, None, None)
+    found = values(content, Any, name)
     return {
         each.name: each.content
         for each in found
@@ -127,26 +127,24 @@ def _leaves(content: Any, name: str) -> dict[str, Any]:
     }
 
 
-def values(config: Any) -> Iterator[ConfigValue]:
-    """Yield every value of a config dataclass, sections before what they hold."""
-    return _walk(config, type(config), "", None, None)
-
-
 def choices_of(hint: Any) -> list[Any]:
     """Return the values that a field of this type is limited to; empty if it is not."""
     literals = (member for member in _members(hint) if get_origin(member) is Literal)
     return [choice for member in literals for choice in get_args(member)]
 
 
-def _walk(
+def values(
     content: Any,
-    hint: Any,
-    name: str,
-    effect: Effect | None,
-    bounds: Bounds | None,
+    hint: Any = None,
+    name: str = "",
+    effect: Effect | None = None,
+    bounds: Bounds | None = None,
     owner: type | None = None,
 ) -> Iterator[ConfigValue]:
-    """Yield ``content`` and all below; ``effect`` and ``bounds`` apply if ``hint`` has none."""
+    """Yield every value of a config dataclass, sections before what they hold. The other arguments
+    are of one section: ``effect`` and ``bounds`` apply if ``hint`` has none.
+    """
+    hint = type(content) if hint is None else hint
     effect = rule_of(hint, Effect) or effect
     bounds = rule_of(hint, Bounds) or bounds
     yield ConfigValue(name, content, hint, bounds, effect, owner)
@@ -154,14 +152,14 @@ def _walk(
     if dataclasses.is_dataclass(content) and not isinstance(content, type):
         owner = type(content)
         for field, kind in fields_of(owner):
-            yield from _walk(getattr(content, field), kind, prefix + field, effect, None, owner)
+            yield from values(getattr(content, field), kind, prefix + field, effect, None, owner)
     elif isinstance(content, dict):
         by_key = rule_of(hint, dict) or {}
         for key, item in content.items():
-            yield from _walk(item, _element(hint, 1), f"{prefix}{key}", effect, by_key.get(key))
+            yield from values(item, _element(hint, 1), f"{prefix}{key}", effect, by_key.get(key))
     elif isinstance(content, (list, tuple)):
         for index, item in enumerate(content):
-            yield from _walk(item, _element(hint, 0), f"{prefix}{index}", effect, bounds)
+            yield from values(item, _element(hint, 0), f"{prefix}{index}", effect, bounds)
 
 
 @cache

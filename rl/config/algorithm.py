@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from torchtitan.config import Configurable
 
+from rl.algorithms import losses
 from rl.algorithms.advantages import (
     GAE,
     AdvantageEstimator,
@@ -15,15 +16,6 @@ from rl.algorithms.advantages import (
 )
 from rl.algorithms.corrections import Correction, MaskedIS, TruncatedIS
 from rl.algorithms.kl import AdaptiveKL, Estimator
-from rl.algorithms.losses import (
-    CISPOLoss,
-    ClippedLoss,
-    DecoupledLoss,
-    DPPOLoss,
-    GSPOLoss,
-    PolicyLoss,
-    dapo,
-)
 from rl.config.rollout import RolloutConfig
 from rl.errors import require, require_value
 from rl.types.rules import at_least
@@ -73,7 +65,7 @@ class PolicyGradientConfig(AlgorithmConfig):
     advantage: AdvantageEstimator.Config = field(default_factory=GroupAdvantage.Config)
     """Estimator of each token's advantage."""
 
-    loss: PolicyLoss.Config = field(default_factory=ClippedLoss.Config)
+    loss: losses.PolicyLoss.Config = field(default_factory=losses.ClippedLoss.Config)
     """Loss of the policy. ``grpo()``, ``dapo()`` and other functions in
     ``rl.algorithms.losses`` return common ones."""
 
@@ -181,7 +173,7 @@ class PolicyGradientConfig(AlgorithmConfig):
             is_masked = isinstance(correction, MaskedIS.Config)
             weighs = correction.weigh if is_masked else isinstance(correction, TruncatedIS.Config)
             require(
-                not (weighs and isinstance(self.loss, DecoupledLoss.Config)),
+                not (weighs and isinstance(self.loss, losses.DecoupledLoss.Config)),
                 f"algorithm.corrections.{number} weights tokens by the ratio that "
                 "algorithm.loss=DecoupledLoss has already; remove it, or set its cap in "
                 "algorithm.loss.behaviour_cap",
@@ -217,18 +209,18 @@ ALGORITHMS: dict[str, Callable[[], PolicyGradientConfig]] = {
     "grpo": PolicyGradientConfig,
     "dr_grpo": lambda: PolicyGradientConfig(
         advantage=GroupAdvantage.Config(normalize_std=False),
-        loss=ClippedLoss.Config(reduction="fixed_length"),
+        loss=losses.ClippedLoss.Config(reduction="fixed_length"),
     ),
-    "dapo": lambda: PolicyGradientConfig(loss=dapo()),
+    "dapo": lambda: PolicyGradientConfig(loss=losses.dapo()),
     "ppo": lambda: PolicyGradientConfig(
-        advantage=GAE.Config(), loss=ClippedLoss.Config(reduction="token_mean")
+        advantage=GAE.Config(), loss=losses.ClippedLoss.Config(reduction="token_mean")
     ),
-    "decoupled_ppo": lambda: PolicyGradientConfig(loss=DecoupledLoss.Config()),
+    "decoupled_ppo": lambda: PolicyGradientConfig(loss=losses.DecoupledLoss.Config()),
     "rloo": lambda: PolicyGradientConfig(advantage=LeaveOneOut.Config()),
     "reinforce_plus_plus": lambda: PolicyGradientConfig(advantage=ReinforcePlusPlus.Config()),
-    "gspo": lambda: PolicyGradientConfig(loss=GSPOLoss.Config()),
-    "cispo": lambda: PolicyGradientConfig(loss=CISPOLoss.Config()),
-    "dppo": lambda: PolicyGradientConfig(loss=DPPOLoss.Config()),
+    "gspo": lambda: PolicyGradientConfig(loss=losses.GSPOLoss.Config()),
+    "cispo": lambda: PolicyGradientConfig(loss=losses.CISPOLoss.Config()),
+    "dppo": lambda: PolicyGradientConfig(loss=losses.DPPOLoss.Config()),
 }
 """Function that makes the config of an algorithm, by name. Each paper is cited by the parts that
 the config consists of. Fields of ``rollout`` that a paper sets too are in docs/algorithms.md."""

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rl.cli.help import quick_help, run_parser, take_name
+from rl.cli.help import run_parser, show_help, take_name
 from rl.cli.program import as_program
 from rl.errors import ConfigError, end_program, printable, require
 
@@ -64,9 +64,8 @@ the generator. On one GPU, add
 def main(arguments: list[str]) -> None:
     """Evaluate a checkpoint or a model."""
     name, rest = take_name(arguments)
-    if name is not None and (text := quick_help(arguments, PROGRAM)):
-        print(text)
-        return
+    if name is not None:
+        show_help(arguments, PROGRAM)
     parser = run_parser(
         PROGRAM, DESCRIPTION, ONE_GPU, takes_run=False, usage=USAGE, add_help=name is None
     )
@@ -103,10 +102,7 @@ def main(arguments: list[str]) -> None:
     else:
         start = folder or config.trainer.checkpoint.initial_load_path or config.model.hf_path
         row = {"config": name, "model": str(start or "random weights"), **scores}
-    if own.json:
-        print(json.dumps(finite(row)))
-    else:
-        print(printable(summary_text(row)))
+    print(json.dumps(finite(row)) if own.json else printable(summary_text(row)))
 
 
 def _open(folder: Path | None, name: str | None, step: int | None, rest: list[str]) -> "SavedRun":

@@ -74,11 +74,9 @@ def main(arguments: list[str]) -> None:
         if task is not None:
             task.describe(model)
         replace_folder(folder, model)
-    if own.json:
-        row = {"run": str(own.run), "step": run.step, "folder": str(own.folder)}
-        print(json.dumps(row | {"policy_digest": digest}))
-    else:
-        print(f"exported step {run.step} of {own.run} to {own.folder}, policy digest {digest}")
+    row = {"run": str(own.run), "step": run.step, "folder": str(own.folder)}
+    text = f"exported step {run.step} of {own.run} to {own.folder}, policy digest {digest}"
+    print(json.dumps(row | {"policy_digest": digest}) if own.json else text)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rl.cli.help import CONFIGS, quick_help
+from rl.cli.help import CONFIGS, show_help
 from rl.cli.program import as_program
 from rl.errors import end_program, printable, require
 
@@ -47,9 +47,7 @@ Policy = Callable[[list[int], "EpisodeTurn"], Awaitable["Completion"]]
 @as_program
 def main(arguments: list[str]) -> None:
     """Play an episode."""
-    if text := quick_help(arguments, PROGRAM, USAGE):
-        print(text)
-        return
+    show_help(arguments, PROGRAM, USAGE)
     parser = argparse.ArgumentParser(prog=PROGRAM, add_help=False, allow_abbrev=False)
     parser.add_argument("--prompt", type=int, default=0)
     parser.add_argument("--run", type=Path)

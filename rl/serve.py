@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rl.cli.help import CONFIGS, quick_help
+from rl.cli.help import CONFIGS, show_help
 from rl.cli.program import as_program
 from rl.errors import end_program, require
 from rl.host.listening import KEY, require_key
@@ -53,9 +53,7 @@ train it: docs/tinker.md. What they do is kept in --output-dir; --resume goes on
 @as_program
 def main(arguments: list[str]) -> None:
     """Serve until a signal."""
-    if text := quick_help(arguments, PROGRAM, USAGE):
-        print(text)
-        return
+    show_help(arguments, PROGRAM, USAGE)
     parser = argparse.ArgumentParser(prog=PROGRAM, add_help=False, allow_abbrev=False)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)

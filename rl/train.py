@@ -4,7 +4,7 @@ Exit codes: 0 done, 1 failed, 2 the config or its input cannot work, 75 to be st
 ended by signal n.
 """
 
-from rl.cli.help import CONFIGS, check_arguments, quick_help
+from rl.cli.help import CONFIGS, check_arguments, show_help
 from rl.cli.program import as_program
 from rl.errors import end_program
 
@@ -29,9 +29,7 @@ exit codes: 0 done, 1 failed, 2 the config or its input cannot work,
 
 
 def _train(arguments: list[str]) -> int:
-    if text := quick_help(arguments, PROGRAM, USAGE):
-        print(text)
-        return 0
+    show_help(arguments, PROGRAM, USAGE)
     check_arguments(arguments, PROGRAM)
     # these import torch, which --help does without
     from rl.actors import fork_server

@@ -26,7 +26,7 @@ from rl.cli.help import (
     check_name,
     config_help,
     is_common,
-    quick_help,
+    show_help,
     take_name,
 )
 from rl.compat.tyro_errors import errors
@@ -59,9 +59,7 @@ def parse_config(
 
     Raises ConfigError. ``--help`` prints the common fields and exits, ``--help-all`` all fields.
     """
-    if text := quick_help(arguments, program):
-        print(text)
-        raise SystemExit(0)
+    show_help(arguments, program)
     name, config = read_config(arguments, program=program, serves=serves)
     validate(config)
     return name, config

@@ -145,35 +145,32 @@ def asks_for_help(arguments: Sequence[str]) -> bool:
     return not {"-h", "--help", "--help-all"}.isdisjoint(arguments)
 
 
-def quick_help(arguments: Sequence[str], program: str, usage: str = USAGE) -> str:
-    """Return the help text that the arguments ask for.
-
-    Empty if they ask for no help, or if the text requires an import of the config.
+def show_help(arguments: Sequence[str], program: str, usage: str = USAGE) -> None:
+    """Print the help text that the arguments ask for and exit, unless the text requires an import
+    of the config.
     """
     name, rest = take_name(arguments)
     if not asks_for_help(arguments):
-        return ""
+        return
+    sources = shipped_sources()
     if name is None:
-        described = {name: text for name, (_, text) in shipped_sources().items()}
-        width = max(map(len, described)) + 4
+        width = max(map(len, sources)) + 4
         options: dict[str, Any] = {"width": 100, "subsequent_indent": " " * width}
-        return usage.format(
-            program=program,
-            common=COMMON,
-            configs="\n".join(
-                textwrap.fill(text, initial_indent=f"  {name:<{width - 2}}", **options)
-                for name, text in described.items()
-            ),
+        configs = (
+            textwrap.fill(text, initial_indent=f"  {each:<{width - 2}}", **options)
+            for each, (_, text) in sources.items()
         )
-    if name not in shipped_sources() or "--help-all" in rest:
-        return ""
+        print(usage.format(program=program, common=COMMON, configs="\n".join(configs)))
+        raise SystemExit(0)
+    if name not in sources or "--help-all" in rest:
+        return
     known = json.loads(COMMON_FIELDS.read_text())
-    source = shipped_sources()[name][0]
-    if known["sources"].get(source.name) != digest(source):
-        return ""
-    rows = zip(known["configs"][name], known["ranges"].items(), strict=True)
-    fields = {field: (default, limits) for default, (field, limits) in rows if default is not None}
-    return config_help(program, name, fields)
+    source = sources[name][0]
+    if known["sources"].get(source.name) == digest(source):
+        rows = zip(known["configs"][name], known["ranges"].items(), strict=True)
+        fields = {field: (value, limits) for value, (field, limits) in rows if value is not None}
+        print(config_help(program, name, fields))
+        raise SystemExit(0)
 
 
 def all_help(program: str, name: str, fields: Mapping[str, tuple[str, str, str]]) -> str:

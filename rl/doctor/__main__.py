@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from rl.cli.help import CONFIGS, asks_for_help, quick_help
+from rl.cli.help import CONFIGS, asks_for_help, show_help
 from rl.cli.program import as_program
 from rl.doctor.findings import Finding
 from rl.errors import EXIT_CONFIG, counted, end_program, printable
@@ -33,9 +33,7 @@ exit codes: 0 nothing stands in the way, there may be warnings; 1 failed; 2 some
 @as_program
 def main(arguments: list[str]) -> int:
     """Print the findings. Return the exit code."""
-    if text := quick_help(arguments, PROGRAM, USAGE):
-        print(text)
-        return 0
+    show_help(arguments, PROGRAM, USAGE)
     rest = [each for each in arguments if each != "--json"]
     if asks_for_help(rest):
         from rl.cli.arguments import parse_config

@@ -8,7 +8,7 @@ import shlex
 import signal
 from pathlib import Path
 
-from rl.cli.help import CONFIGS, check_arguments, quick_help
+from rl.cli.help import CONFIGS, check_arguments, show_help
 from rl.cli.program import as_program
 from rl.errors import end_program, nearest, require
 
@@ -43,9 +43,7 @@ def _launch(arguments: list[str]) -> int:
     flags = {flag for flag in ("--dry-run", "--wait") if flag in arguments}
     target, *rest = [argument for argument in arguments if argument not in flags] or ["--help"]
     program = f"{PROGRAM} {target}"
-    if text := quick_help([target, *rest], program, USAGE):
-        print(text)
-        return 0
+    show_help([target, *rest], program, USAGE)
     places = ", ".join(PLACES)
     hint = nearest(target, PLACES)
     require(target in PLACES, f"{target!r} is no place to launch to; {hint}allowed are {places}")

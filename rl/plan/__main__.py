@@ -8,7 +8,7 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from rl.cli.help import CONFIGS, check_arguments, quick_help
+from rl.cli.help import CONFIGS, check_arguments, show_help
 from rl.cli.program import as_program
 from rl.errors import EXIT_CONFIG, ConfigError, end_program, require
 
@@ -41,9 +41,7 @@ exit codes: 0 the run can work, or the difference was printed; 1 failed; 2 the r
 @as_program
 def main(arguments: list[str]) -> int:
     """Print the plan, or the difference to another config. Return the exit code."""
-    if text := quick_help(arguments, PROGRAM, USAGE):
-        print(text)
-        return 0
+    show_help(arguments, PROGRAM, USAGE)
     parser = argparse.ArgumentParser(prog=PROGRAM, add_help=False, allow_abbrev=False)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--diff", metavar="OTHER")

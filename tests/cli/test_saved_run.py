@@ -111,7 +111,8 @@ def test_a_model_of_other_sizes_than_the_runs_own_is_refused(run, model, tmp_pat
 
 
 def test_help_of_a_config_lists_its_fields(capsys):
-    assert evaluate.main(["--config", "quickstart", "--help"]) == 0
+    with pytest.raises(SystemExit):
+        evaluate.main(["--config", "quickstart", "--help"])
     text = capsys.readouterr().out
     assert text.startswith("usage: python -m rl.evaluate --config quickstart [--FIELD VALUE ...]")
     assert "--evaluation.prompts 256" in text

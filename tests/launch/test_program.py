@@ -31,7 +31,11 @@ def launch(monkeypatch, capsys):
     monkeypatch.setenv("PATH", "/nowhere")
 
     def run(*arguments: str) -> tuple[int, str, str]:
-        return main(arguments), *capsys.readouterr()
+        try:
+            code = main(arguments)
+        except SystemExit as end:  # after a help text
+            code = end.code
+        return code, *capsys.readouterr()
 
     return run
 

@@ -91,14 +91,6 @@ class Strict(BaseModel):
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False, strict=True)
 
-    def refuse_unsupported(self) -> None:
-        """Raise ApiError if a parameter asks for something that the gateway cannot do."""
-        for name, value in (self.model_extra or {}).items():
-            if value is None or name in IGNORED or value in NEUTRAL.get(name, ()):
-                continue
-            message = f"{name} is not supported; leave it out"
-            raise ApiError(400, message, code="unsupported_parameter", param=name)
-
 
 class Sampled(Strict):
     """Parameters of sampling; None means the default of the server."""
@@ -274,6 +266,9 @@ def read(kind: type[Request], body: bytes) -> Request:
         raise ApiError(400, message, code="invalid_value", param=param) from None
     values = [getattr(request, name) for name in kind.model_fields]
     for part in [request, *values]:
-        if isinstance(part, Strict):
-            part.refuse_unsupported()
+        unknown = part.model_extra or {} if isinstance(part, Strict) else {}
+        for name, value in unknown.items():
+            if not (value is None or name in IGNORED or value in NEUTRAL.get(name, ())):
+                message = f"{name} is not supported; leave it out"
+                raise ApiError(400, message, code="unsupported_parameter", param=name)
     return request

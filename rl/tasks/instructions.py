@@ -56,16 +56,11 @@ def _is_in(text: str, language: str) -> bool:
         return True
 
 
-def _sentences(text: str) -> int:
+def _pieces(kind: str, text: str) -> list[str]:
     import nltk
 
-    return len(nltk.sent_tokenize(text))
-
-
-def _capital_words(text: str) -> int:
-    import nltk
-
-    return sum(word.isupper() for word in nltk.word_tokenize(text))
+    pieces: list[str] = getattr(nltk, f"{kind}_tokenize")(text)
+    return pieces
 
 
 def _first_word(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
@@ -102,11 +97,6 @@ def _is_json(text: str) -> bool:
     return True
 
 
-def _has_two_responses(text: str) -> bool:
-    responses = _parts(text.split("******"))
-    return len(responses) == 2 and responses[0] != responses[1]
-
-
 RULES: dict[str, Callable[..., bool]] = {
     "keywords:existence": lambda text, keywords: all(_count(word, text) for word in keywords),
     "keywords:frequency": lambda text, keyword, frequency, relation: _holds(
@@ -120,7 +110,7 @@ RULES: dict[str, Callable[..., bool]] = {
     ),
     "language:response_language": lambda text, language: _is_in(text, language),
     "length_constraints:number_sentences": lambda text, num_sentences, relation: _holds(
-        _sentences(text), relation, num_sentences
+        len(_pieces("sent", text)), relation, num_sentences
     ),
     "length_constraints:number_paragraphs": lambda text, num_paragraphs: (
         len(_parts(re.split(r"\s?\*\*\*\s?", text))) == num_paragraphs
@@ -147,7 +137,9 @@ RULES: dict[str, Callable[..., bool]] = {
     "detectable_format:title": lambda text: any(
         title.lstrip("<").rstrip(">").strip() for title in re.findall(r"<<[^\n]+>>", text)
     ),
-    "combination:two_responses": _has_two_responses,
+    "combination:two_responses": lambda text: (
+        len(parts := _parts(text.split("******"))) == 2 and parts[0] != parts[1]
+    ),
     "combination:repeat_prompt": lambda text, prompt_to_repeat: (
         text.strip().lower().startswith(prompt_to_repeat.strip().lower())
     ),
@@ -156,7 +148,7 @@ RULES: dict[str, Callable[..., bool]] = {
     ),
     "change_case:capital_word_frequency": (
         lambda text, capital_frequency, capital_relation: _holds(
-            _capital_words(text), capital_relation, capital_frequency
+            sum(map(str.isupper, _pieces("word", text))), capital_relation, capital_frequency
         )
     ),
     "change_case:english_capital": lambda text: text.isupper() and _is_in(text, "en"),

@@ -85,8 +85,11 @@ class Mixture(Task):
         }
         if any(inspect.iscoroutinefunction(task.score) for task in self.tasks.values()):
             self.score = self._score_later  # type: ignore[assignment, method-assign]
-        _check_tokenizers(self.tasks)
-        first = next(iter(self.tasks.values()))
+        (name, first), *others = self.tasks.items()
+        for other, task in others:
+            message = f"task.tasks: {name} and {other} have different tokenizers; use one for all"
+            require(task.stop_token_ids == first.stop_token_ids, message)
+            require(task.tokenizer.get_vocab() == first.tokenizer.get_vocab(), message)
         self.set_tokenizer(first.tokenizer, first.stop_token_ids)
         self._starts = [stage.first_prompt_id for stage in stages]
         self._schedules = [StrideSchedule(stage.weights) for stage in stages]
@@ -166,14 +169,6 @@ def _build(
         return (config.build_scorer if only_scores else config.build)(seed=seed, model=model)
     except ConfigError as error:
         raise ConfigError(f"task.tasks.{name}: {error}") from error
-
-
-def _check_tokenizers(tasks: Mapping[str, Task]) -> None:
-    (name, first), *others = tasks.items()
-    for other, task in others:
-        message = f"task.tasks: {name} and {other} have different tokenizers; use one for all"
-        require(task.stop_token_ids == first.stop_token_ids, message)
-        require(task.tokenizer.get_vocab() == first.tokenizer.get_vocab(), message)
 
 
 def _check(config: Mixture.Config, stages: list[Stage]) -> None:

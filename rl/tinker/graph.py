@@ -184,7 +184,10 @@ def _evaluated(node: Record, values: Record, inputs: Record, left: int) -> Any:
     require(max(grown, sum(each.numel() for each in given)) <= left, "its result is too large")
     function = METHODS[target] if op == "call_method" else FUNCTIONS[target]
     if function is operator.getitem:
-        _check_index(args[1])
+        for each in args[1] if isinstance(args[1], tuple) else [args[1]]:
+            repeats = isinstance(each, torch.Tensor) and each.dtype != torch.bool
+            is_known = not (repeats or isinstance(each, list | tuple))
+            require(is_known, "an index is a tensor or a list")  # which may repeat elements
     elif function is not getattr and (not given or target.startswith(("math.", "operator."))):
         known = torch.Tensor if target.startswith("operator.") else ()
         right = all(_is_number(each) or isinstance(each, known) for each in args)
@@ -193,26 +196,15 @@ def _evaluated(node: Record, values: Record, inputs: Record, left: int) -> Any:
             args = [float(each) for each in args]
     if target.endswith(("floordiv", "mod")) or named.get("rounding_mode"):
         operands = [*args, *(named[each] for each in ("input", "other") if each in named)]
-        _check_division(*map(torch.as_tensor, operands[:2]))
+        over, by = map(torch.as_tensor, operands[:2])
+        if not (over.is_floating_point() or by.is_floating_point()):  # it could end the process
+            overflows = (by == -1) & (over == torch.iinfo(torch.int64).min)
+            missing = (overflows | (by == 0)).any()
+            require(not missing, "an integer is divided by 0, or the least integer by -1")
     result = function(*args, **named)
     parts = result if isinstance(result, tuple) else [result]
     require(all(isinstance(each, RESULTS) for each in parts), "its result has an unknown type")
     return result
-
-
-def _check_division(dividend: torch.Tensor, divisor: torch.Tensor) -> None:
-    """Raise UserError for integers whose quotient does not exist: it could end the process."""
-    if not (dividend.is_floating_point() or divisor.is_floating_point()):
-        overflows = (divisor == -1) & (dividend == torch.iinfo(torch.int64).min)
-        missing = (overflows | (divisor == 0)).any()
-        require(not missing, "an integer is divided by 0, or the least integer by -1")
-
-
-def _check_index(index: Any) -> None:
-    """Raise UserError for an index that may repeat elements."""
-    for each in index if isinstance(index, tuple) else [index]:
-        repeats = isinstance(each, torch.Tensor) and each.dtype != torch.bool
-        require(not (repeats or isinstance(each, list | tuple)), "an index is a tensor or a list")
 
 
 def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:

@@ -132,7 +132,10 @@ class HuggingFaceFolders:
             files = _split(tensors, own)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        layouts = _lay_out(tensors, files, dtypes)
+        contents: dict[str, Shapes] = {}
+        for name, shape in tensors.items():
+            contents.setdefault(files[name], {})[name] = shape
+        layouts = {file: _file_layout(shapes, dtypes) for file, shapes in contents.items()}
         for file, layout in layouts.items():
             with (partial / file).open("wb") as out:
                 out.write(layout.header)
@@ -235,16 +238,6 @@ class _FileLayout(NamedTuple):
     places: dict[str, tuple[int, torch.dtype]]
     """First byte of each tensor in the file, and its dtype."""
     size: int
-
-
-def _lay_out(
-    tensors: Shapes, files: dict[str, str], dtypes: dict[str, torch.dtype]
-) -> dict[str, _FileLayout]:
-    """Return {file: layout} of ``tensors``; ``files`` is {tensor: file}."""
-    contents: dict[str, Shapes] = {}
-    for name, shape in tensors.items():
-        contents.setdefault(files[name], {})[name] = shape
-    return {file: _file_layout(shapes, dtypes) for file, shapes in contents.items()}
 
 
 def _file_layout(tensors: Shapes, dtypes: dict[str, torch.dtype]) -> _FileLayout:

@@ -148,7 +148,14 @@ def peft_adapter(
             _add_linear(adapter, blocks, a, b)
         else:
             others = [other for other, _ in adapted.layer.lora_a.named_parameters()]
-            _add_parameter(adapter, blocks[0].tensor, a, b, others[others.index(weight) + 1 :])
+            later = others[others.index(weight) + 1 :]
+            # PEFT wraps the module once for a parameter, and around that for each later one
+            whole = blocks[0].tensor
+            adapter.parameters.add(".".join(whole.split(".")[-3:]))
+            module, _, _ = whole.rpartition(".")
+            wrapper = f"base_model.model.{module}" + ".base_layer" * len(later)
+            adapter.tensors[f"{wrapper}.lora_A.weight"] = a.mT.flatten(0, 1).contiguous()
+            adapter.tensors[f"{wrapper}.lora_B.weight"] = b.permute(1, 2, 0).flatten(1).contiguous()
     return adapter
 
 
@@ -167,17 +174,6 @@ def _add_linear(adapter: PeftAdapter, blocks: list[Block], a: Tensor, b: Tensor)
         rows = adapter.tensors.setdefault(key, torch.empty(block.shape))
         target = Box(block.offset, block.box.shape[len(expert) :]).slices_in(Box.whole(block.shape))
         rows[target] = b[block.box.slices_in(Box.whole(tuple(b.shape)))]
-
-
-def _add_parameter(adapter: PeftAdapter, name: str, a: Tensor, b: Tensor, later: list[str]) -> None:
-    """Add a parameter with the weights of all experts. PEFT wraps its module once for it, and
-    around that once for each of the ``later`` parameters of the module.
-    """
-    module, _, _ = name.rpartition(".")
-    adapter.parameters.add(".".join(name.split(".")[-3:]))
-    wrapper = f"base_model.model.{module}" + ".base_layer" * len(later)
-    adapter.tensors[f"{wrapper}.lora_A.weight"] = a.mT.flatten(0, 1).contiguous()
-    adapter.tensors[f"{wrapper}.lora_B.weight"] = b.permute(1, 2, 0).flatten(1).contiguous()
 
 
 def base_of(checkpoint: CheckpointManager.Config, hf_path: str | None) -> str | None:

@@ -34,7 +34,7 @@ class Report:
         self._events = events
         self._watch = watch
         self._watchdog = Watchdog(config.watchdog_limits())
-        self._peak_tflops = config.trainer.ranks * config.hardware.peak_tflops
+        self._peak_tflops = config.trainer_tflops
         self.evaluated = -1
         """Step of the newest evaluation on the way; -1 before the first."""
 

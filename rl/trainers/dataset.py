@@ -203,11 +203,7 @@ class DatasetTrainer(Trainer[Config], Generic[Config, Item]):
         """
         if not self.report.evaluated < self.step < self.total_steps:
             return
-        due = [
-            evaluate
-            for every, at_start, evaluate in self.evaluation_schedule()
-            if (at_start if self.step == 0 else every and self.step % every == 0)
-        ]
+        due = self.due()
         if not due:
             return
 
@@ -223,12 +219,19 @@ class DatasetTrainer(Trainer[Config], Generic[Config, Item]):
         elif scores:
             self.report.evaluation(self.step, scores)
 
-    def evaluation_schedule(self) -> list[tuple[int, bool, Evaluate]]:
-        """Return the evaluations of the run, each after the number of steps between two of them, 0
-        for none, and whether one is at the start.
-        """
+    def due(self) -> list[Evaluate]:
+        """Return the evaluations that are due after this step."""
         config = self.arguments
-        return [(config.validate_every, config.validate_at_start, self.scores)]
+        is_due = self.is_due(config.validate_every, at_start=config.validate_at_start)
+        return [self.scores] if is_due else []
+
+    def is_due(self, every: int, *, at_start: bool) -> bool:
+        """Whether this step is one of each ``every`` steps, 0 for none, or is the start and
+        ``at_start`` is set.
+        """
+        if self.step == 0:
+            return at_start
+        return every > 0 and self.step % every == 0
 
 
 def stops_of(items: Sequence[HasExamples], dialect: Dialect) -> list[int]:

@@ -64,12 +64,15 @@ class SFTTrainer(DatasetTrainer[SFTConfig, Example]):
         self.report.step(row, [metrics], tokens=len(batch.tokens))
         return True
 
-    def evaluation_schedule(self) -> list[tuple[int, bool, Evaluate]]:
-        (every, at_start, _), *_ = super().evaluation_schedule()
-        found: list[tuple[int, bool, Evaluate]] = [(every, at_start, self.validation_scores)]
-        if (sampled := self.arguments.evaluation) is not None:
-            found.append((sampled.every, sampled.at_start, self.sampled_scores))
-        return found
+    def due(self) -> list[Evaluate]:
+        due: list[Evaluate] = []
+        config = self.arguments
+        if self.is_due(config.validate_every, at_start=config.validate_at_start):
+            due.append(self.validation_scores)
+        sampled = config.evaluation
+        if sampled is not None and self.is_due(sampled.every, at_start=sampled.at_start):
+            due.append(self.sampled_scores)
+        return due
 
     async def scores(self, metric_calculator: MetricCalculator | None = None) -> dict[str, float]:
         """Return what ``validation_scores`` and, if ``evaluation`` is set, ``sampled_scores``

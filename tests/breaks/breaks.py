@@ -25,8 +25,8 @@ BREAKS = (
     ),
     Break(
         "rl/algorithms/losses.py",
-        'Metric(difference, "mean", current)',
-        'Metric(difference, "mean")',
+        'Metric(error, "mean", current)',
+        'Metric(error, "mean")',
         "algorithms/test_losses.py",
     ),
     Break(
@@ -68,8 +68,8 @@ BREAKS = (
     ),
     Break(
         "rl/training/micro_batches.py",
-        "placed[places] = experts.ids[tokens.numpy()[known[first]]]",
-        "placed[cells.numpy()[known]] = experts.ids[tokens.numpy()[known]]",
+        "placed[places] = part.experts.ids[inputs.numpy()[known[firsts]]]",
+        "placed[predicted.numpy()[known]] = part.experts.ids[inputs.numpy()[known]]",
         "training/test_micro_batches.py",
     ),
     Break(

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from monarch.actor import current_rank
@@ -170,6 +170,15 @@ class GeneratorMesh(Mesh):
     """Whether other models use its devices at times."""
     version: int | None = field(default=None, init=False)
     """Policy version of its weights; None before the first pull."""
+    state: Literal["absent", "joining", "serving", "leaving"] = field(default="absent", init=False)
+    """``joining`` while a push brings it weights, ``serving`` while it also gets requests, and
+    ``leaving`` until its last request and its processes have ended."""
+    load: int = field(default=0, init=False)
+    """Number of its requests in flight."""
+    turn: int = field(default=0, init=False)
+    """Grows each time that the router chooses it; no two generators have the same."""
+    has_answered: bool = field(default=False, init=False)
+    """Whether it has returned completions since its last loss."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -178,6 +187,11 @@ class GeneratorMesh(Mesh):
         self._is_empty = False  # its weights were dropped
         self._load = Metrics({})
         self._transfer_s = 0.0
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether it gets requests. A lost generator gets none, whatever saw its death."""
+        return self.state == "serving" and self.is_running
 
     def _arguments(self) -> tuple[Any, ...]:
         timeout_s = self.collective_timeout_s

@@ -2,20 +2,20 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rl.actors.generator import GeneratorMesh
-from rl.errors import ActorFailure
+from rl.errors import ActorFailure, RankLost
 from rl.observe.events import Events
 from rl.session.concurrency import background, finish_all
 from rl.session.placement import Placement
-from rl.session.push import UNLIMITED
-from rl.session.recovery import Recovery, unless_lost
+from rl.session.push import UNLIMITED, WeightPush
+from rl.session.recovery import Recovery
 from rl.session.router import Router
 from rl.session.session_config import SessionConfig
-from rl.session.weight_selector import Push
 
 LOOK_EVERY_S = 1.0
 FIGURES_S = 5.0
@@ -41,7 +41,7 @@ class GeneratorPool:
     config: SessionConfig
     make: Callable[[int], GeneratorMesh]
     router: Router
-    push: Push
+    push: WeightPush
     asked: Path
     events: Events
 
@@ -52,17 +52,18 @@ class GeneratorPool:
         hardware = self.config.hardware
         on_gpus = bool(replicas) and hardware.kind != "cpu"
         self._most = Placement(self.config, hardware.gpus).replicas if on_gpus else UNLIMITED
-        self._leaving: list[GeneratorMesh] = []  # until their processes have ended
 
     @property
     def meshes(self) -> list[GeneratorMesh]:
-        """All generators, including starting ones."""
+        """All generators, from their start until their processes have ended."""
         return list(self._meshes.values())
 
     async def start(self) -> None:
-        """Start all generators that are not running; first stop generators that left."""
-        await finish_all(mesh.stop() for mesh in self._leaving)
-        self._leaving.clear()
+        """Start all generators that are not running; first stop generators that leave."""
+        leaving = [mesh for mesh in self.meshes if mesh.state == "leaving"]
+        await finish_all(mesh.stop() for mesh in leaving)
+        for mesh in leaving:
+            del self._meshes[mesh.number]
         if self._meshes:
             async with self.router.resident(), background() as work:
                 for mesh in self.meshes:
@@ -81,8 +82,11 @@ class GeneratorPool:
         await self._each(lambda mesh: mesh.onload(model=model))
 
     async def _each(self, call: Callable[[GeneratorMesh], Awaitable[None]]) -> None:
-        running = [mesh for mesh in self.meshes if mesh.is_running]
-        await asyncio.gather(*(unless_lost(mesh, call(mesh)) for mesh in running))
+        async def ask(mesh: GeneratorMesh) -> None:
+            with suppress(RankLost):  # it is started again
+                await call(mesh)
+
+        await asyncio.gather(*(ask(mesh) for mesh in self.meshes if mesh.is_running))
 
     async def figures(self) -> dict[str, dict[str, float]]:
         """Return the figures of each generator that runs and answers soon, by its name: see
@@ -101,9 +105,7 @@ class GeneratorPool:
 
     async def connect(self) -> str:
         """Bring all generators the trainer's weights and send them requests; return the plan."""
-        for mesh in self.meshes:
-            self.router.leave(mesh)
-        plan = await self.push.connect(self.meshes)
+        plan = await self.push.connect(self._meshes.values())
         for mesh in self.meshes:
             self.router.join(mesh)
         return plan
@@ -120,23 +122,22 @@ class GeneratorPool:
                         mesh = self._meshes[number] = self.make(number)
                         keepers[number] = work.create_task(self._keep(mesh))
                 for number in [number for number in self._meshes if number >= count]:
-                    mesh = self._meshes.pop(number)
-                    self._leaving.append(mesh)
+                    mesh = self._meshes[number]
                     keepers.pop(number).cancel()
                     self.events.emit("left", process=mesh.name, text=f"{mesh.name} leaves")
                     await self.router.drain(mesh)
-                    await self.push.remove(mesh)
+                    await self.push.excuse(mesh)
                     await mesh.stop()
-                    self._leaving.remove(mesh)
+                    del self._meshes[number]
 
     async def close(self) -> None:
         """Let vLLM clean up. Ignores failures."""
-        running = [mesh for mesh in (*self.meshes, *self._leaving) if mesh.is_running]
+        running = [mesh for mesh in self.meshes if mesh.is_running]
         await asyncio.gather(*(mesh.close() for mesh in running), return_exceptions=True)
 
     async def stop(self) -> None:
         """End the processes, whatever they are doing."""
-        await finish_all(mesh.stop() for mesh in (*self.meshes, *self._leaving))
+        await finish_all(mesh.stop() for mesh in self.meshes)
 
     async def _keep(self, mesh: GeneratorMesh) -> None:
         """Start the generator, bring it weights, and send it requests, again whenever it is lost.
@@ -144,7 +145,7 @@ class GeneratorPool:
         """
         while True:
             try:
-                if mesh not in self.router:
+                if mesh.state != "serving":
                     async with self.router.resident():
                         await self._start(mesh)
                     await self.push.join(mesh)
@@ -152,11 +153,12 @@ class GeneratorPool:
                     self.events.emit("joined", process=mesh.name, text=f"{mesh.name} has joined")
                 raise await mesh.failed()
             except ActorFailure as failure:
-                if self.router.served.pop(mesh, 0):
+                if mesh.has_answered:
                     self.recovery.progressed(mesh.name)
-                self.router.leave(mesh)
+                mesh.has_answered = False
+                mesh.state = "absent"
                 self.recovery.survive(failure, "starting it again", generator=mesh.name)
-                await self.push.remove(mesh)
+                await self.push.excuse(mesh)
 
     async def _start(self, mesh: GeneratorMesh) -> None:
         """Start the generator unless it is running. Remaining processes of a lost one end first."""

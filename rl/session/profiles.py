@@ -2,12 +2,12 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from itertools import starmap
 from pathlib import Path
 
 from rl.actors.mesh import Mesh, Rank
-from rl.session.recovery import unless_lost
+from rl.errors import RankLost
 from rl.session.session import Session
 from rl.session.session_config import ProfileConfig
 
@@ -25,11 +25,13 @@ async def profiled(session: Session, config: ProfileConfig, folder: Path) -> Asy
     ]
 
     async def begin(mesh: Mesh, rank: int) -> None:
-        await unless_lost(mesh, mesh.on(rank).call(Rank.begin_profile, config.memory))
+        with suppress(RankLost):  # the session handles it
+            await mesh.on(rank).call(Rank.begin_profile, config.memory)
 
     async def end(mesh: Mesh, rank: int) -> None:
-        path = folder / f"{mesh.name}[{rank}]"
-        await unless_lost(mesh, mesh.on(rank).call(Rank.end_profile, path, config.memory))
+        with suppress(RankLost):
+            path = folder / f"{mesh.name}[{rank}]"
+            await mesh.on(rank).call(Rank.end_profile, path, config.memory)
 
     await asyncio.gather(*starmap(begin, chosen))
     yield

@@ -3,7 +3,7 @@
 import asyncio
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, NamedTuple
@@ -11,19 +11,20 @@ from typing import Any, NamedTuple
 from rl.actors.generator import GeneratorMesh
 from rl.actors.mesh import Rank
 from rl.actors.policy_trainer import PolicyTrainer, TrainerMesh
-from rl.errors import ActorFailure, NodeLost, RunError
+from rl.errors import ActorFailure, NodeLost, RankLost, RunError
 from rl.observe.events import Events
 from rl.observe.spans import Stopwatch
 from rl.session.concurrency import Signal, background
 from rl.session.device_sharing import DeviceSharing
 from rl.session.push_checks import LoadedVersion, PushChecks
-from rl.session.recovery import unless_lost
 from rl.session.session_config import SessionConfig
+from rl.training.start_weights import StartWeights
 from rl.training.trainer_config import Source
 from rl.weights.transport import Transfer, TransferFailed, VersionGone, choose_transport
 
 UNLIMITED = 1000
 NONE = -1  # version before the first
+MEMBERS = ("joining", "serving")  # states of generators that a push brings weights
 RETRY_S = 1.0  # before a failed transfer is tried again; doubled each time
 
 
@@ -56,7 +57,7 @@ class WeightPush:
     """Moves the trainer's weights to the generators: publish, pull, settle. ::
 
         push = WeightPush(config, trainer, devices, watch, events)
-        await push.connect(generators)          # they have the trainer's weights
+        await push.connect(generators)          # those that are joining have the trainer's weights
         async with background(push.run()):
             version = push.publish()            # copy the new weights, behind what comes next
             await push.pull(version)            # have every generator load them
@@ -76,10 +77,11 @@ class WeightPush:
       weights change only after each generator's copy was compared with them.
     - Instead of the policy, generators can ``hold`` a snapshot or the base model. Versions that are
       pushed are then higher than those of the policy, since each has a number of its own.
+    - Without a trainer the only version is 0, which each generator loads itself.
     """
 
     config: SessionConfig
-    trainer: TrainerMesh
+    trainer: TrainerMesh | None
     devices: DeviceSharing
     watch: Stopwatch
     events: Events
@@ -91,55 +93,68 @@ class WeightPush:
     def __post_init__(self) -> None:
         config = self.config
         generator = config.generator
-        self.checks = PushChecks(config, self.trainer, self.devices)
+        self._start = StartWeights(
+            model=config.model,
+            seed=config.seed,
+            start=config.start,
+            timeout_s=config.deadlines.start,
+        )
+        self.checks = PushChecks(config, self.trainer or self._start, self.devices)
         self._in_order = config.pushes == "in_order"
         self._compares = self.checks.are_on and (config.compares_all or not self._in_order)
         is_rolling = generator is not None and generator.update == "rolling"
         self._rolling = is_rolling and not self._in_order
-        self._is_changing = False  # the weights, which must not be compared then
         self._in_turns = self.devices.share("trainer", "generator")
         self._settling = 0  # number of tasks that wait until the weights may change
         self._unchecked: deque[LoadedVersion] = deque()
-        self._generators: list[GeneratorMesh] = []
+        self._generators: Collection[GeneratorMesh] = ()
         self._joining = asyncio.Lock()  # no pull while a generator joins or leaves
         self._changed = Signal()
-        self._policy = self._present_policy  # that was published last
+        # That was published last; None while its weights change, which must not be compared.
+        self._policy: tuple[int, int] | None = self._present_policy
+        self._transfer: Transfer | StartWeights = self._start
         self._addresses: list[Any] = []
 
     @property
     def max_generators(self) -> int:
         """Maximum number of generators until the transport is opened again."""
-        return self._transfer.generators if self._transfer.is_network else UNLIMITED
+        transfer = self._transfer
+        if isinstance(transfer, Transfer) and transfer.is_network:
+            return transfer.generators
+        return UNLIMITED
 
-    async def connect(self, generators: Sequence[GeneratorMesh]) -> str:
-        """Open the push to ``generators`` and bring them the trainer's weights; return the plan.
+    async def connect(self, generators: Collection[GeneratorMesh]) -> str:
+        """Open the push to ``generators``, which may change later, and bring them the trainer's
+        weights; return the plan.
 
         Raises ValueError, which names the parameter, if the trainer's layout does not cover the
         generators'.
         """
-        self._generators = [*generators]
+        self._generators = generators
+        for each in generators:
+            each.state = "joining"
+            each.version = None
         self._unchecked.clear()
         self.checks.forget()
-        plan = await self._open()
+        if self.trainer is not None:
+            await self._open(self.trainer)
         self.state = PushState()
         self._changed.notify()
         async with background(self._publish_each()):
             await self.pull(self.publish())
-        return plan
+        return self._transfer.describe()
 
     async def join(self, generator: GeneratorMesh) -> None:
         """Bring a generator that is new or was started again the weights of the others."""
         async with self._joining:
-            if generator not in self._generators:
-                self._generators.append(generator)
-            await self._connect(generator)
+            generator.state = "joining"
+            generator.version = None
             state = self.state
             await self._pull(generator, state.loaded if self._in_order else state.readable)
 
-    async def remove(self, generator: GeneratorMesh) -> None:
-        """Leave a generator out until it joins again. A publish under way stops waiting for it."""
-        if generator in self._generators:
-            self._generators.remove(generator)
+    async def excuse(self, generator: GeneratorMesh) -> None:
+        """Have a publish under way stop waiting for a generator that has gone."""
+        if self.trainer is not None:
             await self.trainer.call(PolicyTrainer.excuse, generator.number)
 
     async def run(self) -> None:
@@ -157,17 +172,18 @@ class WeightPush:
             state.pending = Pushed(max(state.pending.version + 1, policy[0]), source, policy)
         if source is None:
             self._policy = policy
-            self._is_changing = False
         self._changed.notify()
         return state.pending.version
 
     @property
     def _present_policy(self) -> tuple[int, int]:
         """Version and number of loads of the trainer, which tell its weights from earlier ones."""
-        return self.trainer.version, self.trainer.loads
+        return (self.trainer.version, self.trainer.loads) if self.trainer else (0, 0)
 
     def has(self, source: Source) -> bool:
-        """Whether the trainer still has the weights of ``source`` that were published last."""
+        """Whether the trainer still has the weights of ``source`` that were published last, and
+        nothing is about to change them.
+        """
         return source is not None or self._policy == self._present_policy
 
     async def hold(self, source: Source) -> None:
@@ -181,12 +197,13 @@ class WeightPush:
         await self.pull(state.pending.version)
         if source == state.loaded.source:
             return
-        if source is None and (self._is_changing or not self.has(source)):
+        if not self.has(source):
             raise RunError(
                 "the generators hold a snapshot, and the policy has changed since its last push: "
                 "call push() before sampling from it"
             )
         if source is not None:
+            assert self.trainer is not None, "a session without one has no other weights"
             await self._until_unread()
             async with self.devices.of("trainer", "model"):
                 # It fails here rather than in ``run``.
@@ -213,19 +230,23 @@ class WeightPush:
             if state.loaded.version >= version:
                 return state.loaded.version
             wanted = state.readable
+
+            async def pull(generator: GeneratorMesh) -> float:
+                if generator.state in MEMBERS:  # it may leave during the pulls of others
+                    try:
+                        return await self._pull(generator, wanted)
+                    except RankLost as lost:
+                        if lost.actor != generator.name:
+                            raise
+                return 0.0
+
             behind = [each for each in self._generators if each.version != wanted.version]
             with self.watch.span("push"):
                 if self._rolling:
-                    pauses = [
-                        await unless_lost(each, self._pull(each, wanted))
-                        for each in behind
-                        if each in self._generators  # it may have left during the pulls of others
-                    ]
+                    pauses = [await pull(each) for each in behind]
                 else:
-                    pauses = await asyncio.gather(
-                        *(unless_lost(each, self._pull(each, wanted)) for each in behind)
-                    )
-            self.metrics["timing/push_pause"] = max(filter(None, pauses), default=0.0)
+                    pauses = await asyncio.gather(*map(pull, behind))
+            self.metrics["timing/push_pause"] = max(pauses, default=0.0)
             state.loaded = wanted
             self._changed.notify()
             return wanted.version
@@ -234,7 +255,7 @@ class WeightPush:
         """Wait until nothing reads the trainer's weights, not even a check."""
         with self.watch.span("push_wait"):
             await self._until_unread()
-            self._is_changing = True
+            self._policy = None
 
     async def _until_unread(self) -> None:
         self._settling += 1
@@ -249,13 +270,13 @@ class WeightPush:
         late = self._compares and state.loaded != state.pending
         return state.pending == state.readable and not late and not self._unchecked
 
-    async def _open(self) -> str:
-        """Plan the routes and open both ends of each."""
-        generators = self._generators
+    async def _open(self, trainer: TrainerMesh) -> None:
+        """Plan the routes and open the trainer's end of each."""
+        generators = [*self._generators]
         weights = self.config.weights
         deadlines = self.config.deadlines
         async with self.devices.of("trainer", "model"):
-            sources = await self.trainer.call(Rank.layout)
+            sources = await trainer.call(Rank.layout)
         async with self.devices.of("generator"):
             layouts = await asyncio.gather(*(each.call(Rank.layout) for each in generators))
         domains = [domain for domain, *_ in chain(sources, *layouts)]
@@ -279,13 +300,7 @@ class WeightPush:
         timeout_s += transfer.nbytes / (weights.min_gb_s * 1e9)
         self._transfer = replace(transfer, timeout_s=timeout_s)
         async with self.devices.of("trainer", "model"):
-            self._addresses = await self.trainer.open_publishers(self._transfer)
-        await asyncio.gather(*map(self._connect, generators))
-        return transfer.describe()
-
-    async def _connect(self, generator: GeneratorMesh) -> None:
-        async with self.devices.of("generator"):
-            await generator.connect(self._transfer, self._addresses)
+            self._addresses = await trainer.open_publishers(self._transfer)
 
     async def _publish_each(self) -> None:
         """Publish each version that was begun. With ``pushes`` in order, the version before must
@@ -300,29 +315,36 @@ class WeightPush:
         while True:
             await self._changed.until(may_publish)
             state = self.state
-            version, source, _ = pending = state.pending
-            async with self.devices.of("trainer", "model"):
-                with self.watch.span("push"), self.watch.span("publish", "trainer"):
-                    ranks = self.trainer.on(extra_s=self._transfer.timeout_s)
-                    sent = await ranks.call(PolicyTrainer.push_weights, version, source)
-                if self._in_turns:
-                    with self.watch.span("check"):
-                        await self.checks.digest(version, self._transfer.dtype, source)
-            self.metrics = {
-                "push/bytes": sum(each.bytes_full for each in sent),
-                "push/bytes_sent": sum(each.bytes_sent for each in sent),
-            }
-            self.events.emit("pushed", version=version, metrics=self.metrics)
+            pending = state.pending
+            if self.trainer is not None:
+                await self._publish(self.trainer, pending)
             state.readable = pending
             self._changed.notify()
 
+    async def _publish(self, trainer: TrainerMesh, pending: Pushed) -> None:
+        async with self.devices.of("trainer", "model"):
+            with self.watch.span("push"), self.watch.span("publish", "trainer"):
+                ranks = trainer.on(extra_s=self._transfer.timeout_s)
+                sent = await ranks.call(PolicyTrainer.push_weights, pending.version, pending.source)
+            if self._in_turns:
+                with self.watch.span("check"):
+                    await self.checks.digest(pending.version, pending.source)
+        self.metrics = {
+            "push/bytes": sum(each.bytes_full for each in sent),
+            "push/bytes_sent": sum(each.bytes_sent for each in sent),
+        }
+        self.events.emit("pushed", version=pending.version, metrics=self.metrics)
+
     async def _pull(self, generator: GeneratorMesh, wanted: Pushed) -> float:
-        """Have a generator load weights, or newer ones; return the pause of generation, in s.
+        """Have a generator load weights, or newer ones, once it is connected; return the pause of
+        generation, in s.
 
         Transfers that fail are repeated at growing intervals.
         """
         failures = 0
         async with self.devices.of("generator"):
+            if generator.version is None:
+                await generator.connect(self._transfer, self._addresses)
             with self.watch.span("pull", generator.name):
                 while True:
                     try:
@@ -348,8 +370,8 @@ class WeightPush:
 
         Raises NodeLost if transfers between living processes keep failing.
         """
-        # Reads from a trainer that died may fail before its death is known.
-        await self.trainer.check_alive()
+        if self.trainer is not None:  # reads may fail before its death is known
+            await self.trainer.check_alive()
         newest = wanted if self._in_order else self.state.readable
         if isinstance(failure.__cause__, TransferFailed):
             if failures > self.config.max_restarts:
@@ -367,9 +389,7 @@ class WeightPush:
         while True:
             await self._changed.until(lambda: self._unchecked)
             arrival = self._unchecked[0]
-            is_newest = arrival.version == self.state.pending.version
-            changes = self._is_changing and arrival.source is None
-            if is_newest and self.has(arrival.source) and not changes:
+            if arrival.version == self.state.pending.version and self.has(arrival.source):
                 await self._compare(arrival)
             self._unchecked.popleft()
             self._changed.notify()

@@ -1,5 +1,7 @@
 """PushChecks: proof that a generator has the trainer's weights, by digests and a canary."""
 
+import asyncio
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -7,12 +9,12 @@ import torch
 
 from rl.actors.generator import GeneratorMesh
 from rl.actors.policy_trainer import TrainerMesh
-from rl.errors import RunError
+from rl.errors import RankLost, RunError
 from rl.model.digest import ShardDigests, differing, merge_digests
 from rl.model.shape import shape_of
 from rl.session.device_sharing import DeviceSharing
-from rl.session.recovery import unless_lost
 from rl.session.session_config import SessionConfig
+from rl.training.start_weights import StartWeights
 from rl.training.trainer_config import Source
 from rl.types import Batch, Completion, GenerationRequest, Sampling
 
@@ -42,19 +44,24 @@ class PushChecks:
 
     The trainer computes its side once for a version, and again only for generators with another
     dtype, or with other tokens or experts after the canary. If trainer and generators share
-    devices, each side computes digests in the turn in which it has them.
+    devices, each side computes digests in the turn in which it has them. Without a trainer, digests
+    are compared with those of the files, and the canary with that of the first generator.
     """
 
-    expected = "the trainer's"
-    """The side that generators are compared with, for messages."""
-
-    def __init__(self, config: SessionConfig, trainer: TrainerMesh | None, devices: DeviceSharing):
+    def __init__(
+        self, config: SessionConfig, weights: TrainerMesh | StartWeights, devices: DeviceSharing
+    ):
+        self.expected = "the files'" if isinstance(weights, StartWeights) else "the trainer's"
+        """The side that generators are compared with, for messages."""
         self._digests = config.weights.digests
-        self._trainer = trainer
+        self._weights = weights
+        self._first: Completion | None = None
         self._devices = devices
         self._in_turns = devices.share("trainer", "generator")
         generator = config.generator
-        self._tolerance = config.weights.canary_limit(generator.dtype) if generator else 0.0
+        dtype = generator.dtype if generator else "float32"
+        self._dtype: torch.dtype = getattr(torch, dtype)
+        self._tolerance = config.weights.canary_limit(dtype) if generator else 0.0
         block_size = (generator.block_size if generator else None) or BLOCK
         longest = config.longest_sequence
         suspects = ["a cache of older weights"]
@@ -98,12 +105,13 @@ class PushChecks:
             digests = await generator.weight_digests()
         return LoadedVersion(generator, version, source, answer, digests)
 
-    async def digest(self, version: int, dtype: torch.dtype, source: Source) -> None:
+    async def digest(self, version: int, source: Source) -> None:
         """Compute the trainer's digests of ``version``, if any are compared. The trainer must have
         its device.
         """
         if self._digests:
-            await self._digest(version, dtype, source, f"push of policy version {version}: ")
+            owner = f"push of policy version {version}: "
+            await self._digest(version, self._dtype, source, owner)
 
     async def compare_digests(self, loaded: LoadedVersion, *, always: bool = False) -> None:
         """Raise RunError that names the first parameter that differs, if digests are compared or
@@ -150,7 +158,8 @@ class PushChecks:
             async with self._devices.of("generator", "model"):
                 if generator.version != version:  # it was started again
                     return []
-                digests = await unless_lost(generator, generator.weight_digests())
+                with suppress(RankLost):  # it is started again
+                    digests = await generator.weight_digests()
         if digests is None:
             return []
         if self._digested != (version, generator.dtype):
@@ -159,24 +168,29 @@ class PushChecks:
         return differing(self._trained, _merged(digests, f"{owner}{generator.name}"))
 
     async def _digest(self, version: int, dtype: torch.dtype, source: Source, owner: str) -> None:
-        digests = await self._source_digests(dtype, source)
+        if isinstance(self._weights, StartWeights):
+            digests = [await asyncio.to_thread(self._weights.digests, dtype)]
+        else:
+            digests = await self._weights.weight_digests(dtype, source)
         self._trained = _merged(digests, f"{owner}trainer")
         self._digested = (version, dtype)
 
-    async def _source_digests(self, dtype: torch.dtype, source: Source) -> list[ShardDigests]:
-        assert self._trainer is not None, "a session without one has other checks"
-        return await self._trainer.weight_digests(dtype, source)
-
     async def _source_logprobs(self, answer: Completion, source: Source) -> torch.Tensor:
-        """Return the trainer's log-probs of ``answer`` after the canary's prompt."""
+        """Return the trainer's log-probs of ``answer`` after the canary's prompt. Without a
+        trainer, return those of the first answer as far as the tokens are the same.
+        """
+        if isinstance(self._weights, StartWeights):
+            first = self._first = self._first or answer
+            pairs = zip(first.tokens, answer.tokens, strict=False)
+            same = next((n for n, (a, b) in enumerate(pairs) if a != b), len(answer.tokens))
+            return torch.tensor([*first.logprobs[:same], *answer.logprobs[same:]])
         prompt = self._canary.prompt_tokens
         tokens = torch.tensor(prompt + answer.tokens)
         lengths, weights = torch.tensor([len(tokens)]), torch.ones(len(tokens))
         batch = Batch(tokens=tokens, lengths=lengths, loss_weights=weights, experts=answer.experts)
         temperature = self._canary.sampling.temperature
-        assert self._trainer is not None, "a session without one has other checks"
         async with self._devices.of("trainer", "model"):
-            scored = await self._trainer.forward(batch, temperature=temperature, source=source)
+            scored = await self._weights.forward(batch, temperature=temperature, source=source)
         return scored["logprobs"][len(prompt) :]
 
 

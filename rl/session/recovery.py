@@ -1,14 +1,9 @@
-"""Judgement of the loss of a rank: the meshes to start again, and the calls that are lost."""
+"""Judgement of the loss of a rank: the meshes to start again."""
 
 from collections import Counter
-from collections.abc import Awaitable
-from typing import TypeVar
 
-from rl.actors.mesh import Mesh
 from rl.errors import ActorFailure, RankLost, RunError
 from rl.observe.events import Events
-
-T = TypeVar("T")
 
 
 class Recovery:
@@ -48,13 +43,3 @@ class Recovery:
         self.restarts += 1
         text = f"{str(failure).splitlines()[0]}; {then}"
         self._events.emit("lost", process=generator or failure.actor, text=text)
-
-
-async def unless_lost(mesh: Mesh, call: Awaitable[T]) -> T | None:
-    """Return the result of a call to a mesh; None if the mesh is lost, which others handle."""
-    try:
-        return await call
-    except RankLost as lost:
-        if lost.actor != mesh.name:
-            raise
-        return None

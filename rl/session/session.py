@@ -28,10 +28,9 @@ from rl.session.push_checks import LoadedVersion
 from rl.session.recovery import Recovery
 from rl.session.router import Router
 from rl.session.session_config import SessionConfig
-from rl.session.start_push import StartPush
 from rl.session.task_rollouters import TaskRollouters, rollouter_of
 from rl.session.threads import settle_threads
-from rl.session.weight_selector import Push, WeightSelector
+from rl.session.weight_selector import WeightSelector
 from rl.types import Completion, GenerationRequest, GivenSequence, Prompt, Rollout, Sampling
 
 
@@ -95,11 +94,8 @@ class Session(Models):
         super().__init__(groups, shared[config.colocate], Stopwatch(events), digests=config.digests)
         self._rewards = meshes.rewards(task, events) if task is not None else None
         self.router = Router(lambda: self._devices.of("generator", "model"), self.watch)
-        self._push: Push
-        if config.trainer is None:
-            self._push = StartPush(config, self._devices, self.watch, events)
-        else:
-            self._push = WeightPush(config, self.trainer, self._devices, self.watch, events)
+        trainer = self.trainer if self.has("trainer") else None
+        self._push = WeightPush(config, trainer, self._devices, self.watch, events)
         self._selector = WeightSelector(self._push)
         replicas = folder / "replicas"
         self.pool = GeneratorPool(

@@ -7,10 +7,7 @@ from dataclasses import dataclass
 
 from rl.session.concurrency import Signal
 from rl.session.push import WeightPush
-from rl.session.start_push import StartPush
 from rl.training.trainer_config import Source
-
-Push = WeightPush | StartPush
 
 
 @dataclass(eq=False)
@@ -35,7 +32,7 @@ class WeightSelector:
       push loads new weights under them.
     """
 
-    def __init__(self, push: Push):
+    def __init__(self, push: WeightPush):
         self._push = push
         self._present = _Turn()
         self._waiting: dict[Source, _Turn] = {}

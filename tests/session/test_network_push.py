@@ -226,7 +226,7 @@ async def test_transfer_from_a_dead_trainer_is_the_trainers_failure():
 @in_a_loop
 async def test_publish_excuses_a_generator_that_has_left():
     scene = await connected(replicas=2)
-    scene.trainer.during["push_weights"] = lambda: scene.push.remove(scene.generators[1])
+    scene.trainer.during["push_weights"] = lambda: scene.push.excuse(scene.generators[1])
     scene.step()
     await scene.arrived(1)
     assert scene.trainer.excused == [1]
@@ -240,7 +240,7 @@ async def test_a_generator_that_joins_loads_the_snapshot_that_the_others_hold():
     async with asyncio.timeout(WAIT_S), background(scene.push.run()):
         await scene.push.hold(Path("a"))
         assert (scene.push.state.loaded.source, first.version, second.version) == (Path("a"), 1, 1)
-        await scene.push.remove(second)
+        second.state = "absent"
         scene.step()
         await scene.changed.until(lambda: scene.push.state.readable.version == 2)
         await scene.push.join(second)

@@ -8,8 +8,7 @@ from rl.errors import ConfigError, RunError
 from rl.generation.generator_config import GeneratorConfig
 from rl.model.digest import merge_digests
 from rl.model.shape import ModelConfig
-from rl.session.start_push import StartChecks
-from rl.training.start_weights import Start
+from rl.training.start_weights import Start, StartWeights
 from rl.types import GenerationRequest, Sampling
 from tests.session import faults
 from tests.session.sessions import config_of, model_config, on_its_loop, trainer_config
@@ -76,12 +75,14 @@ async def test_a_generator_that_computes_otherwise_than_the_first_is_found(sessi
     with pytest.raises(RunError, match="canary .* from the files'"):
         await session.connect()
 
-    async def other(self, dtype, source):
-        digests = self._weights.digests(dtype)
-        (name, box), digest = next(iter(digests.items()))
-        return [digests | {(name, box): digest ^ 1}]
+    digests_of = StartWeights.digests
 
-    monkeypatch.setattr(StartChecks, "_source_digests", other)
+    def other(self, dtype):
+        digests = digests_of(self, dtype)
+        (name, box), digest = next(iter(digests.items()))
+        return digests | {(name, box): digest ^ 1}
+
+    monkeypatch.setattr(StartWeights, "digests", other)
     session._push.checks.forget()
     with pytest.raises(RunError, match="1 of .* parameters .* differ from the files'; the first"):
         await session.connect()

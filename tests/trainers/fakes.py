@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from rl.actors.generator import GeneratorMesh
 from rl.errors import ActorFailure, GroupLost, RankLost
 from rl.metrics import Metrics, Value
 from rl.model.shards import Box, Region
@@ -306,6 +307,10 @@ class Generator(Mesh):
     """Generator whose completions name the version of its weights."""
 
     dtype = torch.float32
+    state = "absent"
+    load = turn = 0
+    has_answered = False
+    is_serving = GeneratorMesh.is_serving
 
     def __init__(self, log: list[str], number: int = 0, slots: list[int] | None = None):
         super().__init__()

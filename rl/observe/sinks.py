@@ -108,6 +108,7 @@ class Sinks:
         config: dict[str, Any],
         warn: Callable[[str], None],
     ):
+        self._warn = warn
         facts = partial(RunFacts, folder=folder, config=config)
         self._threads = [_SinkThread(each, facts, warn) for each in sinks]
 
@@ -119,10 +120,14 @@ class Sinks:
     def close(self) -> None:
         """Close every sink, which takes at most CLOSE_S seconds in all."""
         until = time.monotonic() + CLOSE_S
-        for thread in self._threads:
-            thread.end()
-        for thread in self._threads:
-            thread.wait(until)
+        for each in self._threads:
+            each.events.put(None)
+        for each in self._threads:
+            each.thread.join(max(0.0, until - time.monotonic()))
+            if each.thread.is_alive():
+                each.is_left = True  # another process may own the run folder soon
+                text = f"sink {each.name} did not close within {CLOSE_S:.0f} s; it is left"
+                self._warn(text)
 
 
 class _SinkThread:
@@ -130,38 +135,29 @@ class _SinkThread:
 
     def __init__(self, sink: Sink, facts: Callable[..., RunFacts], warn: Callable[[str], None]):
         self._sink = sink
-        self._name = type(sink).__name__
+        self.name = type(sink).__name__
         self._facts = facts
         self._warn = warn
-        self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self.events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._is_open = False
         self._has_failed = False
         self._has_lost = False
-        self._is_left = False
-        self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-        self._thread.start()
+        self.is_left = False
+        self.thread = threading.Thread(target=self._run, name=self.name, daemon=True)
+        self.thread.start()
 
     def write(self, event: Event) -> None:
         if self._has_failed:
             return
-        if self._events.qsize() < WAITING:
-            self._events.put(event)
+        if self.events.qsize() < WAITING:
+            self.events.put(event)
         elif not self._has_lost:
             self._has_lost = True
-            self._warn(f"sink {self._name} is too slow and loses events; the run goes on")
-
-    def end(self) -> None:
-        self._events.put(None)
-
-    def wait(self, until: float) -> None:
-        self._thread.join(max(0.0, until - time.monotonic()))
-        if self._thread.is_alive():
-            self._is_left = True  # another process may own the run folder soon
-            self._warn(f"sink {self._name} did not close within {CLOSE_S:.0f} s; it is left")
+            self._warn(f"sink {self.name} is too slow and loses events; the run goes on")
 
     def _run(self) -> None:
         try:
-            while (event := self._events.get()) is not None:
+            while (event := self.events.get()) is not None:
                 if event["kind"] == "started":
                     self._close()
                     self._sink.open(self._facts(step=event["step"]))
@@ -171,8 +167,8 @@ class _SinkThread:
             self._close()
         except Exception as error:  # the user's code, or another library
             self._has_failed = True
-            if not self._is_left:
-                self._warn(f"sink {self._name} gets no more events: {error_text(error)}")
+            if not self.is_left:
+                self._warn(f"sink {self.name} gets no more events: {error_text(error)}")
             with contextlib.suppress(Exception):  # it has been warned of
                 self._close()
 

@@ -60,6 +60,7 @@ class Models:
         """Reductions of the gradients since the last step, by role and adapter."""
         self._changed: set[str] = set()  # roles with other weights than at their start
         self._aside: set[str] = set()  # roles whose processes run inside ``using`` alone
+        self._has_saved = False  # the trainer, since a model was lost
 
     @property
     def trainer(self) -> TrainerMesh:
@@ -231,6 +232,7 @@ class Models:
         async with self._devices.of(role, "model", "optimizer"):
             with self.watch.span("save", role):
                 await self._groups[role].call(ModelWorker.save_checkpoint, step, state or {})
+        self._has_saved = self._has_saved or role == "trainer"
 
     async def load(
         self, step: int = -1, *, role: str = "trainer"
@@ -301,6 +303,7 @@ class Models:
         """
         self._source(adapter)
         await self._with_optimizer(ModelWorker.save_state, Path(folder).absolute(), adapter)
+        self._has_saved = True
 
     async def load_state(
         self, folder: Path, *, adapter: str | None = None, optimizer: bool = True

@@ -153,11 +153,14 @@ class GeneratorPool:
                     self.events.emit("joined", process=mesh.name, text=f"{mesh.name} has joined")
                 raise await mesh.failed()
             except ActorFailure as failure:
-                if mesh.has_answered:
-                    self.recovery.progressed(mesh.name)
-                mesh.has_answered = False
                 mesh.state = "absent"
-                self.recovery.survive(failure, "starting it again", generator=mesh.name)
+                self.recovery.survive(
+                    failure,
+                    "starting it again",
+                    progressed=mesh.has_answered,
+                    generator=mesh.name,
+                )
+                mesh.has_answered = False
                 await self.push.excuse(mesh)
 
     async def _start(self, mesh: GeneratorMesh) -> None:

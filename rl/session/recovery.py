@@ -21,18 +21,17 @@ class Recovery:
         self._events = events
         self._in_a_row = Counter[str]()
 
-    def progressed(self, generator: str = "") -> None:
-        """Note a completion of ``generator``, or without a name a checkpoint of the models."""
-        self._in_a_row[generator] = 0
-
-    def survive(self, failure: ActorFailure, then: str, *, generator: str = "") -> None:
+    def survive(
+        self, failure: ActorFailure, then: str, *, progressed: bool, generator: str = ""
+    ) -> None:
         """Return if the mesh of ``failure`` is to be started again. ``then`` says what follows.
+        ``progressed``: whether there was a completion of ``generator``, or without a name a
+        checkpoint of the models, since its last loss.
 
         Raises ``failure`` otherwise; for a ``generator`` that was lost too often RunError, since no
         checkpoint mends that.
         """
-        self._in_a_row[generator] += 1
-        lost = self._in_a_row[generator]
+        lost = self._in_a_row[generator] = 1 if progressed else self._in_a_row[generator] + 1
         if not isinstance(failure, RankLost):
             raise failure
         if lost > self._max_restarts:

@@ -196,7 +196,9 @@ class Session(Models):
         It cannot be mended if an actor raised, or if ranks were lost more than ``max_restarts``
         times without a checkpoint of the trainer in between.
         """
-        self._recovery.survive(failure, "going back to the newest checkpoint")
+        then = "going back to the newest checkpoint"
+        self._recovery.survive(failure, then, progressed=self._has_saved)
+        self._has_saved = False
 
     async def close(self) -> None:
         """Let every engine clean up, after saves that are still being written."""
@@ -335,19 +337,6 @@ class Session(Models):
     async def settle(self) -> None:
         """Wait until the trainer's weights may change; ``optim_step`` calls it."""
         await self._push.settle()
-
-    async def save(
-        self, step: int, state: dict[str, Any] | None = None, *, role: str = "trainer"
-    ) -> None:
-        """Write checkpoint ``step``: see :meth:`Models.save`."""
-        await super().save(step, state, role=role)
-        if role == "trainer":
-            self._recovery.progressed()
-
-    async def save_state(self, folder: Path, *, adapter: str | None = None) -> None:
-        """Write a state into ``folder``: see :meth:`Models.save_state`."""
-        await super().save_state(folder, adapter=adapter)
-        self._recovery.progressed()
 
     @property
     def restarts(self) -> dict[str, int]:

@@ -201,8 +201,8 @@ BREAKS = (
     ),
     Break(
         "rl/session/push.py",
-        "return self.trainer.version, self.trainer.loads",
-        "return self.trainer.version, 0",
+        "return (self.trainer.version, self.trainer.loads)",
+        "return (self.trainer.version, 0)",
         "session/test_adapters.py",
     ),
     # weights
@@ -306,8 +306,8 @@ BREAKS = (
     # session
     Break(
         "rl/session/push.py",
-        "await self._until_unread()\n            self._is_changing",
-        "self._is_changing",
+        "await self._until_unread()\n            self._policy",
+        "self._policy",
         "session/test_push.py trainers/test_loop.py",
     ),
     Break(
@@ -318,8 +318,8 @@ BREAKS = (
     ),
     Break(
         "rl/session/router.py",
-        "return replica.load, replica.turn, next(self._count), replica",
-        "return -replica.load, replica.turn, next(self._count), replica",
+        "return self._heap[0][-1] if",
+        "return self._heap[-1][-1] if",
         "session/test_router.py",
     ),
     Break(

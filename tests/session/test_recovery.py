@@ -20,14 +20,14 @@ def test_losses_in_a_row_are_survived_up_to_the_limit_and_progress_begins_a_new_
     seen = []
     recovery = Recovery(2, Events(seen.append))
     for _ in range(3):
-        recovery.progressed()
-        for _ in range(2):
-            recovery.survive(failure(kind, "critic"), "going back")
-        recovery.progressed("generator-0")
-        recovery.survive(failure(kind, "generator-0"), "starting it", generator="generator-0")
+        for number in range(2):
+            recovery.survive(failure(kind, "critic"), "going back", progressed=number == 0)
+        recovery.survive(
+            failure(kind, "generator-0"), "starting it", progressed=True, generator="generator-0"
+        )
     lost = failure(kind, "trainer")
     with pytest.raises(RankLost) as raised:
-        recovery.survive(lost, "going back")
+        recovery.survive(lost, "going back", progressed=False)
     assert raised.value is lost
     assert recovery.restarts == 9
     texts = [(event["process"], event["text"]) for event in seen]
@@ -38,9 +38,10 @@ def test_losses_in_a_row_are_survived_up_to_the_limit_and_progress_begins_a_new_
 def test_a_generator_that_is_lost_too_often_ends_the_run_with_how_often():
     recovery = Recovery(1, Events())
     lost = failure("died", "generator-1")
-    recovery.survive(lost, "starting it again", generator="generator-1")
+    options = {"progressed": False, "generator": "generator-1"}
+    recovery.survive(lost, "starting it again", **options)
     with pytest.raises(RunError, match=r"gone\nit was lost 2 times without a completion") as raised:
-        recovery.survive(lost, "starting it again", generator="generator-1")
+        recovery.survive(lost, "starting it again", **options)
     assert not isinstance(raised.value, ActorFailure)  # which a checkpoint would mend
     assert raised.value.__cause__ is lost
 
@@ -49,7 +50,7 @@ def test_a_generator_that_is_lost_too_often_ends_the_run_with_how_often():
 def test_an_exception_of_an_actor_is_final(generator):
     raised = failure("raised", generator or "trainer")
     with pytest.raises(ActorFailure) as found:
-        Recovery(9, Events()).survive(raised, "again", generator=generator)
+        Recovery(9, Events()).survive(raised, "again", progressed=True, generator=generator)
     assert found.value is raised
 
 

@@ -175,6 +175,8 @@ class GeneratorMesh(Mesh):
     ``leaving`` until its last request and its processes have ended."""
     load: int = field(default=0, init=False)
     """Number of its requests in flight."""
+    fetches: int | None = field(default=None, init=False)
+    """Version that it is fetching, which a publish must not overwrite; None without a fetch."""
     turn: int = field(default=0, init=False)
     """Grows each time that the router chooses it; no two generators have the same."""
     has_answered: bool = field(default=False, init=False)
@@ -218,17 +220,17 @@ class GeneratorMesh(Mesh):
         self.version = None
         self._is_empty = False
 
-    async def pull_weights(self, version: int) -> float:
-        """Load ``version``, which the trainer has pushed, or a newer version if one arrives first.
-
-        Returns the pause of generation, in s. After an ActorFailure caused by VersionGone
-        or TransferFailed the generator still has the weights it had.
+    async def fetch_weights(self, version: int) -> None:
+        """Fetch ``version``, which the trainer has pushed. After an ActorFailure caused by
+        VersionGone or TransferFailed the generator still has the weights it had.
         """
         # A rank may first have to end a fetch that failed on another.
         await self.on(extra_s=2 * self._transfer_s).call(Generator.fetch_weights, version)
-        return await self._load_fetched(version)
 
-    async def _load_fetched(self, version: int) -> float:
+    async def pull_weights(self, version: int) -> float:
+        """Load ``version``, which was fetched, or a newer version if one arrives first. Return the
+        pause of generation, in s.
+        """
         leader = self._leader(2 * self._transfer_s)
         (pulled,) = await leader.call(Generator.pull_weights, version)
         self._has_prefixes = self._has_prefixes and pulled.version == self.version
@@ -300,7 +302,7 @@ class GeneratorMesh(Mesh):
         """
         await self.call(Generator.onload)
         if model and self._is_empty and self.version is not None:
-            await self._load_fetched(self.version)
+            await self.pull_weights(self.version)
 
     async def stop(self) -> None:
         """End the processes, whatever they are doing. Raises nothing."""

@@ -52,11 +52,6 @@ class PolicyTrainer(ModelWorker):
                 return timed(sent, [("publish", begin, time.time())])
 
     @endpoint
-    async def excuse(self, generator: int) -> None:
-        if self.publisher is not None:
-            await self.publisher.excuse(generator)
-
-    @endpoint
     async def close(self) -> None:
         await self._close_publisher()
         await self._in_engine(self.checkpointer.close)

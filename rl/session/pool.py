@@ -126,7 +126,6 @@ class GeneratorPool:
                     keepers.pop(number).cancel()
                     self.events.emit("left", process=mesh.name, text=f"{mesh.name} leaves")
                     await self.router.drain(mesh)
-                    await self.push.excuse(mesh)
                     await mesh.stop()
                     del self._meshes[number]
 
@@ -161,7 +160,6 @@ class GeneratorPool:
                     generator=mesh.name,
                 )
                 mesh.has_answered = False
-                await self.push.excuse(mesh)
 
     async def _start(self, mesh: GeneratorMesh) -> None:
         """Start the generator unless it is running. Remaining processes of a lost one end first."""

@@ -63,7 +63,8 @@ class WeightPush:
             await push.pull(version)            # have every generator load them
             await push.settle()                 # before the weights change again
 
-    The transport keeps the last two published versions readable.
+    The transport keeps the last two published versions readable. A publish waits until no generator
+    fetches the older one.
 
     - Weights never change under a reader. ``settle`` returns if no version is left to publish and
       no comparison with the weights is left; ``publish`` follows each change.
@@ -152,11 +153,6 @@ class WeightPush:
             state = self.state
             await self._pull(generator, state.loaded if self._in_order else state.readable)
 
-    async def excuse(self, generator: GeneratorMesh) -> None:
-        """Have a publish under way stop waiting for a generator that has gone."""
-        if self.trainer is not None:
-            await self.trainer.call(PolicyTrainer.excuse, generator.number)
-
     async def run(self) -> None:
         """Publish versions that were started, and compare versions that have arrived."""
         async with background(self._compare_each()):
@@ -234,7 +230,8 @@ class WeightPush:
             async def pull(generator: GeneratorMesh) -> float:
                 if generator.state in MEMBERS:  # it may leave during the pulls of others
                     try:
-                        return await self._pull(generator, wanted)
+                        newest = wanted if self._in_order else state.readable
+                        return await self._pull(generator, newest)
                     except RankLost as lost:
                         if lost.actor != generator.name:
                             raise
@@ -304,13 +301,17 @@ class WeightPush:
 
     async def _publish_each(self) -> None:
         """Publish each version that was begun. With ``pushes`` in order, the version before must
-        have arrived.
+        have arrived. No generator may be fetching the version that is overwritten.
         """
 
         def may_publish() -> bool:
             state = self.state
+            newest = state.readable.version
+            late = any(
+                newest > each.fetches for each in self._generators if each.fetches is not None
+            )
             waits = self._in_order and state.loaded != state.readable
-            return state.pending != state.readable and not waits
+            return state.pending != state.readable and not late and not waits
 
         while True:
             await self._changed.until(may_publish)
@@ -348,6 +349,7 @@ class WeightPush:
             with self.watch.span("pull", generator.name):
                 while True:
                     try:
+                        await self._fetch(generator, wanted.version)
                         pause = await generator.pull_weights(wanted.version)
                         break
                     except ActorFailure as failure:
@@ -364,6 +366,14 @@ class WeightPush:
                     self._unchecked.append(await self.checks.ask(generator, version, source))
         self._changed.notify()
         return pause
+
+    async def _fetch(self, generator: GeneratorMesh, version: int) -> None:
+        generator.fetches = version
+        try:
+            await generator.fetch_weights(version)
+        finally:
+            generator.fetches = None
+            self._changed.notify()
 
     async def _next(self, failure: ActorFailure, wanted: Pushed, failures: int) -> Pushed:
         """Return the weights to pull after a pull of ``wanted`` failed; raise if none are left.

@@ -40,7 +40,6 @@ class PackedPublisher:
     - reads the headers, then the blobs into its own memory, then the headers again. Equal headers
       prove that nothing was written in between; otherwise the fetch is refused. So no torn value
       reaches a parameter.
-    - acknowledges the sequence number to all publishers.
     - copies in ``pull`` from its own memory, whatever the publishers do meanwhile. ::
 
         publisher = ...(shards, transfer, rank=)     # trainer rank, in an endpoint of its actor
@@ -49,11 +48,10 @@ class PackedPublisher:
         await subscriber.fetch(v)                                     # generation goes on
         subscriber.pull(v)                                            # generation stands still
 
-    A slot is reused when every reader has acknowledged its push or a newer one. The publisher stops
-    waiting for a reader that does not acknowledge within ``transfer.timeout_s`` seconds, or that is
-    excused because its generator has gone, until the reader acknowledges again. A reader that was
-    only slow gets VersionGone, which names the versions that exist. All ranks of a generator must
-    hold the same version, so a fetch never chooses another version by itself.
+    A publish waits for no reader: a caller that knows of a fetch of the version before the newest
+    one waits for its end. A reader whose version is overwritten gets VersionGone, which names the
+    versions that exist. All ranks of a generator must hold the same version, so a fetch never
+    chooses another version by itself.
 
     With ``delta``, each blob is compared with the blob in the other slot. If the code of the
     changes is at most half as large, readers that hold the previous push fetch only the code; all
@@ -69,9 +67,6 @@ class PackedPublisher:
         dtype = transfer.dtype
         self.blobs = plan_blobs(transfer.sources, transfer.wanted)[rank]
         self._ranks = len(transfer.wanted)
-        self._readers = transfer.generators * self._ranks
-        self._acknowledgements = torch.zeros(self._readers, dtype=torch.int64)
-        self._timeout_s = transfer.timeout_s
         self._like = shards[0].tensor
         device = self._like.device
         self._header = torch.zeros(SLOTS, _DELTAS + len(self.blobs), dtype=torch.int64)
@@ -93,7 +88,6 @@ class PackedPublisher:
         ]
         # pushes of two publishers are never confused, not even after a restart
         self._push = time.time_ns()
-        self._given_up: dict[int, int] = {}
         # one thread: a cancelled publish ends before the next one packs
         self._packer = ThreadPoolExecutor(1)
 
@@ -104,7 +98,6 @@ class PackedPublisher:
         """
         slot = self._push % SLOTS
         row = self._header[slot]
-        await self._await_readers(int(row[_SEQUENCE]))
         row[_SEQUENCE] = 2 * self._push + 1
         await self._put_header(slot)
         await asyncio.get_running_loop().run_in_executor(self._packer, self._pack, slot)
@@ -118,36 +111,15 @@ class PackedPublisher:
         sent = sum((size or whole.nbytes) * len(blob.readers) for blob, whole, size in parts)
         return Sent(full, sent)
 
-    async def excuse(self, generator: int) -> None:
-        """Stop waiting for a generator that has gone, until a reader of its number has fetched."""
-        acknowledged = await self._acknowledged()
-        readers = range(generator * self._ranks, (generator + 1) * self._ranks)
-        self._given_up |= {reader: acknowledged[reader] for reader in readers}
-
     def close(self) -> None:
         """Release all resources; subscribers fail from here on."""
         self._packer.shutdown()
-
-    async def _acknowledged(self) -> list[int]:
-        """Return the last sequence number that each reader acknowledged, 0 for none."""
-        return self._acknowledgements.tolist()
 
     async def _put_header(self, slot: int) -> None:
         """Publish the slot's row of the header, if readers do not read this process's memory."""
 
     async def _put_slot(self, slot: int) -> None:
         """Publish the slot's blobs and deltas, if readers do not read this process's memory."""
-
-    async def _await_readers(self, sequence: int) -> None:
-        deadline = time.monotonic() + self._timeout_s
-        while sequence and sequence % 2 == 0:
-            acknowledged = enumerate(await self._acknowledged())
-            behind = {(r, a) for r, a in acknowledged if a < sequence} - self._given_up.items()
-            if not behind:
-                return
-            if time.monotonic() > deadline:
-                self._given_up |= dict(behind)
-            await asyncio.sleep(0.001)
 
     def _pack(self, slot: int) -> None:
         copy_all(self._copies[slot], self._like)
@@ -263,7 +235,6 @@ class PackedSubscriber:
             raise
         self._held = [row[_SEQUENCE] for row in rows]
         self._fetched = version
-        await self._acknowledge(self._held)
 
     def pull(self, version: int) -> int:
         """Overwrite this rank's parameters; return the version.
@@ -289,10 +260,6 @@ class PackedSubscriber:
 
     async def _read(self, reads: list[Read]) -> None:
         """Perform all ``reads``."""
-        raise NotImplementedError
-
-    async def _acknowledge(self, sequences: list[int]) -> None:
-        """Acknowledge to each publisher the sequence number that was read from it."""
         raise NotImplementedError
 
     def _drop(self) -> None:

@@ -19,8 +19,6 @@ class RdmaAddress:
     """Buffers through which other processes reach a trainer rank's memory."""
 
     header: RDMABuffer
-    acknowledgements: list[RDMABuffer]
-    """Buffers by reader; each reader writes its own."""
     slots: list[list[RDMABuffer]]
     """Buffers by slot and blob."""
     deltas: list[list[list[RDMABuffer]]]
@@ -38,7 +36,6 @@ class RdmaPublisher(PackedPublisher):
         super().__init__(shards, transfer, rank=rank)
         self.address = RdmaAddress(
             _buffer(self._header.view(-1)),
-            [_buffer(word) for word in self._acknowledgements.split(1)],
             [[_buffer(blob) for blob in slot] for slot in self._slots],
             [
                 [[_buffer(chunk) for chunk in chunks_of(code)] for code in slot]
@@ -50,7 +47,7 @@ class RdmaPublisher(PackedPublisher):
         super().close()
         slots = (buffer for slot in self.address.slots for buffer in slot)
         chunks = (buffer for slot in self.address.deltas for blob in slot for buffer in blob)
-        for buffer in (self.address.header, *self.address.acknowledgements, *slots, *chunks):
+        for buffer in (self.address.header, *slots, *chunks):
             buffer.drop()
 
 
@@ -81,15 +78,6 @@ class RdmaSubscriber(PackedSubscriber):
         action = RDMAAction()
         for into, buffer in pairs:
             action.read_remote(into.view(torch.uint8), buffer)
-        await self._submit(action)
-
-    async def _acknowledge(self, sequences: list[int]) -> None:
-        action = RDMAAction()
-        for word, address in zip(torch.tensor(sequences).split(1), self._addresses, strict=True):
-            action.write_remote(address.acknowledgements[self._reader], word.view(torch.uint8))
-        await self._submit(action)
-
-    async def _submit(self, action: RDMAAction) -> None:
         try:
             # longer than the timeout of fetch
             await action.submit(timeout=math.ceil(self._timeout_s) + 1)

@@ -133,9 +133,6 @@ class SharedMemoryPublisher:
         finally:
             slot.unlock()
 
-    async def excuse(self, generator: int) -> None:
-        """Do nothing: the kernel drops the locks of a process that has ended."""
-
     def close(self) -> None:
         """Unmap the slots; the kernel frees them when the last reader closes too."""
         for slot in self._slots:

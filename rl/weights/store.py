@@ -57,19 +57,8 @@ class StorePublisher(PackedPublisher):
         super().__init__(shards, transfer, rank=rank)
         torchstore.reset_client(STORE)
         self.address = StoreAddress(rank)
-        self._opened = False
-
-    async def _acknowledged(self) -> list[int]:
-        if not self._opened:
-            return [0] * self._readers
-        words = [self.address.get("acknowledged", reader) for reader in range(self._readers)]
-        return [int(word) for word in await asyncio.gather(*words)]
 
     async def _put_header(self, slot: int) -> None:
-        if not self._opened:
-            for reader in range(self._readers):
-                await self.address.put(torch.zeros(1, dtype=torch.int64), "acknowledged", reader)
-            self._opened = True
         await self.address.put(self._header, "header")
 
     async def _put_slot(self, slot: int) -> None:
@@ -104,10 +93,6 @@ class StoreSubscriber(PackedSubscriber):
         # a delta that was overwritten meanwhile may be shorter
         size = min(len(value), read.delta or len(value))
         read.into[:size] = value[:size]
-
-    async def _acknowledge(self, sequences: list[int]) -> None:
-        for word, address in zip(torch.tensor(sequences).split(1), self._addresses, strict=True):
-            await address.put(word.clone(), "acknowledged", self._reader)
 
 
 async def _header(address: StoreAddress) -> torch.Tensor:

@@ -55,7 +55,6 @@ class TcpPublisher(PackedPublisher):
         self._rank = rank
         answers: dict[str, Callable[..., Any]] = {
             "header": self._rows,
-            "acknowledge": self._note,
             "parent": self._parent,
         }
         self._server = self._make_server(answers)
@@ -73,11 +72,6 @@ class TcpPublisher(PackedPublisher):
     def bytes_sent(self) -> int:
         """Number of bytes of weights that this rank has sent."""
         return self._server.bytes_sent
-
-    async def excuse(self, generator: int) -> None:
-        await super().excuse(generator)
-        for rank in range(self._ranks):
-            self._tree.forget(generator * self._ranks + rank)
 
     def close(self) -> None:
         super().close()
@@ -102,9 +96,6 @@ class TcpPublisher(PackedPublisher):
 
     def _rows(self) -> list[list[int]]:
         return self._header.tolist()
-
-    def _note(self, reader: int, sequence: int) -> None:
-        self._acknowledgements[reader] = sequence
 
     def _parent(self, reader: int, sequence: int, address: list[Any]) -> Address | None:
         return self._tree.place(reader, reader % self._ranks, sequence, Address(*address))
@@ -145,13 +136,6 @@ class TcpSubscriber(PackedSubscriber):
         ranks = range(len(self._addresses))
         rows = [asyncio.to_thread(self._ask, rank, "header") for rank in ranks]
         return [torch.tensor(each) for each in await asyncio.gather(*rows)]
-
-    async def _acknowledge(self, sequences: list[int]) -> None:
-        words = [
-            asyncio.to_thread(self._ask, rank, "acknowledge", self._reader, sequence)
-            for rank, sequence in enumerate(sequences)
-        ]
-        await asyncio.gather(*words)
 
     async def _read(self, reads: list[Read]) -> None:
         if not reads:
@@ -260,12 +244,6 @@ class RelayTree:
             node.parent = self._parent(tree, node)
             tree[reader] = node
             return node.parent.address if node.parent else None
-
-    def forget(self, reader: int) -> None:
-        """Remove this reader as a parent until it asks again."""
-        with self._lock:
-            for tree in self._trees.values():
-                tree.pop(reader, None)
 
     def _parent(self, tree: dict[int, _Node], child: _Node) -> _Node | None:
         """Return the first node that can serve one more reader and is not below ``child``, if

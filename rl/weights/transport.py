@@ -171,9 +171,6 @@ class Publisher(Protocol):
         Raises RunError if a slot cannot be had in time.
         """
 
-    async def excuse(self, generator: int) -> None:
-        """Stop waiting for a generator that has gone, until a reader of its number has fetched."""
-
     def close(self) -> None:
         """Release all resources; subscribers fail from here on."""
 

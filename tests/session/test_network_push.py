@@ -223,13 +223,36 @@ async def test_transfer_from_a_dead_trainer_is_the_trainers_failure():
         await scene.arrived(1)
 
 
+@pytest.mark.parametrize("is_lost", [False, True])
 @in_a_loop
-async def test_publish_excuses_a_generator_that_has_left():
-    scene = await connected(replicas=2)
-    scene.trainer.during["push_weights"] = lambda: scene.push.excuse(scene.generators[1])
-    scene.step()
-    await scene.arrived(1)
-    assert scene.trainer.excused == [1]
+async def test_a_publish_waits_for_a_fetch_of_the_version_that_it_overwrites(is_lost):
+    scene = await connected()
+    (generator,) = scene.generators
+    begun, may_end = asyncio.Event(), asyncio.Event()
+
+    async def fetching():
+        begun.set()
+        await may_end.wait()
+        generator.alive()
+
+    generator.fetching = fetching
+    async with asyncio.timeout(WAIT_S), background(scene.push.run()):
+        scene.step()
+        pull = asyncio.create_task(scene.push.pull(1))
+        await begun.wait()
+        scene.step()
+        await scene.changed.until(lambda: scene.push.state.readable.version == 2)
+        scene.step()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert "publish 3" not in scene.trainer.log
+        generator.fetching = None
+        if is_lost:
+            generator.lose()
+        may_end.set()
+        await scene.changed.until(lambda: scene.push.state.readable.version == 3)
+        assert await pull == 1
+    assert generator.version == (0 if is_lost else 1)
 
 
 @in_a_loop

@@ -119,8 +119,6 @@ class Trainer(Mesh):
         """Arguments of the last optimizer step."""
         self.slots: list[int] = []
         """Versions that can be pulled: the last two."""
-        self.excused: list[int] = []
-        """Numbers of generators that no push waits for."""
         self._engine = asyncio.Lock()
         self._steps = 0
         self._pushing = 0
@@ -130,10 +128,6 @@ class Trainer(Mesh):
 
     async def open_publishers(self, transfer: Any) -> list[Any]:
         return ["address"]
-
-    async def excuse(self, generator: int) -> None:
-        self.alive()
-        self.excused.append(generator)
 
     async def push_weights(self, version: int, source: Any) -> list[Sent]:
         self.alive()
@@ -308,6 +302,7 @@ class Generator(Mesh):
 
     dtype = torch.float32
     state = "absent"
+    fetches = None
     load = turn = 0
     has_answered = False
     is_serving = GeneratorMesh.is_serving
@@ -321,6 +316,8 @@ class Generator(Mesh):
         self.version = None
         self.during: Callable[[str], Awaitable[None]] | None = None
         """Hook that each call of ``generate`` awaits halfway, given the id of its first request."""
+        self.fetching: Hook | None = None
+        """Hook that each fetch awaits."""
         self.pulling: Hook | None = None
         """Hook that each pull awaits."""
         self.pull_fails = False
@@ -351,6 +348,11 @@ class Generator(Mesh):
 
     def take_load(self) -> Metrics:
         return Metrics({"generator/running_max": Value(float(len(self.asked)), "max")})
+
+    async def fetch_weights(self, version: int) -> None:
+        self.alive()
+        if self.fetching:
+            await self.fetching()
 
     async def pull_weights(self, version: int) -> float:
         self.alive()

@@ -127,10 +127,6 @@ class MemoryPublisher(PackedPublisher):
         super().__init__(trainer_parts(weights, rank), transfer(**options), rank=rank)
         self.gates = Gates()
         self.loop = None
-        self.acknowledged = [0] * self._readers
-
-    async def _acknowledged(self) -> list[int]:
-        return self.acknowledged
 
     async def _put_header(self, slot: int) -> None:
         self.loop = asyncio.get_running_loop()
@@ -177,7 +173,3 @@ class MemorySubscriber(PackedSubscriber):
             await asyncio.sleep(self.read_takes)
             into[half:] = memory[half : len(into)]
         self.late = lambda: None
-
-    async def _acknowledge(self, sequences: list[int]) -> None:
-        for publisher, sequence in zip(self.publishers, sequences, strict=True):
-            publisher.acknowledged[self.reader] = sequence

@@ -120,8 +120,6 @@ async def push_and_kill(transport: str, pushes: int) -> None:
                 await asyncio.sleep(0.01 * rng.random())  # in the middle of its fetch, or after it
                 generators[victim].kill()
                 killed += 1
-                for publisher in publishers:
-                    await publisher.excuse(victim)
                 generators[victim] = Generator.start(moved, addresses, victim)
                 generators[victim].says.send(version)
             assert [await each.answer() for each in generators] == [(version, True)] * GENERATORS

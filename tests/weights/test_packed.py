@@ -1,7 +1,6 @@
 """Protocol of a push over a network: bit for bit or refused, and no slot reused under a reader."""
 
 import asyncio
-import time
 
 import pytest
 
@@ -127,85 +126,6 @@ async def test_a_missing_version_is_refused_with_the_versions_that_exist():
     await subscribers[0].fetch(0)
     with pytest.raises(RunError, match="pull of version 1: fetched is 0"):
         subscribers[0].pull(1)
-
-
-@in_a_loop
-async def test_a_slot_waits_for_its_readers_but_only_once_for_a_dead_one():
-    weights = initial()
-    publishers, (here, gone) = make(weights, timeout_s=3600.0)
-    await push(publishers, 0)
-    await push(publishers, 1)
-    waiting = asyncio.create_task(publishers[0].publish(2))
-    for subscriber in (here, gone):
-        await asyncio.sleep(0.05)
-        assert not waiting.done()
-        await subscriber.fetch(1)
-    await waiting
-    await publishers[1].publish(2)
-    await push(publishers, 3)
-    await here.fetch(3)
-    publishers[0]._timeout_s = 0.2
-    start = time.monotonic()
-    await publishers[0].publish(4)
-    assert time.monotonic() - start >= 0.2
-    publishers[1]._timeout_s = 0.2
-    await publishers[1].publish(4)
-    await here.fetch(4)
-    for publisher in publishers:
-        publisher._timeout_s = 3600.0
-    await asyncio.wait_for(push(publishers, 5), 120)
-    with pytest.raises(RunError, match="fetch of version 3: trainer rank 0 holds 4 and 5"):
-        await gone.fetch(3)
-    await gone.fetch(4)
-    await here.fetch(5)
-    await asyncio.wait_for(push(publishers, 6), 120)
-    waiting = asyncio.create_task(push(publishers, 7))
-    await asyncio.sleep(0.05)
-    assert not waiting.done()  # the reader fetched again, so the publisher waits for it
-    await gone.fetch(6)
-    await asyncio.wait_for(waiting, 120)
-
-
-@in_a_loop
-async def test_a_publish_does_not_wait_for_an_excused_generator():
-    publishers, subscribers = make(initial(), timeout_s=3600.0)
-    await push(publishers, 0)
-    await push(publishers, 1)
-    waiting = asyncio.create_task(push(publishers, 2))
-    await asyncio.sleep(0.05)
-    assert not waiting.done()
-    for publisher in publishers:
-        await publisher.excuse(0)
-    await asyncio.wait_for(waiting, 120)
-    await pull(subscribers, 2)  # a new generator with its number, which the publisher waits for
-    await asyncio.wait_for(push(publishers, 3), 120)
-    waiting = asyncio.create_task(push(publishers, 4))
-    await asyncio.wait([waiting], timeout=0.05)
-    assert waiting.done()
-    waiting = asyncio.create_task(push(publishers, 5))
-    await asyncio.wait([waiting], timeout=0.05)
-    assert not waiting.done()
-    await pull(subscribers, 4)
-    await asyncio.wait_for(waiting, 120)
-
-
-@in_a_loop
-async def test_an_excuse_holds_until_the_generator_is_behind():
-    publishers, here = make(initial(), timeout_s=3600.0, generators=2)
-    gone = [MemorySubscriber(publishers, rank, replica=1) for rank in range(RANKS)]
-    await push(publishers, 0)
-    await push(publishers, 1)
-    await pull(gone, 1)
-    for publisher in publishers:
-        await publisher.excuse(1)
-    waiting = asyncio.create_task(push(publishers, 2))
-    await asyncio.wait([waiting], timeout=0.05)
-    assert not waiting.done()  # the publisher waits for the other generator
-    await pull(here, 1)
-    await waiting
-    await pull(here, 2)
-    await push(publishers, 3)
-    await asyncio.wait_for(push(publishers, 4), 60)
 
 
 @in_a_loop

@@ -178,8 +178,7 @@ class Models:
                 except BaseException:
                     self._reductions.pop((role, adapter), None)
                     raise
-        known = self._reductions.setdefault((role, adapter), set())
-        known.add(batch.reduction or "token_mean")
+        self._reductions.setdefault((role, adapter), set()).add(batch.reduction or "token_mean")
         return result
 
     async def optim_step(

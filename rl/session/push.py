@@ -5,6 +5,7 @@ import random
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -76,8 +77,8 @@ class WeightPush:
     - A transfer that failed while both ends are alive is repeated ``max_restarts`` times.
     - Each arrival is compared with the trainer's weights as configured. With ``compares_all``,
       weights change only after each generator's copy was compared with them.
-    - Instead of the policy, generators can ``hold`` a snapshot or the base model. Versions that are
-      pushed are then higher than those of the policy, since each has a number of its own.
+    - Instead of the policy, generators can ``hold`` a snapshot or the base model. A push then has a
+      version of its own, above those of the policy.
     - Without a trainer the only version is 0, which each generator loads itself.
     """
 
@@ -94,25 +95,24 @@ class WeightPush:
     def __post_init__(self) -> None:
         config = self.config
         generator = config.generator
+        timeout_s = config.deadlines.start
         self._start = StartWeights(
-            model=config.model,
-            seed=config.seed,
-            start=config.start,
-            timeout_s=config.deadlines.start,
+            model=config.model, seed=config.seed, start=config.start, timeout_s=timeout_s
         )
-        self.checks = PushChecks(config, self.trainer or self._start, self.devices)
+        self._changed = Signal()
+        self._settling = 0  # number of tasks that wait until the weights may change
+        weights = self.trainer or self._start
+        settling = partial(self._changed.until, lambda: self._settling or not self.trainer)
+        self.checks = PushChecks(config, weights, self.devices, self.watch, settling)
         self._in_order = config.pushes == "in_order"
         self._compares = self.checks.are_on and (config.compares_all or not self._in_order)
-        is_rolling = generator is not None and generator.update == "rolling"
-        self._rolling = is_rolling and not self._in_order
+        self._rolling = not self._in_order and bool(generator and generator.update == "rolling")
         self._in_turns = self.devices.share("trainer", "generator")
-        self._settling = 0  # number of tasks that wait until the weights may change
         self._unchecked: deque[LoadedVersion] = deque()
         self._generators: Collection[GeneratorMesh] = ()
         self._joining = asyncio.Lock()  # no pull while a generator joins or leaves
-        self._changed = Signal()
         # That was published last; None while its weights change, which must not be compared.
-        self._policy: tuple[int, int] | None = self._present_policy
+        self._policy: tuple[int, int] | None = self.present_policy
         self._transfer: Transfer | StartWeights = self._start
         self._addresses: list[Any] = []
 
@@ -120,13 +120,12 @@ class WeightPush:
     def max_generators(self) -> int:
         """Maximum number of generators until the transport is opened again."""
         transfer = self._transfer
-        if isinstance(transfer, Transfer) and transfer.is_network:
-            return transfer.generators
-        return UNLIMITED
+        if isinstance(transfer, StartWeights) or not transfer.is_network:
+            return UNLIMITED
+        return transfer.generators
 
     async def connect(self, generators: Collection[GeneratorMesh]) -> str:
-        """Open the push to ``generators``, which may change later, and bring them the trainer's
-        weights; return the plan.
+        """Open the push to ``generators``, a view of them, and bring them weights; return the plan.
 
         Raises ValueError, which names the parameter, if the trainer's layout does not cover the
         generators'.
@@ -141,7 +140,8 @@ class WeightPush:
             await self._open(self.trainer)
         self.state = PushState()
         self._changed.notify()
-        async with background(self._publish_each()):
+        checks = [] if self.trainer else [self._compare_each()]
+        async with background(self._publish_each(), *checks):
             await self.pull(self.publish())
         return self._transfer.describe()
 
@@ -163,7 +163,7 @@ class WeightPush:
         since the last time; return their version without waiting.
         """
         state = self.state
-        policy = self._present_policy if source is None else (NONE, 0)
+        policy = self.present_policy if source is None else (NONE, 0)
         if state.pending[1:] != (source, policy):
             state.pending = Pushed(max(state.pending.version + 1, policy[0]), source, policy)
         if source is None:
@@ -172,15 +172,13 @@ class WeightPush:
         return state.pending.version
 
     @property
-    def _present_policy(self) -> tuple[int, int]:
+    def present_policy(self) -> tuple[int, int]:
         """Version and number of loads of the trainer, which tell its weights from earlier ones."""
         return (self.trainer.version, self.trainer.loads) if self.trainer else (0, 0)
 
     def has(self, source: Source) -> bool:
-        """Whether the trainer still has the weights of ``source`` that were published last, and
-        nothing is about to change them.
-        """
-        return source is not None or self._policy == self._present_policy
+        """Whether the weights of ``source`` are those published last, and not about to change."""
+        return source is not None or self._policy == self.present_policy
 
     async def hold(self, source: Source) -> None:
         """Have every generator load a snapshot or the base model, or with None the policy of the
@@ -202,8 +200,7 @@ class WeightPush:
             assert self.trainer is not None, "a session without one has no other weights"
             await self._until_unread()
             async with self.devices.of("trainer", "model"):
-                # It fails here rather than in ``run``.
-                await self.trainer.call(PolicyTrainer.merge, source)
+                await self.trainer.call(PolicyTrainer.merge, source)  # fails here, not in ``run``
         version = self.publish(source)
         while state.loaded.version < version and state is self.state:
             await self._changed.until(
@@ -291,8 +288,7 @@ class WeightPush:
             delta=weights.delta,
             fan_out=weights.fan_out,
         )
-        # A reader of shared memory that hangs ends by the deadline of its call; the trainer waits
-        # longer.
+        # A reader of shared memory that hangs ends by the deadline of its call, before the trainer.
         timeout_s = deadlines.push if transfer.is_network else deadlines.call
         timeout_s += transfer.nbytes / (weights.min_gb_s * 1e9)
         self._transfer = replace(transfer, timeout_s=timeout_s)
@@ -300,9 +296,7 @@ class WeightPush:
             self._addresses = await trainer.open_publishers(self._transfer)
 
     async def _publish_each(self) -> None:
-        """Publish each version that was begun. With ``pushes`` in order, the version before must
-        have arrived. No generator may be fetching the version that is overwritten.
-        """
+        """Publish each version that was begun, once the older one may be overwritten."""
 
         def may_publish() -> bool:
             state = self.state
@@ -337,8 +331,7 @@ class WeightPush:
         self.events.emit("pushed", version=pending.version, metrics=self.metrics)
 
     async def _pull(self, generator: GeneratorMesh, wanted: Pushed) -> float:
-        """Have a generator load weights, or newer ones, once it is connected; return the pause of
-        generation, in s.
+        """Have a generator load weights, or newer ones; return the pause of generation, in s.
 
         Transfers that fail are repeated at growing intervals.
         """
@@ -365,6 +358,8 @@ class WeightPush:
                 with self.watch.span("check"):
                     self._unchecked.append(await self.checks.ask(generator, version, source))
         self._changed.notify()
+        if self.trainer is None:  # the generator gets requests only if it passes
+            await self._changed.until(lambda: not self._unchecked)
         return pause
 
     async def _fetch(self, generator: GeneratorMesh, version: int) -> None:
@@ -400,27 +395,6 @@ class WeightPush:
             await self._changed.until(lambda: self._unchecked)
             arrival = self._unchecked[0]
             if arrival.version == self.state.pending.version and self.has(arrival.source):
-                await self._compare(arrival)
+                await self.checks.compare(arrival, self.metrics)
             self._unchecked.popleft()
             self._changed.notify()
-
-    async def _compare(self, arrival: LoadedVersion) -> None:
-        """Compare an arrival.
-
-        - A trainer that shares its devices with generators computes its side of the canary in the
-          turn in which it waits for that.
-        - Another trainer gets both calls at once, so that it does not idle between them.
-        """
-        checks = self.checks
-        if not self._in_turns:
-            with self.watch.span("check"):
-                async with background() as both:
-                    both.create_task(checks.compare_digests(arrival))
-                    both.create_task(checks.compare_canary(arrival, self.metrics))
-            return
-        with self.watch.span("check"):
-            await checks.compare_digests(arrival)
-        if arrival.answer is not None:
-            await self._changed.until(lambda: self._settling)
-        with self.watch.span("check"):
-            await checks.compare_canary(arrival, self.metrics)

@@ -1,6 +1,7 @@
 """PushChecks: proof that a generator has the trainer's weights, by digests and a canary."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -12,6 +13,8 @@ from rl.actors.policy_trainer import TrainerMesh
 from rl.errors import RankLost, RunError
 from rl.model.digest import ShardDigests, differing, merge_digests
 from rl.model.shape import shape_of
+from rl.observe.spans import Stopwatch
+from rl.session.concurrency import background
 from rl.session.device_sharing import DeviceSharing
 from rl.session.session_config import SessionConfig
 from rl.training.start_weights import StartWeights
@@ -49,12 +52,20 @@ class PushChecks:
     """
 
     def __init__(
-        self, config: SessionConfig, weights: TrainerMesh | StartWeights, devices: DeviceSharing
+        self,
+        config: SessionConfig,
+        weights: TrainerMesh | StartWeights,
+        devices: DeviceSharing,
+        watch: Stopwatch,
+        settling: Callable[[], Awaitable[None]],
     ):
+        """``settling`` returns when the trainer waits until its weights may change."""
         self.expected = "the files'" if isinstance(weights, StartWeights) else "the trainer's"
         """The side that generators are compared with, for messages."""
         self._digests = config.weights.digests
         self._weights = weights
+        self._watch = watch
+        self._settling = settling
         self._first: Completion | None = None
         self._devices = devices
         self._in_turns = devices.share("trainer", "generator")
@@ -113,7 +124,30 @@ class PushChecks:
             owner = f"push of policy version {version}: "
             await self._digest(version, self._dtype, source, owner)
 
-    async def compare_digests(self, loaded: LoadedVersion, *, always: bool = False) -> None:
+    async def compare(self, loaded: LoadedVersion, metrics: dict[str, float]) -> None:
+        """Compare digests and canary. Raises RunError for what differs.
+
+        - A trainer that shares its devices with generators computes its side of the canary in the
+          turn in which it waits for that.
+        - Another trainer gets both calls at once, so that it does not idle between them.
+        - Files are read for one comparison at a time.
+
+        ``push/canary`` of ``metrics`` becomes the largest difference of a log-prob so far.
+        """
+        if not self._in_turns and not isinstance(self._weights, StartWeights):
+            with self._watch.span("check"):
+                async with background() as both:
+                    both.create_task(self._compare_digests(loaded))
+                    both.create_task(self._compare_canary(loaded, metrics))
+            return
+        with self._watch.span("check"):
+            await self._compare_digests(loaded)
+        if loaded.answer is not None:
+            await self._settling()
+        with self._watch.span("check"):
+            await self._compare_canary(loaded, metrics)
+
+    async def _compare_digests(self, loaded: LoadedVersion, *, always: bool = False) -> None:
         """Raise RunError that names the first parameter that differs, if digests are compared or
         ``always``, unless the generator was lost meanwhile.
         """
@@ -125,11 +159,8 @@ class PushChecks:
                 f"differ from {self.expected}; the first is {wrong[0]}"
             )
 
-    async def compare_canary(self, loaded: LoadedVersion, metrics: dict[str, float]) -> None:
-        """Raise RunError if a log-prob differs by more than the tolerance.
-
-        ``push/canary`` of ``metrics`` becomes the largest difference of a log-prob so far.
-        """
+    async def _compare_canary(self, loaded: LoadedVersion, metrics: dict[str, float]) -> None:
+        """Raise RunError if a log-prob differs by more than the tolerance."""
         generator, version, source, answer, _ = loaded
         if answer is None:
             return
@@ -139,7 +170,7 @@ class PushChecks:
         difference = float((self._scored[1] - torch.tensor(answer.logprobs)).abs().max())
         metrics["push/canary"] = max(difference, metrics.get("push/canary", 0.0))
         if not difference <= self._tolerance:
-            await self.compare_digests(loaded, always=True)
+            await self._compare_digests(loaded, always=True)
             raise RunError(
                 f"canary of policy version {version}: a log-prob of {generator.name} differs by "
                 f"{difference:.3g} from {self.expected}, above weights.canary_tolerance="

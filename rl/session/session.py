@@ -313,7 +313,7 @@ class Session(Models):
         push = self._push
         push.checks.forget()  # a load may keep the version
         loaded = push.state.loaded
-        if not push.has(loaded.source):
+        if loaded.source is None and loaded.policy != push.present_policy:
             return []
         arrival = LoadedVersion(self.pool.meshes[0], loaded.version, loaded.source, None, None)
         return await push.checks.differing(arrival)

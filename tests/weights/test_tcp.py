@@ -353,8 +353,6 @@ def test_each_host_reads_once_from_another_host():
     assert parent_in(tree, 0, "a") is None  # it was started again
     assert parent_in(tree, 3, "d") == 2
     assert parent_in(tree, 4, "d", push=4) is None
-    tree.forget(0)
-    assert parent_in(tree, 5, "e") is None
     tree, _ = placed(1, "aa")
     assert [parent_in(tree, reader, "a") for reader in (0, 1, 0, 1)] == [None, 0] * 2
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from monarch.actor import ProcMesh
 
 from rl.actors.endpoint import endpoint, timed
+from rl.actors.hosts import Hosts
 from rl.actors.processes import stop_procs
 from rl.actors.worker import ModelWorker
 from rl.actors.worker_group import WorkerGroup
@@ -70,15 +71,11 @@ class TrainerMesh(WorkerGroup):
 
     actor = PolicyTrainer
     _store: ProcMesh | None = field(default=None, init=False)
-    """Process with torchstore's volume, which every rank of the run finds by name."""
 
     async def open_publishers(self, transfer: Transfer) -> list[Any]:
         """Make each rank ready to push; return the addresses that generators connect to."""
         if transfer.transport == "torchstore" and self._store is None:
-            from rl.weights.store import open_store
-
-            self._store = self.hosts.spawn("store", Place(ranks=1), env={})
-            await open_store(self._store)
+            self._store = await start_store(self.hosts)
         return await self.call(PolicyTrainer.open_publisher, transfer)
 
     async def stop(self) -> None:
@@ -87,9 +84,23 @@ class TrainerMesh(WorkerGroup):
         store = self._store
         self._store = None
         if store is not None:
-            from rl.weights.store import close_store
+            await stop_store(store)
 
-            with contextlib.suppress(Exception):  # the process has ended
-                async with asyncio.timeout(CLOSE_STORE_S):
-                    await close_store()
-            await stop_procs(store)
+
+async def start_store(hosts: Hosts) -> ProcMesh:
+    """Start a process with torchstore's volume, which every rank of the run finds by name."""
+    from rl.weights.store import open_store
+
+    procs = hosts.spawn("store", Place(ranks=1), env={})
+    await open_store(procs)
+    return procs
+
+
+async def stop_store(procs: ProcMesh) -> None:
+    """End the process and drop its contents; another can be started after it."""
+    from rl.weights.store import close_store
+
+    with contextlib.suppress(Exception):  # the process has ended
+        async with asyncio.timeout(CLOSE_STORE_S):
+            await close_store()
+    await stop_procs(procs)

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from rl.actors.generator import GeneratorMesh
 from rl.errors import ActorFailure
 from rl.metrics import Metrics, Value
 from rl.model.shards import Box, Region
@@ -50,8 +51,11 @@ class Mesh:
     async def failed(self) -> ActorFailure:
         return await asyncio.Future()
 
-    async def call(self, name: str, *args: Any, **_: float) -> Any:
-        return await getattr(self, name)(*args)
+    def on(self, rank: int | None = None, **_: float) -> Any:
+        return self
+
+    async def call(self, endpoint: Any, *args: Any) -> Any:
+        return await getattr(self, endpoint.name)(*args)
 
 
 class Trainer(Mesh):
@@ -64,7 +68,7 @@ class Trainer(Mesh):
         self.marks = marks
         self.version = 0
 
-    async def layouts(self) -> list[Any]:
+    async def layout(self) -> list[Any]:
         return [("here", False, LAYOUT)] * RANKS
 
     async def open_publishers(self, transfer: Any) -> list[Any]:
@@ -114,6 +118,11 @@ class Generator(Mesh):
     """Generator that samples the same tokens for every request."""
 
     dtype = torch.float32
+    state = "absent"
+    fetches = None
+    load = turn = 0
+    has_answered = False
+    is_serving = GeneratorMesh.is_serving
 
     def __init__(self, marks: Marks, number: int):
         self.name = f"generator-{number}"
@@ -121,11 +130,14 @@ class Generator(Mesh):
         self.marks = marks
         self.version = 0
 
-    async def layouts(self) -> list[Any]:
+    async def layout(self) -> list[Any]:
         return [("here", False, LAYOUT)]
 
     async def connect(self, transfer: Any, addresses: list[Any]) -> None:
         self.version = 0
+
+    async def fetch_weights(self, version: int) -> None:
+        pass
 
     async def pull_weights(self, version: int) -> float:
         await asyncio.sleep(0)

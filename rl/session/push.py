@@ -300,12 +300,12 @@ class WeightPush:
 
         def may_publish() -> bool:
             state = self.state
-            newest = state.readable.version
-            late = any(
-                newest > each.fetches for each in self._generators if each.fetches is not None
-            )
-            waits = self._in_order and state.loaded != state.readable
-            return state.pending != state.readable and not late and not waits
+            if state.pending == state.readable or (
+                self._in_order and state.loaded != state.readable
+            ):
+                return False
+            fetched = (each.fetches for each in self._generators if each.fetches is not None)
+            return all(version >= state.readable.version for version in fetched)
 
         while True:
             await self._changed.until(may_publish)

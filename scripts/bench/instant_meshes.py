@@ -108,7 +108,7 @@ class Trainer(Mesh):
     async def weight_digests(self, *_: Any) -> list[dict]:
         return [{("w", Box.whole((1,))): self.version}]
 
-    async def export_hf(self, folder: str) -> None:
+    async def export_hf(self, folder: str, adapter: str | None = None) -> None:
         self.marks.ended = time.process_time(), time.perf_counter()
         Path(folder).mkdir()
         Path(folder, "config.json").write_text("{}")

@@ -299,13 +299,11 @@ class WeightPush:
         """Publish each version that was begun, once the older one may be overwritten."""
 
         def may_publish() -> bool:
-            state = self.state
-            if state.pending == state.readable or (
-                self._in_order and state.loaded != state.readable
-            ):
+            newest = self.state.readable
+            if newest == self.state.pending or (self._in_order and newest != self.state.loaded):
                 return False
             fetched = (each.fetches for each in self._generators if each.fetches is not None)
-            return all(version >= state.readable.version for version in fetched)
+            return all(version >= newest.version for version in fetched)
 
         while True:
             await self._changed.until(may_publish)

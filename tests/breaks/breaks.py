@@ -220,7 +220,7 @@ BREAKS = (
     ),
     Break(
         "rl/session/push.py",
-        "return all(version >= state.readable.version for version in fetched)",
+        "return all(version >= newest.version for version in fetched)",
         "return True",
         "session/test_network_push.py",
     ),

@@ -29,7 +29,7 @@ from rl.types.rules import above, at_least
 
 PROGRAMS = Path(__file__).parent / "puzzles"
 FENCES = MarkdownIt("zero").enable(["fence", "list", "blockquote"])
-TAG = re.compile(r"\W*(?:(?:python|py)[\d.]*\W*)?(?:\s|$)", re.IGNORECASE)
+TAG = re.compile(r"\W*(?:(?:i?python|py)[\d.]*(?::\S*|\W*))?(?:\s|$)", re.IGNORECASE)
 SOLUTIONS = ("canonical_solution", "code", "solution")
 """Columns with the own solution of a row."""
 MOST_TRIED = 1000

@@ -37,7 +37,8 @@ _ALLOWED = {(each.__module__, each.__qualname__): each for each in (*METADATA_PA
 def load(state: dict[str, Any], folder: Path) -> None:
     """Call ``dcp.load`` into ``state`` from ``folder``; all ranks call it alike.
 
-    Raises, on all ranks, if the checkpoint names a class or function other than DCP's own.
+    Raises, on all ranks, if the checkpoint names a class or function other than DCP's own, or if a
+    tensor holds NaN or infinity.
     """
     dcp.load(state, storage_reader=_Reader(folder), planner=_Planner(folder))
 
@@ -75,6 +76,13 @@ class _Planner(DefaultLoadPlanner):
             what = found[1] if found else "more than plain data"
             raise _refused(self._folder, f"its entry {name}", what) from error
         set_element(self.original_state_dict, self.mappings[name], entry)
+
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        if not bool(tensor.isfinite().all()):
+            problem = f"{read_item.dest_index.fqn} holds NaN or infinity"
+            fix = "copy the folder again, or load a checkpoint that has not diverged"
+            raise RunError(f"{self._folder} is refused: {problem}; {fix}")
 
 
 class _Unpickler(pickle.Unpickler):

@@ -34,17 +34,23 @@ def models_of(config: RunConfig) -> dict[str, ModelConfig]:
 
 
 def check_numbers(config: RunConfig) -> None:
-    """Raise ConfigError, naming file and tensor, if the weights that a model starts from hold NaN.
-    Reads all of them: a run finds NaN when it loads them.
+    """Raise ConfigError, naming file and tensor, if the Hugging Face weights that a model starts
+    from hold NaN. Reads all of them: a run finds NaN when it loads them.
     """
-    for section, model in models_of(config).items():
-        path = model.hf_path
-        if path is None or (isinstance(path, Snapshot) and path.missing()):
+    found = {f"{name}.hf_path": (each.hf_path, each) for name, each in models_of(config).items()}
+    start = config.trainer.checkpoint.initial_load_path
+    found["trainer.checkpoint.initial_load_path"] = start, config.model
+    if isinstance(config, RLConfig):
+        found["critic.checkpoint"] = config.critic.checkpoint, config.model
+        for name, role in config.roles.items():
+            found[f"roles.{name}.checkpoint"] = role.checkpoint, role.model
+    for field, (path, model) in found.items():
+        if not path or not Path(path, "config.json").is_file():  # missing, or of DCP
             continue
         try:
             check_finite(Path(path), tied=shape_of(model).tie_embeddings)
         except ConfigError as error:
-            raise error.inside(f"{section}.hf_path") from None
+            raise error.inside(field) from None
 
 
 def find_models(config: RunConfig) -> None:

@@ -156,6 +156,26 @@ def test_weights_that_are_no_numbers_are_refused(tmp_path, value):
         check_numbers(config_of(folder))
 
 
+CHECKPOINTS = {
+    "trainer.checkpoint.initial_load_path": lambda config, folder: setattr(
+        config.trainer.checkpoint, "initial_load_path", folder
+    ),
+    "critic.checkpoint": lambda config, folder: setattr(config.critic, "checkpoint", folder),
+    "roles.teacher.checkpoint": lambda config, folder: config.roles.update(
+        teacher=RoleConfig(model=config.model, checkpoint=folder)
+    ),
+}
+
+
+@pytest.mark.parametrize("field", CHECKPOINTS)
+def test_weights_of_a_checkpoint_that_are_no_numbers_are_found_by_plan_and_doctor(tmp_path, field):
+    config = config_of(Folder().write(tmp_path / "whole"))
+    damage = tensors(**{UP: torch.full((48, 64), float("nan"))})
+    CHECKPOINTS[field](config, str(Folder(damage=damage).write(tmp_path / "in")))
+    with pytest.raises(ConfigError, match=f"^{field}: .*{UP} holds NaN or infinity"):
+        check_numbers(config)
+
+
 @pytest.mark.parametrize(
     ("tie", "stored"), [(None, HEAD), (None, None)], ids=["its head", "no head"]
 )

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import re
 from enum import Enum
 from pathlib import Path
 
@@ -67,6 +68,17 @@ def test_an_entry_that_would_run_a_command_is_refused_and_nothing_runs(one, tmp_
         checkpointer.load()
     checkpointer.load_weights(checkpoints / "step-1")  # reads no entries
     assert not mark.exists()
+
+
+@pytest.mark.parametrize("read", READS)
+def test_weights_that_are_no_numbers_are_refused(one, read):
+    engine, checkpointer, checkpoints = one
+    name, shard = next(iter(engine.shards().items()))
+    shard.tensor.view(-1)[-1] = float("nan")
+    checkpointer.save(1, {})
+    message = f"step-1 is refused: .*{re.escape(name)} holds NaN or infinity"
+    with pytest.raises(RunError, match=message):
+        READS[read](checkpointer, checkpoints / "step-1")
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from torch.distributed import TCPStore
-
 import rl  # noqa: F401  # before anything imports torchtitan, which asks it for the device
+from rl.compat.torch_pairs import open_store
+from rl.host.listening import listen
 
 _context = multiprocessing.get_context("fork")
 
@@ -26,7 +26,7 @@ def on_ranks(
     operation, since a fork lacks its threads. Raises RuntimeError with the traceback of the first
     rank that failed, or after ``deadline`` seconds. Leaves no process behind.
     """
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = open_store("127.0.0.1", listen("127.0.0.1", 0), deadline)
     started = []
     try:
         for rank in range(count):

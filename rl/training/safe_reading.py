@@ -77,7 +77,6 @@ class _Planner(DefaultLoadPlanner):
             raise _refused(self._folder, f"its entry {name}", what) from error
         set_element(self.original_state_dict, self.mappings[name], entry)
 
-
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         if not bool(tensor.isfinite().all()):
             problem = f"{read_item.dest_index.fqn} holds NaN or infinity"

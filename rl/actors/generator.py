@@ -16,6 +16,7 @@ from rl.host.platform import bind_to_device
 from rl.metrics import Metrics
 from rl.model.activations import Activations, joined
 from rl.model.digest import ShardDigests, digests
+from rl.model.parity import Parity
 from rl.model.shape import ModelConfig, shape_of
 from rl.model.shards import Shard
 from rl.training.start_weights import StartWeights
@@ -168,6 +169,7 @@ class GeneratorMesh(Mesh):
     """Number in the run, from 0; publishers of a network reserve its place."""
     in_turns: bool = False
     """Whether other models use its devices at times."""
+    parity: Parity = "close"
     version: int | None = field(default=None, init=False)
     """Policy version of its weights; None before the first pull."""
     state: Literal["absent", "joining", "serving", "leaving"] = field(default="absent", init=False)
@@ -198,7 +200,7 @@ class GeneratorMesh(Mesh):
     def _arguments(self) -> tuple[Any, ...]:
         timeout_s = self.collective_timeout_s
         options = {"seed": self.seed, "timeout_s": timeout_s, "in_turns": self.in_turns}
-        return self.config, self.model, options
+        return self.config, self.model, options | {"parity": self.parity}
 
     def _environment(self) -> dict[str, str]:
         return environment(self.config)

@@ -26,6 +26,7 @@ from rl.host.platform import (
 from rl.metrics import Metrics, Value
 from rl.model.activations import Activations, Recorder
 from rl.model.digest import ShardDigests, digests
+from rl.model.parity import Parity
 from rl.model.shape import ModelConfig
 from rl.model.shards import Shard, Shards
 from rl.training.trainer_config import AdapterConfig, Source, TrainerConfig, short_layout
@@ -80,6 +81,7 @@ class EngineArguments:
     """Number of optimizer steps in all."""
     folder: str
     """Folder of the run or session."""
+    parity: Parity = "close"
 
 
 @dataclass(eq=False)

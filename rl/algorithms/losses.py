@@ -126,6 +126,7 @@ class PolicyLoss(Configurable):
                 "kl/behaviour": Metric(kl(behaviour, logprobs, "k3"), "mean"),
                 "logprob/error_mean": Metric(error, "mean", current),
                 "logprob/error_max": Metric(error, "max", current),
+                "logprob/differing_tokens": Metric((error != 0).float(), "sum", current),
             }
             if current is not None:  # drift is of tokens that older weights drew
                 metrics["logprob/drift_max"] = Metric(error, "max", ~current)

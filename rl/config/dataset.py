@@ -48,7 +48,7 @@ class DatasetRunConfig(RunConfig):
         """Return the fields that concern rollouts, and those of generators if there are none."""
         names = (
             *("zero_std", "zero_std_steps", "starving", "starving_share", "starving_steps"),
-            *("mismatch", "mismatch_max", "reference", "drift", "drift_max"),
+            *("parity", "mismatch", "mismatch_max", "reference", "drift", "drift_max"),
         )
         fix = "the run has no rollouts; set watchdog.non_finite or watchdog.stalled"
         found = {f"watchdog.{name}": fix for name in names}

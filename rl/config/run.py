@@ -9,6 +9,7 @@ from rl.config.clusters import KubernetesConfig, SlurmConfig
 from rl.config.rollout import EvaluationConfig, RecordConfig, RolloutConfig
 from rl.environments.task import Task
 from rl.generation.generator_config import GeneratorConfig
+from rl.model.parity import Parity
 from rl.model.shape import ModelConfig, shape_of
 from rl.observe.sinks import Sink
 from rl.observe.trackers import TensorBoard, Trackio, WeightsAndBiases
@@ -80,6 +81,11 @@ class WatchdogConfig:
     - 0.1 in float32 if a mixture of experts has an asynchronous pipeline, or does not replay the
       recorded experts
     - no limit if ``generator.inflight_policy`` is ``continue``"""
+
+    parity: Action | None = None
+    """Consequence if trainer and generators compute different bits of a log-prob in the first
+    update of a step. None is ``warn`` if ``parity`` of the run is bitwise; a close run has no such
+    alarm."""
 
     reference: Action = "warn"
     """Consequence if ``kl/reference`` is above ``mismatch_max`` in the first step, in which the
@@ -294,6 +300,15 @@ class SamplingRunConfig(RunConfig):
       come back with a push. Requires lockstep.
     """
 
+    parity: Annotated[Parity, NUMERICS] = "close"
+    """Agreement of the log-probs of trainer and generators for the same weights.
+
+    - ``close``: They are equal up to rounding.
+    - ``bitwise``: They are the same 32-bit numbers for every token, however requests and sequences
+      are batched. Runs on CPU, with one thread for each rank and without tensor parallelism,
+      adapters and torch.compile; docs/parity.md says what it costs. ``watchdog.parity`` checks it.
+    """
+
     @property
     def longest(self) -> int:
         """Maximum length of a sequence that is trained on, in tokens."""
@@ -310,6 +325,8 @@ class SamplingRunConfig(RunConfig):
 
     def watchdog_limits(self) -> WatchdogConfig:
         limits = self.watchdog
+        if self.parity == "bitwise":
+            limits = replace(limits, parity=limits.parity or "warn")
         if limits.mismatch_max is not None or self.generator.inflight_policy == "continue":
             return limits
         training = self.trainer.training
@@ -325,6 +342,7 @@ class SamplingRunConfig(RunConfig):
             "generator": self.generator,
             "weights": self.weights,
             "colocate": self.colocate,
+            "parity": self.parity,
             "reward_workers": self.rollout.reward_workers,
             "pushes": "in_order" if self.rollout.pipeline == "deterministic" else "newest",
             "compares_all": self.rollout.max_staleness <= 1,

@@ -17,6 +17,7 @@ from rl.generation.requests import Requests
 from rl.generation.start_vllm import start_vllm
 from rl.host.platform import discard
 from rl.model.activations import Activations, Recorder
+from rl.model.parity import Parity
 from rl.model.shape import ModelConfig, shape_of
 from rl.model.shards import Shard, local_shards
 from rl.model.tokenizer import load_tokenizer
@@ -56,9 +57,11 @@ class GenerationEngine:
         seed: int,
         timeout_s: float = COLLECTIVE_TIMEOUT_S,
         in_turns: bool = False,
+        parity: Parity = "close",
     ):
         """Start vLLM, which takes seconds. Its collectives wait ``timeout_s`` for a peer.
         ``in_turns``: whether other models use its device at times, which needs ``offload``.
+        ``parity``: see :class:`rl.session.session_config.SessionConfig`.
 
         Raises ConfigError if the tensor-parallel degree does not fit the model. The process must
         have been launched with ``rl.generation.generator_config.environment(config)``.
@@ -76,6 +79,7 @@ class GenerationEngine:
             seed=seed,
             timeout_s=timeout_s,
             in_turns=in_turns,
+            parity=parity,
         )
         self._folder = model.hf_path
         self._model = vllm_internals.model_of(self._engine)

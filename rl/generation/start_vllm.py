@@ -14,6 +14,7 @@ from rl.errors import require
 from rl.generation.generator_config import GeneratorConfig, check_variables
 from rl.host.disk import TemporaryFolder
 from rl.host.platform import device_type
+from rl.model.parity import Parity
 from rl.model.shape import ModelShape, engine_config
 from rl.types import MAX_TOP_LOGPROBS
 
@@ -52,6 +53,7 @@ def vllm_config(
     seed: int,
     timeout_s: float,
     in_turns: bool = False,
+    parity: Parity = "close",
 ) -> Any:
     """Return the ``VllmConfig`` that vLLM makes of our arguments on this device. ``folder`` gets
     the model's description. With ``in_turns`` weights and KV cache are in memory pools that can
@@ -88,6 +90,7 @@ def vllm_config(
             "fuse_qkv": fuse_qkv,
             "expert_parallel": config.expert_parallel,
             "record_experts": config.record_experts,
+            "parity": parity,
         },
         dtype=config.dtype,
         seed=seed % 2**32,  # numpy's limit; each request has its own seed

@@ -32,10 +32,12 @@ from vllm.model_executor.models.registry import ModelRegistry
 
 from rl.compat import titan
 from rl.compat.vllm_kernels import can_pack
+from rl.generation.bitwise_attention import BitwiseAttention
 from rl.generation.expert_records import keep_choices
 from rl.generation.kernels import KernelRoPE, pack, unpack, use_kernels
 from rl.model.decoder import RotaryEmbedding, decoder_config, float32_logits
 from rl.model.experts import OwnExperts
+from rl.model.parity import use_bitwise_kernels
 from rl.model.shape import ModelShape
 from rl.model.shards import Layout, local_shapes
 from rl.model.tp_plan import generator_layout
@@ -62,6 +64,8 @@ class PagedAttention(Module):
         window: int
         """Number of tokens that a token attends to; 0 for all before it."""
         sinks: bool
+        bitwise: bool
+        """Whether outputs have the bits of the trainer."""
 
     def __init__(self, config: Config):
         super().__init__()
@@ -71,6 +75,8 @@ class PagedAttention(Module):
             if config.sinks:
                 dtype: Any = vllm_config.model_config.dtype
                 more["sinks"] = self.sinks = torch.zeros(config.n_heads, dtype=dtype)
+            if config.bitwise:
+                more["attn_backend"] = BitwiseAttention
             self.attention = Attention(
                 config.n_heads,
                 config.head_dim,
@@ -101,6 +107,7 @@ def local_model(vllm_config: VllmConfig) -> Qwen3Model:
     dtype: Any = vllm_config.model_config.dtype
     tp = vllm_config.parallel_config.tensor_parallel_size
     rank = get_tp_group().rank_in_group
+    bitwise = options["parity"] == "bitwise"
     heads = {"n_heads": shape.n_heads // tp, "n_kv_heads": max(1, shape.n_kv_heads // tp)}
     config = decoder_config(
         dataclasses.replace(shape, **heads),
@@ -111,12 +118,16 @@ def local_model(vllm_config: VllmConfig) -> Qwen3Model:
             scale=shape.attention_scale or shape.head_dim**-0.5,
             window=shape.window_of(layer),
             sinks=shape.sinks,
+            bitwise=bitwise,
             **heads,
         ),
     )
     packed = device.type == "cpu" and can_pack(dtype)
     compiled = vllm_config.compilation_config.mode != CompilationMode.NONE
-    use_kernels(config, compiled=compiled, packed=packed)
+    if bitwise:
+        use_bitwise_kernels()
+    else:
+        use_kernels(config, compiled=compiled, packed=packed)
     with torch.device("meta"):
         model = config.build()
     layouts = generator_layout(

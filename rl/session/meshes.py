@@ -36,6 +36,7 @@ class Meshes:
                 seed=self._config.seed,
                 steps=self._config.optimizer_steps,
                 folder=str(self._folder),
+                parity=self._config.parity,
             )
             groups[name] = kind(
                 name=name,
@@ -61,6 +62,7 @@ class Meshes:
             in_turns=self._config.colocate == "all",
             model=self._config.model,
             seed=self._config.seed,
+            parity=self._config.parity,
         )
 
     def rewards(self, task: Task.Config, events: Events) -> RewardWorkers:

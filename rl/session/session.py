@@ -77,6 +77,7 @@ class Session(Models):
         self.config = config
         self._events = events = events or Events(print_warnings, print_notes)
         config.fetch_models(events.note)
+        config.check_parity()
         settle_threads(config)
         self._temporary: TemporaryFolder | None = None
         if folder is None:

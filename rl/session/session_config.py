@@ -5,9 +5,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from rl.errors import ConfigError
+from rl.errors import ConfigError, require_value
 from rl.generation.generator_config import GeneratorConfig
 from rl.model.hub import Snapshot, locate
+from rl.model.parity import Parity
 from rl.model.shape import ModelConfig, shape_of
 from rl.session.hardware import HardwareConfig
 from rl.training.hugging_face_files import check_folder
@@ -125,6 +126,10 @@ class SessionConfig:
     deadlines: DeadlineConfig = field(default_factory=DeadlineConfig)
     colocate: Colocate = "none"
 
+    parity: Parity = "close"
+    """Agreement of the log-probs of trainer and generators: ``close`` up to rounding, or
+    ``bitwise``, on CPU and with one thread for each rank: see docs/parity.md."""
+
     reward_workers: Annotated[int, at_least(0, 10**4)] = 1
     """Number of processes that score completions; what a reward starts ends with its process. 0
     scores in this process: a reward that hangs or crashes takes the session with it."""
@@ -189,6 +194,54 @@ class SessionConfig:
                 check_folder(Path(path), shape_of(role.model), role.head, needs_head=needs_head)
             except ConfigError as error:
                 raise error.inside(field) from None
+
+    def check_parity(self) -> None:
+        """Raise ConfigError, naming field, value and what is allowed, if ``parity`` is bitwise and
+        trainer and generators would sum in another order.
+        """
+        if self.parity == "close":
+            return
+        fix = "set parity to 'close', or change it"
+        require_value(self.hardware.kind == "cpu", "parity", "bitwise", "'close' on GPUs")
+        for role in self.models.values():
+            trainer = role.trainer
+            layout = trainer.parallelism
+            for name, value, best in (
+                ("parallelism.tensor_parallel_degree", layout.tensor_parallel_degree, 1),
+                ("parallelism.context_parallel_degree", layout.context_parallel_degree, 1),
+                ("parallelism.expert_parallel_degree", layout.expert_parallel_degree, 1),
+                ("lora", trainer.lora, None),
+                ("float8", trainer.float8, None),
+                ("compile.enable", trainer.compile.enable, False),
+            ):
+                rule = f"{best} with parity 'bitwise', since sums have another order otherwise"
+                require_value(value == best, f"{role.field}.{name}", value, rule, fix)
+            rule = "1 or 'auto' with parity 'bitwise': threads cut sums"
+            require_value(
+                trainer.threads in (1, "auto"), f"{role.field}.threads", trainer.threads, rule, fix
+            )
+            rule = "'auto' or 'mkl' with parity 'bitwise'"
+            kernel = trainer.cpu_matmul
+            require_value(kernel != "onednn", f"{role.field}.cpu_matmul", kernel, rule, fix)
+        generator = self.generator
+        if generator is None:
+            return
+        dtype = (self.trainer or TrainerConfig()).training.mixed_precision_param
+        continues = generator.inflight_policy == "continue"
+        for name, holds, rule in (
+            ("tensor_parallel_degree", generator.tensor_parallel_degree == 1, "1"),
+            ("enforce_eager", generator.enforce_eager, "True"),
+            ("threads", generator.threads in (1, "auto"), "1 or 'auto'"),
+            (
+                "dtype",
+                generator.dtype == dtype,
+                f"trainer.training.mixed_precision_param={dtype!r}",
+            ),
+            ("inflight_policy", not continues, "'drain' or 'recompute'"),
+        ):
+            rule += " with parity 'bitwise'"
+            value = getattr(generator, name)
+            require_value(holds, f"generator.{name}", value, rule, fix)
 
     @property
     def longest_sequence(self) -> int:

@@ -16,14 +16,15 @@ def threads_of(config: SessionConfig, share: float | None = None) -> tuple[int, 
     """Return the numbers of threads that suit a rank of the models, and a rank of the generators,
     on hosts like this one.
 
-    - A rank has one thread on CUDA, and if the model is tiny.
+    - A rank has one thread on CUDA, with ``parity`` bitwise, and if the model is tiny.
     - If ``share`` is None, models and generators take turns, and each side has all cores of a host.
       Otherwise the models have this share of the cores that both use.
     - The ranks of a side on one host divide its cores. Frozen models compute little and count for
       no rank.
     """
     shapes = parameter_shapes(shape_of(config.model), fuse_qkv=config.model.fuse_qkv)
-    if device_type() != "cpu" or sum(map(math.prod, shapes.values())) < TINY:
+    is_bitwise = config.parity == "bitwise"
+    if is_bitwise or device_type() != "cpu" or sum(map(math.prod, shapes.values())) < TINY:
         return 1, 1
     cores = models = generators = core_count()
     generator = config.generator

@@ -17,7 +17,7 @@ STEPS = {name: f"{name}_steps" for name in ("zero_std", "vanished", "starving")}
 """Field with the number of consecutive steps that make an alarm, by condition; one step makes an
 alarm of other conditions."""
 CONDITIONS = (  # causes before effects
-    *("non_finite", "mismatch", "reference", "drift", "entropy", "zero_std", "vanished"),
+    *("non_finite", "parity", "mismatch", "reference", "drift", "entropy", "zero_std", "vanished"),
     *("memory", "starving"),
 )
 """Fields of WatchdogConfig with the consequences of what the metrics of a step can show."""
@@ -37,6 +37,11 @@ def findings(config: WatchdogConfig, row: Row) -> dict[str, str]:
     found = {"non_finite": " and ".join(infinite)}
     mismatch_max = config.mismatch_max or 0.0
     found["mismatch"] = above("logprob/error_mean", mismatch_max, "mismatch_max")
+    if config.parity is not None and (count := row.get("logprob/differing_tokens", 0)):
+        found["parity"] = (
+            f"logprob/differing_tokens is {count:.0f}, and logprob/error_max "
+            f"{row.get('logprob/error_max', nan):.4g}; `python -m rl.compare` names the module"
+        )
     reference = above("kl/reference", mismatch_max, "mismatch_max")
     if reference and row.get("step") == 1:
         same = "policy and reference have the same weights in the first step"
@@ -104,8 +109,13 @@ class Watchdog:
         for number, update in enumerate(updates, start=1):
             place = f"update {number} of {len(updates)}: " if len(updates) > 1 else ""
             shown = findings(self._config, update)
+            if number > 1:
+                shown.pop("parity", None)  # the weights have changed since the tokens were drawn
             found = {name: place + text for name, text in shown.items() if text} | found
-        found = findings(self._config, row) | found
+        shown = findings(self._config, row)
+        if len(updates) > 1:
+            shown.pop("parity", None)
+        found = shown | found
         alarms = {}
         for name in CONDITIONS:
             finding = found.get(name, "")

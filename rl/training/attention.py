@@ -65,7 +65,8 @@ class DenseAttention(MaskedAttention):
 
     @dataclass(kw_only=True, slots=True)
     class Config(MaskedAttention.Config):
-        pass
+        bitwise: bool = False
+        """Whether generators compute the same bits."""
 
     def attend(
         self,
@@ -81,7 +82,7 @@ class DenseAttention(MaskedAttention):
         documents of the rows.
         """
         if isinstance(mask, Documents):
-            return mask.attend(qkv, scale)
+            return mask.attend(qkv, scale, self.window, sinks)
         q, k, v = (heads.transpose(1, 2) for heads in qkv)
         if sinks is not None:  # one more key of logit 0, to which the mask adds the sink
             k, v = (F.pad(heads, (0, 0, 0, 1)) for heads in (k, v))
@@ -133,10 +134,11 @@ def attention_masks(
     The result is :class:`Documents` in place of a dense mask with a ``config`` of
     :func:`computes_documents`.
     """
-    if config is not None and computes_documents(config, model.config):
-        return Documents(positions)
-    trees = config is not None and config.prompt_sharing > 1
     configs = [layer.attention.inner_attention for layer in model.config.layers]
+    bitwise = is_bitwise(configs[0])
+    if bitwise or (config is not None and computes_documents(config, model.config)):
+        return Documents(positions, bitwise)
+    trees = config is not None and config.prompt_sharing > 1
     windows = {each.window for each in configs if isinstance(each, MaskedAttention.Config)}
     dense = isinstance(configs[0], DenseAttention.Config)
     if not dense and not trees and not any(windows):
@@ -160,6 +162,11 @@ def flex_tree_mask(positions: torch.Tensor, window: int) -> Any:
     return create_attention_mask(attends, rows, None, length, length, device=positions.device)
 
 
+def is_bitwise(inner_attention: Any) -> bool:
+    """Return whether a layer with this config computes the bits of the generators."""
+    return isinstance(inner_attention, DenseAttention.Config) and inner_attention.bitwise
+
+
 def computes_documents(config: TrainerConfig, model: Qwen3Model.Config) -> bool:
     """Return whether a trainer of ``model`` computes the attention of documents, without a mask of
     whole rows: dense attention without windows, sinks or context parallelism.
@@ -180,7 +187,8 @@ def micro_batch_limits(config: TrainerConfig, model: Qwen3Model.Config) -> Micro
     dense = isinstance(inner, DenseAttention.Config)
     kind = "dense" if dense else "flex" if isinstance(inner, FlexAttention.Config) else "varlen"
     limits = MicroBatchLimits.of(config, kind)
-    return replace(limits, one_row=limits.one_row or computes_documents(config, model))
+    documents = is_bitwise(inner) or computes_documents(config, model)
+    return replace(limits, one_row=limits.one_row or documents)
 
 
 def attention_config(

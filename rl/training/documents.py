@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from rl.compat.torch_internals import flash_attention, flash_attention_backward
+from rl.model import parity
 
 CALL = 2**9
 """Number of pairs of a query and a key that cost as much as one more call of the kernel."""
@@ -28,11 +29,22 @@ class Documents(NamedTuple):
     """
 
     positions: torch.Tensor
+    bitwise: bool = False
+    """Whether outputs have the bits of :func:`rl.model.parity.attend`."""
 
-    def attend(self, qkv: Sequence[torch.Tensor], scale: float | None) -> torch.Tensor:
-        """Return the attention output [B, L, N, H] of q [B, L, N, H], k and v [B, L, N_kv, H]."""
+    def attend(
+        self,
+        qkv: Sequence[torch.Tensor],
+        scale: float | None,
+        window: int = 0,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the attention output [B, L, N, H] of q [B, L, N, H], k and v [B, L, N_kv, H].
+        ``window`` and ``sinks`` need ``bitwise``.
+        """
         q, k, v = qkv
-        out, _ = _attend(q, k, v, self.positions, q.shape[-1] ** -0.5 if scale is None else scale)
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        out, _ = _attend(q, k, v, self.positions, scale, self.bitwise, window, sinks)
         return out  # type: ignore[no-any-return]
 
 
@@ -57,15 +69,30 @@ class _Group(NamedTuple):
         return taken.unflatten(0, (self.pieces, -1)).transpose(1, 2)
 
 
-@lru_cache(maxsize=2)  # all layers of a micro-batch have the same groups
-def _groups(positions: bytes, dtype: torch.dtype) -> list[_Group]:
+@lru_cache(maxsize=4)  # all layers of a micro-batch with a window have the same groups
+def _groups(positions: bytes, dtype: torch.dtype, window: int = 0) -> list[_Group]:
     """Return the groups of all pieces, from the bytes of the positions."""
+    pieces = _pieces(positions)
+    return [_group(pieces[members], dtype, window) for members in _similar(pieces)]
+
+
+@lru_cache(maxsize=4)
+def _bitwise_groups(positions: bytes, window: int) -> list[parity.Group]:
+    stretches = []
+    for begin, length, document, shared in _pieces(positions).tolist():
+        own = np.arange(begin, begin + length)
+        trunk = np.arange(document, document + shared)
+        stretches.append(parity.Stretch(own, np.concatenate([trunk, own])))
+    return parity.groups_of(stretches, window)
+
+
+def _pieces(positions: bytes) -> np.ndarray:
+    """Return the pieces, int64 [S, 4], as :func:`_similar` takes them."""
     flat = np.frombuffer(positions, dtype=np.int64)
     begins = np.flatnonzero(np.diff(flat, prepend=-2) != 1)
     shared = flat[begins]
     documents = np.maximum.accumulate(np.where(shared == 0, begins, 0))
-    pieces = np.stack([begins, np.diff(begins, append=len(flat)), documents, shared], axis=1)
-    return [_group(pieces[members], dtype) for members in _similar(pieces)]
+    return np.stack([begins, np.diff(begins, append=len(flat)), documents, shared], axis=1)
 
 
 def _similar(pieces: np.ndarray) -> Iterator[list[int]]:
@@ -89,9 +116,9 @@ def _similar(pieces: np.ndarray) -> Iterator[list[int]]:
     yield members
 
 
-def _group(pieces: np.ndarray, dtype: torch.dtype) -> _Group:
+def _group(pieces: np.ndarray, dtype: torch.dtype, window: int) -> _Group:
     begin, length, document, shared = (column[:, None] for column in pieces.T)
-    if len(pieces) == 1 and not shared:
+    if len(pieces) == 1 and not shared and not window:
         cells = slice(begin.item(), (begin + length).item())
         return _Group(1, cells, cells, None, None)
     place = np.arange(int(length.max()))
@@ -101,8 +128,9 @@ def _group(pieces: np.ndarray, dtype: torch.dtype) -> _Group:
     queries = torch.from_numpy((begin + query).ravel())
     keys = torch.from_numpy(np.where(key < shared, document + key, own).ravel())
     mask = repeated = None
-    if shared.any() or (length < len(place)).any():
-        attends = torch.from_numpy(key <= (shared + query)[..., None]).unsqueeze(1)
+    if shared.any() or window or (length < len(place)).any():
+        near = key > (shared + query)[..., None] - (window or len(key))
+        attends = torch.from_numpy(near & (key <= (shared + query)[..., None])).unsqueeze(1)
         mask = torch.zeros(attends.shape, dtype=dtype).masked_fill_(~attends, -torch.inf)
         repeated = torch.from_numpy(place >= length)[:, None, :, None]
     return _Group(len(pieces), queries, keys, mask, repeated)
@@ -110,13 +138,26 @@ def _group(pieces: np.ndarray, dtype: torch.dtype) -> _Group:
 
 @torch.library.custom_op("tiller::attend", mutates_args=(), device_types="cpu")
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positions: torch.Tensor,
+    scale: float,
+    bitwise: bool,
+    window: int,
+    sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the attention output of ``Documents.attend``, and the log of the sum of exponentials
     of the scores of each query, [B, L, N].
     """
+    cells = positions.numpy().tobytes()
+    if bitwise:
+        rows = (q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1))
+        groups = _bitwise_groups(cells, window)
+        out, total = parity.attend(*rows, groups, scale=scale, sinks=sinks)
+        return out.view(q.shape), total.view(q.shape[:-1])
     results = _outputs(q)
-    for group in _groups(positions.numpy().tobytes(), q.dtype):
+    for group in _groups(cells, q.dtype):
         query = group.take(group.queries, q)
         key, value = (group.take(group.keys, each) for each in (k, v))
         found = flash_attention(query, key, value, mask=group.mask, scale=scale)
@@ -135,12 +176,13 @@ def _attend_backward(
     total: torch.Tensor,
     positions: torch.Tensor,
     scale: float,
+    window: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of q, k and v from ``grad``, that of the output."""
     # a cell that several pieces attend to has the sum of their gradients
     wide = torch.promote_types(q.dtype, torch.float32)
     results = [torch.zeros(each.shape, dtype=wide) for each in (q, k, v)]
-    for group in _groups(positions.numpy().tobytes(), q.dtype):
+    for group in _groups(positions.numpy().tobytes(), q.dtype, window):
         own_grad, query, own_out, own_total = (
             group.take(group.queries, each) for each in (grad, q, out, total)
         )
@@ -173,12 +215,18 @@ def _gradients(_: object, *qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    *qkv, positions, ctx.scale = inputs
-    ctx.save_for_backward(*qkv, *output, positions)
+    *qkv, positions, ctx.scale, _, ctx.window, sinks = inputs
+    ctx.save_for_backward(*qkv, *output, positions, sinks)
 
 
 def _backward(ctx: Any, grad: torch.Tensor, _: object) -> tuple[torch.Tensor | None, ...]:
-    return *_attend_backward(grad, *ctx.saved_tensors, ctx.scale), None, None
+    *saved, sinks = ctx.saved_tensors
+    by_sinks = None
+    if sinks is not None:  # a sink takes its part of the probability and adds nothing
+        out, total, _ = saved[-3:]
+        taken = (sinks.float() - total).exp()
+        by_sinks = -((grad.float() * out.float()).sum(-1) * taken).sum((0, 1)).to(sinks.dtype)
+    return *_attend_backward(grad, *saved, ctx.scale, ctx.window), *[None] * 4, by_sinks
 
 
 _attend.register_autograd(_backward, setup_context=_keep)

@@ -17,6 +17,7 @@ from rl.errors import GradientNotFinite
 from rl.host.platform import device_type, trim_heap
 from rl.metrics import Metrics, Value
 from rl.model.host_memory import HostMemory
+from rl.model.parity import Parity
 from rl.model.router import give, routers_of
 from rl.model.shape import ModelConfig
 from rl.model.shards import Shards
@@ -62,8 +63,11 @@ class TrainingEngine:
         steps: int,
         folder: str,
         loads: bool = False,
+        parity: Parity = "close",
     ):
-        """Build the model. With ``loads``, a Checkpointer loads weights before the first use."""
+        """Build the model. With ``loads``, a Checkpointer loads weights before the first use.
+        ``parity``: see :class:`rl.session.session_config.SessionConfig`.
+        """
         self.config = config
         self.device = get_local_device()
         if device_type() == "cuda":
@@ -75,7 +79,14 @@ class TrainingEngine:
         self.dims.build_mesh()
 
         self.model = sharded_model.build_model(
-            config, model, self.dims, head=head, seed=seed, folder=folder, loads=loads
+            config,
+            model,
+            self.dims,
+            head=head,
+            seed=seed,
+            folder=folder,
+            loads=loads,
+            parity=parity,
         )
         self.matmul = kernel_in_use() if self.device.type == "cpu" else "cuBLAS"
         """Kernel of float32 matrix products."""

@@ -1,5 +1,6 @@
 """Log-probabilities and entropies from hidden states, without the logits of a whole batch."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,11 +33,14 @@ class LogProbHead(Linear):
         """Whether logits are not rounded to the dtype of the hidden states."""
         scale: float = 1.0
         """Divisor of the logits."""
+        bitwise: bool = False
+        """Whether log-probs have the bits of the generators."""
 
     def __init__(self, config: Config):
         super().__init__(config)
         self.logits_mib = config.logits_mib
         self.scale = config.scale
+        self.bitwise = config.bitwise
         self.product = float32_logits if config.float32 else rounded_logits
 
     def forward(  # type: ignore[override]
@@ -66,13 +70,15 @@ class LogProbHead(Linear):
             hidden,
             weight,
             targets,
-            temperature=temperature * self.scale,
+            temperature=temperature,
+            scale=self.scale,
             chunk_tokens=max(1, (self.logits_mib << 20) // (4 * len(weight))),
             vocab_size=vocab_size,
             group=group,
             kept=kept,
             low_rank=self._low_rank(hidden) if hasattr(self, "lora_a") else None,
             product=self.product,
+            bitwise=self.bitwise,
         )
 
     def _low_rank(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -95,16 +101,18 @@ def linear_logprobs(
     targets: torch.Tensor,
     *,
     temperature: float = 1.0,
+    scale: float = 1.0,
     chunk_tokens: int,
     vocab_size: int | None = None,
     group: dist.ProcessGroup | None = None,
     kept: KeptLogits | None = None,
     low_rank: tuple[torch.Tensor, torch.Tensor] | None = None,
     product: Product = rounded_logits,
+    bitwise: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the log-prob of each target, and the entropy in nats, under softmax(hidden @ weight.T
-    / temperature) over the ``kept`` logits of the flattened targets. ``low_rank``, tensors like
-    ``hidden`` and ``weight`` with R in place of D, adds their ``product`` to the logits.
+    / scale / temperature) over the ``kept`` logits of the flattened targets. ``low_rank``, tensors
+    like ``hidden`` and ``weight`` with R in place of D, adds their ``product`` to the logits.
 
     ``hidden`` [..., D], ``targets`` int64 [...] or [..., K]; ``weight`` [V, D], or with a ``group``
     this rank's rows of it, cut as torch.chunk cuts ``vocab_size`` rows. Results are float32:
@@ -120,7 +128,17 @@ def linear_logprobs(
     low, up = (None, None) if low_rank is None else (low_rank[0].flatten(0, -2), low_rank[1])
     own = (targets - first).reshape(len(flat), -1)
     logprobs, entropy = _LinearLogProbs.apply(
-        flat, weight, low, up, own, temperature, chunk_tokens, group, kept, product
+        flat,
+        weight,
+        low,
+        up,
+        own,
+        (scale, temperature),
+        chunk_tokens,
+        group,
+        kept,
+        product,
+        bitwise,
     )
     logprobs = logprobs.view(targets.shape).masked_fill(targets < 0, 0.0)
     return logprobs, entropy.view(hidden.shape[:-1])
@@ -141,24 +159,26 @@ class _LinearLogProbs(torch.autograd.Function):
         low: torch.Tensor | None,
         up: torch.Tensor | None,
         targets: torch.Tensor,
-        temperature: float,
+        divisors: tuple[float, float],
         chunk_tokens: int,
         group: Any,
         mask: KeptLogits | None,
         product: Product,
+        bitwise: bool,
     ) -> Any:
         logprobs = torch.empty_like(targets, dtype=torch.float32)
         entropy, log_total = (logprobs.new_empty(len(hidden)) for _ in range(2))
         kept = None
         for chunk in _chunks(len(hidden), chunk_tokens):
-            z = _scaled_logits(product, (hidden, weight), (low, up), chunk, temperature)
+            z = _scaled_logits(product, (hidden, weight), (low, up), chunk, divisors)
             if mask is not None:
                 mask.apply_(z, chunk)
+            owned, index = _owned(targets[chunk], len(weight))
+            drawn = z.log_softmax(-1).gather(-1, index) if bitwise else None
             peak = z.amax(-1)
             if group is not None:
                 dist.all_reduce(peak, dist.ReduceOp.MAX, group)
             z -= peak.unsqueeze(-1)
-            owned, index = _owned(targets[chunk], len(weight))
             picked = z.gather(-1, index).masked_fill(~owned, 0.0)
             exp = z.exp()
             sums = torch.cat([torch.stack([exp.sum(-1), exp.mul_(z).sum(-1)]), picked.T])
@@ -166,14 +186,14 @@ class _LinearLogProbs(torch.autograd.Function):
                 dist.all_reduce(sums, dist.ReduceOp.SUM, group)
             total, weighted = sums[:2]
             log_sum = total.log()
-            logprobs[chunk] = (sums[2:] - log_sum).T
+            logprobs[chunk] = (sums[2:] - log_sum).T if drawn is None else drawn
             entropy[chunk] = log_sum - weighted / total
             log_total[chunk] = peak + log_sum
             if chunk_tokens >= len(hidden) and any(ctx.needs_input_grad):
                 kept = z.sub_(log_sum.unsqueeze(-1))
             del z, exp  # free before the next chunk allocates
         ctx.save_for_backward(hidden, weight, low, up, targets, entropy, log_total)
-        ctx.temperature = temperature
+        ctx.divisors = divisors
         ctx.chunk_tokens = chunk_tokens
         ctx.kept = kept
         ctx.mask = mask
@@ -196,7 +216,7 @@ class _LinearLogProbs(torch.autograd.Function):
             ctx.kept = None
             if logp is None:
                 factors = (hidden, weight), (low, up)
-                logp = _scaled_logits(ctx.product, *factors, chunk, ctx.temperature)
+                logp = _scaled_logits(ctx.product, *factors, chunk, ctx.divisors)
                 if ctx.mask is not None:
                     ctx.mask.apply_(logp, chunk)
                 logp -= log_total[chunk].unsqueeze(-1)
@@ -212,7 +232,7 @@ class _LinearLogProbs(torch.autograd.Function):
             if by_target is not None:
                 owned, index = _owned(targets[chunk], len(weight))
                 grad.scatter_add_(-1, index, by_target * owned)
-            grad = grad.div_(ctx.temperature).to(hidden.dtype)
+            grad = grad.div_(math.prod(ctx.divisors)).to(hidden.dtype)
             grad_hidden[chunk] = grad @ weight
             if low is not None and grad_low is not None:
                 grad_low[chunk] = grad @ up
@@ -222,7 +242,7 @@ class _LinearLogProbs(torch.autograd.Function):
         grad_weight, grad_up = (
             None if each is None else each.to(weight.dtype) for each in (grad_weight, grad_up)
         )
-        return grad_hidden, grad_weight, grad_low, grad_up, *[None] * 6
+        return grad_hidden, grad_weight, grad_low, grad_up, *[None] * 7
 
 
 def _chunks(tokens: int, size: int) -> Iterator[slice]:
@@ -230,7 +250,7 @@ def _chunks(tokens: int, size: int) -> Iterator[slice]:
 
 
 def _scaled_logits(
-    product: Product, factors: Any, low_rank: Any, chunk: slice, temperature: float
+    product: Product, factors: Any, low_rank: Any, chunk: slice, divisors: tuple[float, float]
 ) -> torch.Tensor:
     """Return the logits [n, V] of the tokens of ``chunk``, float32: the sum of the products of two
     pairs. The second pair may be of None.
@@ -239,7 +259,11 @@ def _scaled_logits(
     logits = product(hidden[chunk], weight)
     if low is not None:
         logits += product(low[chunk], up)
-    return logits.float().div_(temperature)
+    logits = logits.float()
+    for divisor in divisors:  # one after the other, as generators divide
+        if divisor != 1.0:
+            logits.div_(divisor)
+    return logits
 
 
 def _add_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> None:

@@ -29,10 +29,11 @@ from rl.errors import require_value
 from rl.host.platform import device_type
 from rl.model.decoder import decoder_config
 from rl.model.experts import ClampedExperts
+from rl.model.parity import Parity, use_bitwise_kernels
 from rl.model.router import Router
 from rl.model.shape import ModelConfig, shape_of
 from rl.model.shards import Box, Region, Shard, Shards
-from rl.training.attention import attention_config
+from rl.training.attention import DenseAttention, attention_config
 from rl.training.kept_logits import KeptLogits
 from rl.training.logprobs import LogProbHead
 from rl.training.matmul import faster_kernel, use_kernel
@@ -75,6 +76,7 @@ def build_model(
     seed: int,
     folder: str,
     loads: bool = False,
+    parity: Parity = "close",
 ) -> HeadedModel:
     """Return torchtitan's decoder, parallelized by torchtitan, with weights that depend only on
     ``seed``.
@@ -82,9 +84,12 @@ def build_model(
     With ``loads``, weights that come from a file are NaN: all except for adapters and value heads.
     """
     from_file = loads and bool(config.checkpoint.initial_load_path or model.hf_path)
-    built = sharded_model(config, model, dims, head=head, folder=folder)
-    if device_type() == "cpu":
+    built = sharded_model(config, model, dims, head=head, folder=folder, parity=parity)
+    if parity == "bitwise":
+        use_bitwise_kernels()
+    elif device_type() == "cpu":
         use_kernel(faster_kernel() if config.cpu_matmul == "auto" else config.cpu_matmul)
+    if device_type() == "cpu":
         for module in built.modules():
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
@@ -106,6 +111,7 @@ def sharded_model(
     head: Head = "logprobs",
     folder: str,
     layers: int | None = None,
+    parity: Parity = "close",
 ) -> HeadedModel:
     """Return the model of :func:`build_model` on the meta device: shapes and placements, without
     memory. ``layers`` limits the number of layers.
@@ -124,6 +130,9 @@ def sharded_model(
         float32=config.training.mixed_precision_param == "float32",
         masked=config.prompt_sharing > 1 or bool(shape.window) or shape.sinks,
     )
+
+    if bitwise := parity == "bitwise":
+        attention = DenseAttention.Config(bitwise=True)
 
     def inner_attention(layer: int) -> Any:
         window = shape.window_of(layer)
@@ -148,6 +157,7 @@ def sharded_model(
             config.logits_mib,
             float32=shape.float32_head,
             scale=shape.logits_scale,
+            bitwise=bitwise,
         )
     if config.lora is not None:
         titan.keep_forward_with_lora(LogProbHead)
@@ -197,7 +207,7 @@ def _set_own_layout(model: Qwen3Model.Config, config: TrainerConfig) -> None:
 
 
 def _log_prob_head(
-    head: Linear.Config, logits_mib: int, *, float32: bool, scale: float
+    head: Linear.Config, logits_mib: int, *, float32: bool, scale: float, bitwise: bool
 ) -> LogProbHead.Config:
     """Return a LogProbHead in place of ``head``, with the same sharding of the weight; it handles
     the sharding of its activations.
@@ -211,6 +221,7 @@ def _log_prob_head(
         logits_mib=logits_mib,
         float32=float32,
         scale=scale,
+        bitwise=bitwise,
     )
 
 

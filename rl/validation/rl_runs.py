@@ -113,6 +113,13 @@ def _validate_router_replay(config: RLConfig) -> None:
     check(config, field, free or config.generator.record_experts is not False, rule)
 
 
+def _validate_parity(config: RLConfig) -> None:
+    config.session().check_parity()
+    alarm = config.watchdog.parity
+    holds = alarm is None or config.parity == "bitwise"
+    check(config, "watchdog.parity", holds, "None unless parity is 'bitwise'")
+
+
 def _validate_roles(config: RLConfig) -> None:
     """Check the names of other models, and that they take the policy's sequences."""
     vocabulary = shape_of(config.model).vocab_size
@@ -142,5 +149,6 @@ ROLLOUT_CHECKS: list[Callable[[Any], None]] = [
     *(validate_other_folders, validate_generator_layout, validate_nodes, validate_devices),
     *(validate_generator, validate_lengths, _validate_push, _validate_sampling),
     *(_validate_algorithm, validate_episodes, _validate_router_replay, _validate_roles),
+    _validate_parity,
 ]
 """Checks of RL runs, beside those of all runs."""

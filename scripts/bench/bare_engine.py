@@ -135,6 +135,7 @@ def _start(kind: Kind, config: GeneratorConfig, model: ModelConfig, folder: Path
             "fuse_qkv": model.fuse_qkv,
             "expert_parallel": False,
             "record_experts": False,
+            "parity": "close",
         },
     }
     engine = LLMEngine.from_engine_args(

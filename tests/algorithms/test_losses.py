@@ -222,6 +222,9 @@ def test_log_prob_errors_and_drift_of_stale_tokens_are_separate_metrics():
         values, rule, weights = metrics[f"logprob/{name}"]
         assert rule == reduction and torch.equal(weights, counted)
         assert torch.equal(values, difference)
+    values, rule, weights = metrics["logprob/differing_tokens"]
+    assert rule == "sum" and torch.equal(weights, staleness == 0)
+    assert torch.equal(values, (difference != 0).float())
 
 
 def test_the_behaviour_weight_and_its_cap_are_measured():

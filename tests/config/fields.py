@@ -111,6 +111,8 @@ observe/test_trackers.py
   test_recorded_rollouts_are_tables_in_wandb: WeightsAndBiases.Config samples
   test_an_offline_wandb_run_is_complete_and_resumed_as_itself: WeightsAndBiases.Config mode project
   test_trackio_has_each_step: Trackio.Config project
+parity/test_parity.py
+  test_the_config_chooses_the_bits_of_both_sides: SamplingRunConfig parity
 plan/test_generator.py
   test_a_generator_with_the_minimum_kv_cache_has_the_planned_memory:
     GeneratorConfig kv_cache_gib block_size
@@ -262,7 +264,7 @@ trainers/test_watchdog.py
   test_a_failure_names_step_condition_value_and_the_field_to_change:
     WatchdogConfig zero_std zero_std_steps vanished vanished_steps starving starving_share
     WatchdogConfig starving_steps entropy entropy_min entropy_max drift drift_max non_finite
-    WatchdogConfig mismatch mismatch_max
+    WatchdogConfig mismatch mismatch_max parity
   test_a_reference_that_is_not_the_initial_policy_is_found_in_the_first_step:
     WatchdogConfig reference
 training/test_checkpoint.py

@@ -60,6 +60,7 @@ _DATASET: dict[str, tuple[object, str]] = {
     "watchdog.starving": ("fail", _NO_ROLLOUTS),
     "watchdog.starving_share": (0.5, _NO_ROLLOUTS),
     "watchdog.starving_steps": (3, _NO_ROLLOUTS),
+    "watchdog.parity": ("fail", _NO_ROLLOUTS),
     "watchdog.mismatch": ("fail", _NO_ROLLOUTS),
     "watchdog.mismatch_max": (0.5, _NO_ROLLOUTS),
     "watchdog.reference": ("fail", _NO_ROLLOUTS),

@@ -45,6 +45,7 @@ FLOAT8 = Float8LinearConverter.Config
 EMULATED = {"trainer.float8": FLOAT8(emulate=True)}
 FLOAT32 = {"trainer.training.mixed_precision_param": "float32"}
 BFLOAT16 = {"trainer.training.mixed_precision_param": "bfloat16"}
+BITWISE = {"parity": "bitwise"}
 GROUPS = ReinforcePlusPlus.Config(baseline="group_mean")
 COMPARING = (GroupAdvantage.Config(), LeaveOneOut.Config(), GROUPS)
 ALONE = (GAE.Config(), ReinforcePlusPlus.Config())
@@ -124,6 +125,27 @@ REFUSED: list[tuple[Edits, str]] = [
         MIXTURE | {"generator.record_experts": False, "trainer.router_replay": "generator"},
         "'none' with generator.record_experts=False",
     ),
+    # equal bits
+    *(
+        (BITWISE | edits, rf"{re.escape(field)} .*{allowed}")
+        for edits, field, allowed in (
+            (GPUS, "parity is 'bitwise'", "'close' on GPUs"),
+            ({TP: 2}, TP, "1 with parity"),
+            ({CP: 2}, CP, "1 with parity"),
+            (MIXTURE | {DP: 2, EP: 2}, EP, "1 with parity"),
+            ({"trainer.lora": LORA()}, "trainer.lora", "None with parity"),
+            (EMULATED, "trainer.float8", "None with parity"),
+            ({"trainer.compile.enable": True}, "trainer.compile.enable", "False with parity"),
+            ({"trainer.threads": 2}, "trainer.threads", "1 or 'auto' with parity"),
+            ({"trainer.cpu_matmul": "onednn"}, "trainer.cpu_matmul", "'auto' or 'mkl'"),
+            ({"generator.tensor_parallel_degree": 2}, "generator.tensor_parallel", "1 with parity"),
+            ({"generator.enforce_eager": False}, "generator.enforce_eager", "True with parity"),
+            ({"generator.threads": 2}, "generator.threads", "1 or 'auto' with parity"),
+            ({"generator.dtype": "bfloat16"}, "generator.dtype", "precision_param='float32' with"),
+            ({"generator.inflight_policy": "continue"}, "generator.inflight_policy", "'drain' or"),
+        )
+    ),
+    ({"watchdog.parity": "fail"}, "None unless parity is 'bitwise'"),
     # ways to train
     ({"trainer.lora": LORA(), "trainer.lora.rank": 0}, "at least 1"),
     ({"trainer.lora": LORA(), "trainer.lora.alpha": 0.0}, "above 0"),

@@ -18,6 +18,7 @@ from torch.distributed import TCPStore
 
 from rl.compat.vllm_internals import kv_caches
 from rl.generation.generator_config import GeneratorConfig, environment
+from rl.model.parity import Parity
 from rl.model.shape import ModelConfig
 from rl.model.shards import Box
 from rl.types import Completion, GenerationRequest, Sampling
@@ -38,6 +39,7 @@ class GeneratorRanks:
         config: GeneratorConfig,
         model: ModelConfig,
         prepare: Callable[[], None] | None = None,
+        parity: Parity = "close",
         **more: str,
     ):
         context = multiprocessing.get_context("spawn") if more else FORK
@@ -63,7 +65,7 @@ class GeneratorRanks:
                 name: str(value) for name, value in (ranks | more).items()
             }
             process = context.Process(
-                target=host, args=(there, variables, config, model, prepare), daemon=True
+                target=host, args=(there, variables, config, model, prepare, parity), daemon=True
             )
             with patch.dict(os.environ, variables):  # which imports of new interpreters read
                 process.start()
@@ -118,7 +120,7 @@ def new_store() -> TCPStore:
 
 
 def host(
-    pipe, variables: dict[str, str], config: GeneratorConfig, model: ModelConfig, prepare
+    pipe, variables: dict[str, str], config: GeneratorConfig, model: ModelConfig, prepare, parity
 ) -> None:
     """Run a rank: build its engine, then execute the tasks from ``pipe``."""
     os.environ.update(variables)
@@ -129,7 +131,7 @@ def host(
         start_as_on_gpus()
     if prepare is not None:
         prepare()
-    engine = GenerationEngine(config, model, seed=0, in_turns=True)
+    engine = GenerationEngine(config, model, seed=0, in_turns=True, parity=parity)
     pipe.send(("done", unpushed(engine)))
     while (task := pipe.recv()) is not None:
         fn, args, kwargs = task
@@ -137,7 +139,7 @@ def host(
             if fn is GeneratorRanks.rebuild:
                 close(engine)
                 os.environ["MASTER_PORT"] = str(args[1])
-                engine = GenerationEngine(replace(config, **kwargs), args[0], seed=0)
+                engine = GenerationEngine(replace(config, **kwargs), args[0], seed=0, parity=parity)
                 pipe.send(("done", None))
                 continue
             pipe.send(("done", fn(engine, *args, **kwargs)))

@@ -33,6 +33,7 @@ LIMITS = {
     "entropy_max": 2.0,
     "drift_max": 0.05,
     "mismatch_max": 0.002,
+    "parity": "warn",
 }
 CASES = [
     ("zero_std", {"reward/zero_std_groups": 1.0}, 3, "reward/zero_std_groups is 1, "),
@@ -57,6 +58,12 @@ CASES = [
         1,
         "logprob/error_mean is 0.003, above watchdog.mismatch_max=0.002",
     ),
+    (
+        "parity",
+        {"logprob/differing_tokens": 3.0, "logprob/error_max": 0.5},
+        1,
+        "logprob/differing_tokens is 3, and logprob/error_max 0.5; ",
+    ),
     ("drift", {"kl/behaviour": 0.06}, 1, "kl/behaviour is 0.06, above watchdog.drift_max=0.05"),
     ("non_finite", {"loss/mean": math.nan}, 1, "loss/mean is nan"),
     ("non_finite", {"trainer/grad_norm": math.inf}, 1, "trainer/grad_norm is inf"),
@@ -66,7 +73,7 @@ the beginning of the alarm.
 """
 NAMES = {
     *("stalled", "zero_std", "vanished", "starving", "entropy", "drift", "non_finite"),
-    *("mismatch", "reference", "memory"),
+    *("parity", "mismatch", "reference", "memory"),
 }
 EXPERTS = "--model.num_experts 4 --model.experts_per_token 2 --model.moe_hidden_dim 64"
 ROUNDING = {
@@ -199,12 +206,12 @@ def test_all_conditions_of_a_step_are_counted_and_the_cause_fails_first():
     bad = {name: value for _, row, _, _ in CASES for name, value in row.items()}
     watchdog = watch(zero_std_steps=1, starving_steps=1)
     [told] = go(watchdog, 1, bad)
-    order = ["non_finite", "mismatch", "drift", "entropy", "zero_std", "starving"]
+    order = ["non_finite", "parity", "mismatch", "drift", "entropy", "zero_std", "starving"]
     assert [text.split(": ")[1] for text in told] == order
     failing = watch(zero_std_steps=1, zero_std="fail", non_finite="fail")
     with pytest.raises(RunError, match="step 1: non_finite"):
         go(failing, 1, bad)
-    names = ("non_finite", "mismatch", "drift", "entropy", "zero_std")
+    names = ("non_finite", "parity", "mismatch", "drift", "entropy", "zero_std")
     assert counts(failing) == dict.fromkeys(names, 1)
 
 

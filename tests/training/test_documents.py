@@ -51,7 +51,9 @@ def test_documents_attend_as_with_a_dense_mask(rows, kv_heads):
 def test_the_kernel_of_documents_follows_the_rules_of_operators():
     positions = positions_of(ROWS["branches"])
     qkv = [torch.randn(*positions.shape, heads, 16, requires_grad=True) for heads in (4, 2, 2)]
-    torch.library.opcheck(torch.ops.tiller.attend.default, (*qkv, positions, 0.25))
+    for options in ((False, 0, None), (True, 3, torch.ones(qkv[0].shape[2]))):
+        given = (*qkv, positions, 0.25, *options)
+        torch.library.opcheck(torch.ops.tiller.attend.default, given)
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,26 @@ def test_shipped_configs_can_work_and_have_the_sizes_of_the_published_models(con
         assert model == pytest.approx(BILLIONS[config], rel=0.005)
 
 
+SMALL = (
+    "--config quickstart --model.family llama --model.vocab_size 49152 --model.dim 576 "
+    "--model.n_layers 30 --model.n_heads 9 --model.n_kv_heads 3 --model.head_dim 64 "
+    "--model.hidden_dim 1536 --model.max_seq_len 256 --rollout.max_tokens 96 "
+    "--rollout.prompts_per_step 8 --trainer.micro_batch_size 8 --hardware.host_memory_gib 24"
+)
+"""A published model of 135 million parameters on a small host."""
+
+
+@pytest.mark.parametrize("lora", ["", "trainer.lora:on"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_small_published_model_fits_on_a_host_of_24_gib(dtype, lora, capsys):
+    dtypes = f"--trainer.training.mixed_precision_param {dtype} --generator.dtype {dtype}"
+    code, plan = planned(capsys, *f"{SMALL} {dtypes} {lora}".split())
+    assert (code, plan["errors"]) == (0, [])
+    assert 134e6 < plan["model"]["parameters"] < 135e6
+    (memory,) = (each for each in plan["memory"]["devices_and_hosts"] if "host" in each["name"])
+    assert memory["used"] < memory["limit"] == 24 * 2**30
+
+
 def test_a_plan_has_the_seat_of_each_rank_and_the_bytes_of_a_push(capsys):
     _, plan = planned(capsys, "--config", "qwen3_30b_a3b")
     trainer, first, *_, last = plan["meshes"]

@@ -3,8 +3,7 @@
 The names below are imported at their first use, because importing torch takes seconds.
 """
 
-import ast
-from pathlib import Path
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from rl.cli.program import begin, is_starting
@@ -79,23 +78,53 @@ __all__ = [
     "make_batch",
 ]
 
-_IMPORTS = next(
-    each.body for each in ast.parse(Path(__file__).read_text()).body if isinstance(each, ast.If)
-)
 _SOURCES = {
-    alias.name: getattr(each, "module", None)
-    for each in _IMPORTS
-    if isinstance(each, ast.Import | ast.ImportFrom)
-    for alias in each.names
+    "AdapterConfig": "rl.training.trainer_config:AdapterConfig",
+    "AgentTask": "rl.environments.agent:AgentTask",
+    "Algorithm": "rl.trainers.algorithm:Algorithm",
+    "Batch": "rl.types:Batch",
+    "Completion": "rl.types:Completion",
+    "EnvironmentTask": "rl.environments.protocol:EnvironmentTask",
+    "GenerationRequest": "rl.types:GenerationRequest",
+    "GeneratorConfig": "rl.generation.generator_config:GeneratorConfig",
+    "InfrastructureError": "rl.errors:InfrastructureError",
+    "MessageEnvironment": "rl.environments.protocol:MessageEnvironment",
+    "ModelConfig": "rl.model.shape:ModelConfig",
+    "Opening": "rl.environments.protocol:Opening",
+    "PolicyGradient": "rl.trainers.algorithm:PolicyGradient",
+    "PreferenceConfig": "rl.config:PreferenceConfig",
+    "PreferenceTrainer": "rl.trainers.preference:PreferenceTrainer",
+    "Prompt": "rl.types:Prompt",
+    "RLConfig": "rl.config:RLConfig",
+    "RLTrainer": "rl.trainers.rl:RLTrainer",
+    "Reply": "rl.environments.protocol:Reply",
+    "RewardModelConfig": "rl.config:RewardModelConfig",
+    "Rewards": "rl.tasks.rewards:Rewards",
+    "Role": "rl.session.session_config:Role",
+    "Rollout": "rl.types:Rollout",
+    "SFTConfig": "rl.config:SFTConfig",
+    "SFTTrainer": "rl.trainers.sft:SFTTrainer",
+    "Sampling": "rl.types:Sampling",
+    "Score": "rl.environments.task:Score",
+    "Sequence": "rl.types:Sequence",
+    "Session": "rl.session.session:Session",
+    "SessionConfig": "rl.session.session_config:SessionConfig",
+    "Task": "rl.environments.task:Task",
+    "TrainerConfig": "rl.training.trainer_config:TrainerConfig",
+    "WeightPushConfig": "rl.weights.transport:WeightPushConfig",
+    "advantages": "rl.algorithms.advantages",
+    "configs": "configs",
+    "losses": "rl.algorithms.losses",
+    "make_batch": "rl.algorithms.batch:make_batch",
 }
-"""Module that each name is imported from, as the block above says; None for a module itself."""
 
 
 def __getattr__(name: str) -> Any:
     if name not in _SOURCES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = _SOURCES[name]
-    return getattr(__import__(module, fromlist=[name]), name) if module else __import__(name)
+    module, _, attribute = _SOURCES[name].partition(":")
+    source = import_module(module)
+    return getattr(source, attribute) if attribute else source
 
 
 def __dir__() -> list[str]:

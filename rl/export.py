@@ -12,6 +12,7 @@ from rl.cli.program import as_program
 from rl.errors import ConfigError, end_program, require
 
 if TYPE_CHECKING:
+    from rl.model.updates import Update
     from rl.session.session import Session
 
 PROGRAM = "python -m rl.export"
@@ -19,9 +20,10 @@ DESCRIPTION = """\
 Write a checkpoint of a run as a Hugging Face folder, for transformers and vLLM:
 config.json, safetensors and the tokenizer, as in the run's own export/. Weights
 have the dtype of the model that the run started from, float32 from random
-weights. LoRA is merged into them, and written in adapter/ for PEFT too.
+weights. bfloat16 rounds small updates away; --dtype float32 keeps them. LoRA is
+merged into the weights, and written in adapter/ for PEFT too.
 
-  python -m rl.export runs/first exported
+  python -m rl.export runs/first exported --dtype float32
   python -m rl.export runs/first --step 100 exported"""
 ONE_GPU = "That is one GPU."
 
@@ -31,6 +33,8 @@ def main(arguments: list[str]) -> None:
     """Export a checkpoint."""
     parser = run_parser(PROGRAM, DESCRIPTION, ONE_GPU)
     parser.add_argument("folder", metavar="DIR", type=Path, help="folder to write, new or empty")
+    dtypes = ("float32", "bfloat16", "float16")
+    parser.add_argument("--dtype", choices=dtypes, default="", help="dtype of the weights")
     own, overrides = parser.parse_known_args(arguments)
 
     # these import torch, which --help does without
@@ -60,23 +64,26 @@ def main(arguments: list[str]) -> None:
     with TemporaryFolder(f".{folder.name}-", folder.parent) as partial:
         model = Path(partial) / "model"
 
-        async def export(session: "Session") -> str:
-            await session.export_hf(model)
+        async def export(session: "Session") -> tuple["Update", str]:
+            update = await session.export_hf(model, dtype=own.dtype)
             start = run.config.trainer.checkpoint
             if start.initial_load_path and (model / "adapter").exists():
                 rename_base(model / "adapter", base_of(start, run.config.model.hf_path))
             if isinstance(run.config, DatasetRunConfig):
                 state, _ = await session.load()
                 describe_stops(model, state.get("stop_token_ids", []))
-            return await session.weight_digest()
+            return update, await session.weight_digest()
 
-        digest = run_session(config, None, export)
+        update, digest = run_session(config, None, export)
         if task is not None:
             task.describe(model)
         replace_folder(folder, model)
-    row = {"run": str(own.run), "step": run.step, "folder": str(own.folder)}
+    shares = {"changed": update.changed / max(update.weights, 1), "kept": update.share}
+    row = {"run": str(own.run), "step": run.step, "folder": str(own.folder), **shares}
     text = f"exported step {run.step} of {own.run} to {own.folder}, policy digest {digest}"
     print(json.dumps(row | {"policy_digest": digest}) if own.json else text)
+    if not own.json:
+        print(update.describe())
 
 
 if __name__ == "__main__":

@@ -3,9 +3,10 @@
 import asyncio
 import contextlib
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from monarch.actor import ProcMesh
 
@@ -14,6 +15,7 @@ from rl.actors.hosts import Hosts
 from rl.actors.processes import stop_procs
 from rl.actors.worker import ModelWorker
 from rl.actors.worker_group import WorkerGroup
+from rl.model.updates import Update, sample
 from rl.training.trainer_config import Source
 from rl.types import Place
 from rl.weights.transport import Publisher, Sent, Transfer, open_publisher
@@ -29,12 +31,15 @@ class PolicyTrainer(ModelWorker):
     """
 
     publisher: Publisher | None = None
+    _dtype: torch.dtype  # of the generators
+    _sample: torch.Tensor | None  # of the policy's weights at the push before
 
     @endpoint
     async def open_publisher(self, transfer: Transfer) -> Any:
         shards = await self._shards()
         await self._close_publisher()
         self.publisher = open_publisher(transfer, shards, rank=dist.get_rank())
+        self._dtype, self._sample = transfer.dtype, None
         return self.publisher.address
 
     @endpoint
@@ -50,6 +55,11 @@ class PolicyTrainer(ModelWorker):
                 self.engine.require_resident("push_weights", "model")
                 begin = time.time()
                 sent = await self.publisher.publish(version)
+                if source is None and self._dtype != torch.float32:
+                    shards = merged.shards().values()
+                    before, self._sample = self._sample, sample(each.tensor for each in shards)
+                    if before is not None:
+                        sent = replace(sent, update=Update.of(before, self._sample, self._dtype))
                 return timed(sent, [("publish", begin, time.time())])
 
     @endpoint

@@ -29,6 +29,7 @@ from rl.model.digest import ShardDigests, digests
 from rl.model.parity import Parity
 from rl.model.shape import ModelConfig
 from rl.model.shards import Shard, Shards
+from rl.model.updates import Update
 from rl.training.trainer_config import AdapterConfig, Source, TrainerConfig, short_layout
 from rl.types import Batch, Head
 
@@ -199,12 +200,12 @@ class ModelWorker(Rank):
         self.engine.onload(model, optimizer)
 
     @engine_endpoint(changes=True)
-    def export_hf(self, folder: str, adapter: str | None = None) -> None:
+    def export_hf(self, folder: str, adapter: str | None, dtype: str) -> Update:
         adapters = self.engine.adapters
         try:
             adapters.merge(adapter)
             with adapters.active_adapter(adapter):
-                self.checkpointer.export_hf(folder)
+                return self.checkpointer.export_hf(folder, dtype)
         finally:
             adapters.merge(None)
 

@@ -16,6 +16,7 @@ from rl.errors import RunError, require
 from rl.metrics import Metrics
 from rl.model.activations import Activations
 from rl.model.digest import merge_digests, policy_digest
+from rl.model.updates import Update
 from rl.observe.spans import Stopwatch
 from rl.session.concurrency import background
 from rl.session.device_sharing import DeviceSharing
@@ -262,12 +263,13 @@ class Models:
             await self._groups[role].load_checkpoint(0)
 
     async def export_hf(
-        self, folder: Path, *, role: str = "trainer", adapter: str | None = None
-    ) -> None:
-        """Write the model, with ``adapter`` merged into its weights, as a Hugging Face folder."""
+        self, folder: Path, *, role: str = "trainer", adapter: str | None = None, dtype: str = ""
+    ) -> Update:
+        """Write a Hugging Face folder of ``adapter``, in ``dtype`` if given; return the update."""
         self._source(adapter, None, role)
         async with self._devices.of(role, "model"):
-            await self._groups[role].call(ModelWorker.export_hf, str(folder), adapter)
+            export = ModelWorker.export_hf
+            return (await self._groups[role].call(export, str(folder), adapter, dtype))[0]
 
     async def create_adapter(self, name: str, config: AdapterConfig) -> None:
         """Add an adapter beside the policy's own, with gradients, moments and counts of its own.

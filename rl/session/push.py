@@ -13,6 +13,7 @@ from rl.actors.generator import GeneratorMesh
 from rl.actors.mesh import Rank
 from rl.actors.policy_trainer import PolicyTrainer, TrainerMesh
 from rl.errors import ActorFailure, NodeLost, RankLost, RunError
+from rl.model.updates import Update
 from rl.observe.events import Events
 from rl.observe.spans import Stopwatch
 from rl.session.concurrency import Signal, background
@@ -326,6 +327,9 @@ class WeightPush:
             "push/bytes": sum(each.bytes_full for each in sent),
             "push/bytes_sent": sum(each.bytes_sent for each in sent),
         }
+        update = Update.total(each.update for each in sent)
+        if update.square:
+            self.metrics["push/update_kept"] = update.share
         self.events.emit("pushed", version=pending.version, metrics=self.metrics)
 
     async def _pull(self, generator: GeneratorMesh, wanted: Pushed) -> float:

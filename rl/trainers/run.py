@@ -327,8 +327,11 @@ class Run:
 
     async def export(self, path: Path) -> None:
         """Write the model as a Hugging Face folder."""
-        await self.session.export_hf(path)
+        update = await self.session.export_hf(path)
         self.describe(path)
+        (self.events.warn if update.is_lost else self.events.note)(
+            f"exported to {path}; {update.describe()}".removesuffix("; ")
+        )
 
     async def _finish(self) -> dict[str, Any] | None:
         """Export, then evaluate; return the summary, None if ``leave`` ended the evaluation.
@@ -349,7 +352,6 @@ class Run:
             "export": str(export),
         }
         self.record.write_summary(summary)
-        self.events.note(f"exported to {export}")
         self.progress.stage("evaluating on held-out data")
         scores = await self.unless_leaving(trainer.scores())
         return None if scores is None else summary | scores | self._facts()

@@ -21,6 +21,7 @@ from rl.errors import RunError
 from rl.host.disk import replace_folder
 from rl.host.platform import device_type
 from rl.model.shape import ModelConfig, shape_of
+from rl.model.updates import Update
 from rl.observe.checkpoint_folders import StepFolders
 from rl.training.adapters import ADAPTER, FRESH
 from rl.training.all_ranks import failures_as_run_error, on_first_rank
@@ -218,14 +219,14 @@ class Checkpointer:
         _check_model(folder, saved, shapes)
         return parts
 
-    def export_hf(self, folder: str) -> None:
-        """Write safetensors and config.json for transformers, in the dtype the model started from.
-
-        Also waits for the checkpoint being written.
+    def export_hf(self, folder: str, dtype: str = "") -> Update:
+        """Write safetensors and config.json for transformers: see
+        :meth:`HuggingFaceFolders.export`. Also waits for the checkpoint being written.
         """
         self._engine.require_resident("export_hf", "model")
-        self._hugging_face.export(folder)
+        update = self._hugging_face.export(folder, dtype)
         self._finish_saving()
+        return update
 
     def close(self) -> None:
         """Wait for the checkpoint being written and stop the manager's threads."""

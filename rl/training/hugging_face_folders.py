@@ -4,10 +4,11 @@ import json
 import math
 import shutil
 from collections.abc import Iterable
+from contextlib import ExitStack
 from itertools import chain, product
 from operator import mul
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from rl.model.hub import DESCRIPTIONS, INDEX, ONE_FILE
 from rl.model.reward_model import describe_reward_model
 from rl.model.shape import ModelShape, family_of, hf_config
 from rl.model.shards import Box, Shard, Shards
+from rl.model.updates import Update
 from rl.training.all_ranks import on_every_rank, on_first_rank
 from rl.training.engine import TrainingEngine
 from rl.training.hugging_face_files import (
@@ -74,10 +76,12 @@ class HuggingFaceFolders:
         on_every_rank(f"loading {folder}", lambda: self._read(Path(folder)))
 
     @torch.no_grad()
-    def export(self, folder: str) -> None:
-        """Write the weights in the dtypes that they started from, config.json, and the other files
-        of the source. A model with a value head becomes a sequence classification of
-        transformers with one label.
+    def export(self, folder: str, dtype: str = "") -> Update:
+        """Write the weights, config.json, and the other files of the source. A model with a value
+        head becomes a sequence classification of transformers with one label. Return the update of
+        the weights since the source; empty if the source has none.
+
+        Without ``dtype``, the name of one, weights have the dtypes that they started from.
 
         Adapters are merged into the weights, and written in the subfolder ``adapter`` for PEFT.
         Weights are split into files as in the source. ``folder`` appears when it is complete, and
@@ -88,16 +92,17 @@ class HuggingFaceFolders:
         shards = self._engine.shards()
         config = self._engine.adapters.worn
         adapter = peft_adapter(self._model, self._names, config)
-        layouts = on_first_rank("export", lambda: self._create(whole, partial))
+        layouts = on_first_rank("export", lambda: self._create(whole, partial, dtype))
         written = on_every_rank("export", lambda: self._write(partial, shards, layouts))
 
         def finish() -> None:
-            self._finish(partial, layouts, sum(written))
+            self._finish(partial, layouts, sum(size for size, _ in written), dtype)
             if config is not None:
                 write_peft(partial / "adapter", adapter, config, base=self._base)
             replace_folder(whole, partial)
 
         on_first_rank("export", finish)
+        return Update.total(update for _, update in written)
 
     def _tensors(self, shards: Shards) -> Shapes:
         return self._names.tensors({name: shard.shape for name, shard in shards.items()})
@@ -117,16 +122,16 @@ class HuggingFaceFolders:
     def _headers(self, folder: Path) -> dict[str, StoredTensor]:
         return stored_tensors(folder, tied=self._shape.tie_embeddings)
 
-    def _create(self, whole: Path, partial: Path) -> dict[str, "_FileLayout"]:
+    def _create(self, whole: Path, partial: Path, dtype: str) -> dict[str, "_FileLayout"]:
         if whole.exists() and any(whole.iterdir()) and not any(whole.glob("*.safetensors")):
             raise RunError(
                 f"{whole} holds something other than a model; name another folder to export to"
             )
         tensors = self._tensors(shards_of(self._model))
-        own = TORCH_DTYPE_MAP.get(self._shape.dtype, torch.float32)
+        own = TORCH_DTYPE_MAP.get(dtype or self._shape.dtype, torch.float32)
         dtypes = dict.fromkeys(tensors, own)
         files = {name: tensor.file for name, tensor in self._stored.items()}
-        for name in tensors.keys() & files.keys():
+        for name in tensors.keys() & files.keys() if not dtype else ():
             dtypes[name] = _DTYPES.get(self._stored[name].dtype, own)
         if not files.keys() >= tensors.keys():
             files = _split(tensors, own)
@@ -142,25 +147,43 @@ class HuggingFaceFolders:
                 out.truncate(layout.size)
         return layouts
 
-    def _write(self, folder: Path, shards: Shards, layouts: dict[str, "_FileLayout"]) -> int:
-        """Write the first replicas among this rank's shards; return their number of bytes."""
+    def _write(
+        self, folder: Path, shards: Shards, layouts: dict[str, "_FileLayout"]
+    ) -> tuple[int, Update]:
+        """Write the first replicas among this rank's shards. Return their number of bytes, and
+        their update since the source, as far as its files still exist.
+        """
         weights = named_weights(self._model)
         first = {name: shard for name, shard in shards.items() if _is_first_replica(weights[name])}
         written = 0
+        update = Update()
         for file, pieces in _by_file(self._names, first.values(), _files(layouts)).items():
-            with (folder / file).open("r+b") as out:
+            with (folder / file).open("r+b") as out, ExitStack() as stack:
+                opened: dict[str, Any] = {}
                 for piece, part in pieces:
-                    # A copy: memory that numpy shares can no longer be offloaded.
                     start, dtype = layouts[file].places[piece.tensor]
-                    values = part.to("cpu", dtype, copy=True).contiguous()
+                    whole = part.to("cpu")
+                    # A copy: memory that numpy shares can no longer be offloaded.
+                    values = whole.to(dtype, copy=True).contiguous()
                     _write_piece(out, piece, start, values)
                     written += values.nbytes
+                    source = self._stored.get(piece.tensor)
+                    path = self._source / source.file if self._source and source else None
+                    if source is None or path is None or not path.exists():
+                        continue
+                    if path.name not in opened:
+                        opened[path.name] = stack.enter_context(safe_open(path, framework="pt"))
+                    place = piece.in_tensor.slices_in(Box.whole(piece.shape))
+                    before = opened[path.name].get_slice(source.name)[place]
+                    update = Update.total([update, Update.of(before, whole, dtype)])
                 sync_file(out)
-        return written
+        return written, update
 
-    def _finish(self, folder: Path, layouts: dict[str, "_FileLayout"], written: int) -> None:
-        """Check the size of the weights; write the index, and the source's config, tokenizer and
-        templates.
+    def _finish(
+        self, folder: Path, layouts: dict[str, "_FileLayout"], written: int, dtype: str
+    ) -> None:
+        """Check the size of the weights; write the index, and the source's config, with ``dtype``
+        if given, tokenizer and templates.
         """
         total = sum(layout.size - len(layout.header) for layout in layouts.values())
         if written != total:
@@ -177,6 +200,10 @@ class HuggingFaceFolders:
         config = folder / "config.json"
         if not config.exists():
             config.write_text(json.dumps(hf_config(self._shape), indent=2))
+        if dtype:
+            described = json.loads(config.read_text())
+            described.pop("torch_dtype", None)
+            config.write_text(json.dumps(described | {"dtype": dtype}, indent=2))
         if self._has_values:
             describe_reward_model(folder, family_of(self._shape).reward_class)
 

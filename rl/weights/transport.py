@@ -13,6 +13,7 @@ import torch
 
 from rl.errors import RunError, one_of
 from rl.model.shards import Layout, Shard
+from rl.model.updates import EMPTY, Update
 from rl.types.rules import COSMETIC, PERFORMANCE, NeedsCuda, above, at_least
 from rl.weights.routes import plan_push
 
@@ -154,6 +155,8 @@ class Sent:
     """Bytes if the generator holds no version yet."""
     bytes_sent: int
     """Bytes if it holds the previous version: fewer if only changes are sent."""
+    update: Update = EMPTY
+    """Update of the policy since the push before, of a sample of the rank's weights."""
 
 
 class Publisher(Protocol):

@@ -15,6 +15,7 @@ from rl.actors.generator import GeneratorMesh
 from rl.errors import ActorFailure
 from rl.metrics import Metrics, Value
 from rl.model.shards import Box, Region
+from rl.model.updates import EMPTY, Update
 from rl.types import Batch, Completion, GenerationRequest, Prompt, Rollout
 from rl.weights.transport import Sent
 
@@ -108,10 +109,11 @@ class Trainer(Mesh):
     async def weight_digests(self, *_: Any) -> list[dict]:
         return [{("w", Box.whole((1,))): self.version}]
 
-    async def export_hf(self, folder: str, adapter: str | None = None) -> None:
+    async def export_hf(self, folder: str, *_: Any) -> list[Update]:
         self.marks.ended = time.process_time(), time.perf_counter()
         Path(folder).mkdir()
         Path(folder, "config.json").write_text("{}")
+        return [EMPTY]
 
 
 class Generator(Mesh):

@@ -53,8 +53,13 @@ def test_recorded_steps_are_trained_again_bit_for_bit(recorded, tmp_path, kind):
 @LONG
 @pytest.mark.parametrize(
     ("options", "step"),
-    [(("--rollout.max_staleness", "2"), 4), (LAYOUT, 3), (MIXTURE, 4)],
-    ids=["two ahead", "fsdp 2 x tp 2", "experts"],
+    [
+        (("--rollout.max_staleness", "2"), 4),
+        (LAYOUT, 3),
+        (MIXTURE, 4),
+        (("--trainer.zero_gradient", "skip"), 4),
+    ],
+    ids=["two ahead", "fsdp 2 x tp 2", "experts", "sequences without a gradient are skipped"],
 )
 def test_steps_of_a_pipeline_or_layout_are_trained_again_bit_for_bit(
     finished, tmp_path, options, step

@@ -13,6 +13,7 @@ from rl.actors.generator import GeneratorMesh
 from rl.errors import ActorFailure, GroupLost, RankLost
 from rl.metrics import Metrics, Value
 from rl.model.shards import Box, Region
+from rl.model.updates import EMPTY, Update
 from rl.observe.checkpoint_folders import StepFolders
 from rl.types import Batch, Completion, GenerationRequest, Prompt, Rollout
 from rl.weights.transport import Sent
@@ -222,11 +223,12 @@ class Trainer(Mesh):
         self.loaded = self.checkpoints.path(newest) if newest else None
         return {name: value for name, value in state.items() if name != "engine"}, []
 
-    async def export_hf(self, folder: str, adapter: str | None = None) -> None:
+    async def export_hf(self, folder: str, *_: Any) -> list[Update]:
         self.log.append("export")
         await self._wait("export_hf")
         Path(folder).mkdir(exist_ok=True)
         Path(folder, "config.json").write_text("{}")
+        return [EMPTY]
 
     async def _wait(self, endpoint: str) -> None:
         await asyncio.sleep(0)

@@ -14,6 +14,7 @@ from rl.algorithms.losses import (
     DPPOLoss,
     GSPOLoss,
     ImportanceSamplingLoss,
+    ValueLoss,
     grpo,
 )
 from rl.algorithms.tokens import Tokens
@@ -22,7 +23,7 @@ from tests.training.batches import ragged_batch
 from tests.training.layouts import LAYOUTS
 from tests.training.ranks import in_layout
 from tests.training.reference import relative_error
-from tests.training.scenes import MODELS, TEMPERATURE, engine_of, gradients_of, share
+from tests.training.scenes import MODELS, TEMPERATURE, engine_of, gradients_of, share, weights_of
 
 LENGTHS = (9, 12, 5, 7, 11, 6)
 IDLE = {
@@ -129,6 +130,36 @@ def test_sequences_without_a_gradient_change_neither_gradient_nor_denominator(
                 assert own["loss/mean"] == pytest.approx(wanted["loss/mean"], rel=1e-5, abs=1e-6)
             expected = 1.0 if idle == "all sequences" and column != "loss_weights" else None
             assert expected is None or each["share"] == expected, each["case"]
+
+
+def updated(model: str, layout: str, folder: str, head: str) -> dict[str, dict]:
+    """Return weights after two steps of two calls each, by what becomes of sequences without a
+    gradient; under "whole" they have a backward pass.
+    """
+    answers = {}
+    for how in ("forward", "skip", "whole"):
+        engine = engine_of(MODELS[model], folder=folder, layout=LAYOUTS[layout], head=head)
+        engine.config.zero_gradient = "forward" if how == "whole" else how
+        engine.config.balance.loss_coefficient = 1e-30 * (how == "whole")  # all sequences learn
+        loss = (ValueLoss.Config() if head == "values" else grpo()).build()
+        for call in range(4):
+            batch = batch_with((call, 4), "loss_weights" if head == "values" else "advantages")
+            batch.columns["returns"] = batch.columns["old_values"] = batch.columns["correction"]
+            engine.forward_backward(share(engine, batch), loss, temperature=TEMPERATURE)
+            if call % 2:
+                engine.optim_step()
+        answers[how] = weights_of(engine)
+    return answers
+
+
+@pytest.mark.parametrize("head", ["logprobs", "values"])
+@pytest.mark.parametrize(
+    "layout", ["alone", *(pytest.param(n, marks=pytest.mark.long) for n in ("hsdp4", "fsdp2_tp2"))]
+)
+def test_steps_of_several_calls_end_with_the_weights_of_whole_ones(layout, head, tmp_path):
+    for answers in in_layout(updated, "tied_fused", layout, str(tmp_path), head):
+        for how in ("forward", "skip"):
+            assert relative_error(answers[how], answers["whole"]) <= 1e-5, how
 
 
 ZEROS = {

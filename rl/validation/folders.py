@@ -45,7 +45,8 @@ def check_numbers(config: RunConfig) -> None:
         for name, role in config.roles.items():
             found[f"roles.{name}.checkpoint"] = role.checkpoint, role.model
     for field, (path, model) in found.items():
-        if not path or not Path(path, "config.json").is_file():  # missing, or of DCP
+        is_missing = isinstance(path, Snapshot) and path.missing()
+        if not path or is_missing or not Path(path, "config.json").is_file():  # that is DCP's
             continue
         try:
             check_finite(Path(path), tied=shape_of(model).tie_embeddings)

@@ -61,7 +61,7 @@ for step in range({first}, {last} + 1):
 """
 KILL = """
 thread = sinks._threads[0]
-while thread._events.qsize() > 100:
+while thread.events.qsize() > 100:
     time.sleep(0.001)
 thread._sink._writer.flush()
 os.kill(os.getpid(), signal.SIGKILL)

@@ -48,7 +48,7 @@ class Update(NamedTuple):
         return self.kept / self.square if self.square else 1.0
 
     @property
-    def is_lost(self) -> bool:
+    def loses_most(self) -> bool:
         """Whether the cast rounds most of the update away."""
         return self.share < 0.5
 
@@ -57,7 +57,7 @@ class Update(NamedTuple):
         if not self.weights:
             return ""
         changed = f"training changed {self.changed / self.weights:.1%} of the exported weights"
-        if not self.is_lost:
+        if not self.loses_most:
             return changed
         return (
             f"{changed}; their dtype keeps {max(self.share, 0):.0%} of the update and rounds the "

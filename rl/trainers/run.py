@@ -329,7 +329,7 @@ class Run:
         """Write the model as a Hugging Face folder."""
         update = await self.session.export_hf(path)
         self.describe(path)
-        (self.events.warn if update.is_lost else self.events.note)(
+        (self.events.warn if update.loses_most else self.events.note)(
             f"exported to {path}; {update.describe()}".removesuffix("; ")
         )
 

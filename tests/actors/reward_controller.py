@@ -4,6 +4,7 @@ Usage: python -m tests.actors.reward_controller FOLDER
 """
 
 import asyncio
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from tests.actors.test_reward_workers import COMPLETIONS, pids_of, workers_and_t
 
 async def main(folder: Path) -> None:
     workers, task = workers_and_task(folder, 1)
+    # a second try would find the processes of the first one ended
+    workers.deadlines = dataclasses.replace(workers.deadlines, reward=60.0)
     await workers.start()
     await workers.score(task.prompt(FORKS), COMPLETIONS)
     print(*pids_of(workers), "scored", flush=True)

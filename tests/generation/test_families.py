@@ -14,6 +14,7 @@ from rl.generation.generator_config import GeneratorConfig
 from rl.model.decoder import decoder_config, parameter_shapes
 from rl.model.shape import ModelConfig, ModelShape, family_of, shape_of
 from rl.model.shards import Box
+from rl.training.hugging_face_files import stored_tensors
 from rl.training.hugging_face_names import HuggingFaceNames
 from tests.generation.policies import TIED_SPLIT
 from tests.generation.ranks import GeneratorRanks, generate, push, request
@@ -40,7 +41,9 @@ def weights_of(folder: Path, shape: ModelShape, *, fuse_qkv: bool) -> dict[str, 
     attention = ScaledDotProductAttention.Config()
     config = decoder_config(shape, fuse_qkv=fuse_qkv, inner_attention=attention)
     names = HuggingFaceNames(config, family_of(shape))
-    stored = tensors_of(folder)
+    tensors = tensors_of(folder)
+    found = stored_tensors(folder, tied=shape.tie_embeddings)
+    stored = {name: tensors[tensor.name] for name, tensor in found.items()}
     weights = {}
     for name, size in parameter_shapes(shape, fuse_qkv=fuse_qkv).items():
         weights[name] = torch.empty(size)

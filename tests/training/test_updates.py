@@ -50,7 +50,7 @@ def test_an_export_says_what_its_dtype_keeps_of_the_update(tmp_path, lr, lost, l
     kept = float(found["rounded"] @ found["whole"] / found["whole"].square().sum())
     assert rounded.share == pytest.approx(kept, rel=1e-4, abs=1e-6)
     assert whole.share == pytest.approx(1.0)
-    assert (rounded.is_lost, whole.is_lost) == (lost, False)
+    assert (rounded.loses_most, whole.loses_most) == (lost, False)
     assert ("--dtype float32 keeps all" in rounded.describe()) == lost
     tokens = torch.randint(40, (1, 12), generator=torch.Generator().manual_seed(1))
     wanted = logits_of(engine, tokens)

@@ -106,16 +106,12 @@ class Watchdog:
         self._least = min(self._least, row.get("memory/resident", inf))
         row = {**row, LEAST: self._least} if isfinite(self._least) else row
         found = dict[str, str]()  # of the first update that shows it, otherwise of the step
+        other = {"parity": ""}  # later updates have other weights than those that drew the tokens
         for number, update in enumerate(updates, start=1):
             place = f"update {number} of {len(updates)}: " if len(updates) > 1 else ""
-            shown = findings(self._config, update)
-            if number > 1:
-                shown.pop("parity", None)  # the weights have changed since the tokens were drawn
+            shown = findings(self._config, update) | (other if number > 1 else {})
             found = {name: place + text for name, text in shown.items() if text} | found
-        shown = findings(self._config, row)
-        if len(updates) > 1:
-            shown.pop("parity", None)
-        found = shown | found
+        found = findings(self._config, row) | (other if len(updates) > 1 else {}) | found
         alarms = {}
         for name in CONDITIONS:
             finding = found.get(name, "")

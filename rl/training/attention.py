@@ -135,9 +135,8 @@ def attention_masks(
     :func:`computes_documents`.
     """
     configs = [layer.attention.inner_attention for layer in model.config.layers]
-    bitwise = is_bitwise(configs[0])
-    if bitwise or (config is not None and computes_documents(config, model.config)):
-        return Documents(positions, bitwise)
+    if config is not None and computes_documents(config, model.config):
+        return Documents(positions, is_bitwise(configs[0]))
     trees = config is not None and config.prompt_sharing > 1
     windows = {each.window for each in configs if isinstance(each, MaskedAttention.Config)}
     dense = isinstance(configs[0], DenseAttention.Config)
@@ -169,7 +168,8 @@ def is_bitwise(inner_attention: Any) -> bool:
 
 def computes_documents(config: TrainerConfig, model: Qwen3Model.Config) -> bool:
     """Return whether a trainer of ``model`` computes the attention of documents, without a mask of
-    whole rows: dense attention without windows, sinks or context parallelism.
+    whole rows: dense attention without windows, sinks or context parallelism, or that of bitwise
+    parity.
     """
     attentions = [layer.attention for layer in model.layers]
     is_plain = all(
@@ -178,7 +178,8 @@ def computes_documents(config: TrainerConfig, model: Qwen3Model.Config) -> bool:
         and not (isinstance(each, Attention.Config) and each.sinks)
         for each in attentions
     )
-    return is_plain and config.parallelism.context_parallel_degree == 1
+    is_plain = is_plain and config.parallelism.context_parallel_degree == 1
+    return is_plain or is_bitwise(attentions[0].inner_attention)
 
 
 def micro_batch_limits(config: TrainerConfig, model: Qwen3Model.Config) -> MicroBatchLimits:
@@ -187,12 +188,16 @@ def micro_batch_limits(config: TrainerConfig, model: Qwen3Model.Config) -> Micro
     dense = isinstance(inner, DenseAttention.Config)
     kind = "dense" if dense else "flex" if isinstance(inner, FlexAttention.Config) else "varlen"
     limits = MicroBatchLimits.of(config, kind)
-    documents = is_bitwise(inner) or computes_documents(config, model)
-    return replace(limits, one_row=limits.one_row or documents)
+    return replace(limits, one_row=limits.one_row or computes_documents(config, model))
 
 
 def attention_config(
-    name: str, *, context_parallel: bool = False, float32: bool = False, masked: bool = False
+    name: str,
+    *,
+    context_parallel: bool = False,
+    float32: bool = False,
+    masked: bool = False,
+    bitwise: bool = False,
 ) -> FlexAttention.Config | Any:
     """Return the torchtitan config of attention ``name``.
 
@@ -209,7 +214,7 @@ def attention_config(
         runs_varlen = cuda and not needs_flex and _has_flash_attention()
         name = "varlen" if runs_varlen else "flex" if cuda else "dense"
     if name == "dense":
-        return DenseAttention.Config()
+        return DenseAttention.Config(bitwise=bitwise)
     message = f"model.attention is {name!r}, which needs CUDA; this host allows 'auto' and 'dense'"
     require(cuda, message)
     return MaskedAttention.Config() if name == "flex" else get_attention_config(name)

@@ -31,9 +31,9 @@ from rl.model.decoder import decoder_config
 from rl.model.experts import ClampedExperts
 from rl.model.parity import Parity, use_bitwise_kernels
 from rl.model.router import Router
-from rl.model.shape import ModelConfig, shape_of
+from rl.model.shape import ModelConfig, ModelShape, shape_of
 from rl.model.shards import Box, Region, Shard, Shards
-from rl.training.attention import DenseAttention, attention_config
+from rl.training.attention import attention_config
 from rl.training.kept_logits import KeptLogits
 from rl.training.logprobs import LogProbHead
 from rl.training.matmul import faster_kernel, use_kernel
@@ -85,11 +85,11 @@ def build_model(
     """
     from_file = loads and bool(config.checkpoint.initial_load_path or model.hf_path)
     built = sharded_model(config, model, dims, head=head, folder=folder, parity=parity)
-    if parity == "bitwise":
-        use_bitwise_kernels()
-    elif device_type() == "cpu":
-        use_kernel(faster_kernel() if config.cpu_matmul == "auto" else config.cpu_matmul)
     if device_type() == "cpu":
+        if parity == "bitwise":
+            use_bitwise_kernels()
+        else:
+            use_kernel(faster_kernel() if config.cpu_matmul == "auto" else config.cpu_matmul)
         for module in built.modules():
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
@@ -129,10 +129,8 @@ def sharded_model(
         context_parallel=dims.cp_enabled,
         float32=config.training.mixed_precision_param == "float32",
         masked=config.prompt_sharing > 1 or bool(shape.window) or shape.sinks,
+        bitwise=parity == "bitwise",
     )
-
-    if bitwise := parity == "bitwise":
-        attention = DenseAttention.Config(bitwise=True)
 
     def inner_attention(layer: int) -> Any:
         window = shape.window_of(layer)
@@ -152,13 +150,8 @@ def sharded_model(
     if head == "values":
         model_config.lm_head = _value_head(model_config.lm_head)
     else:
-        model_config.lm_head = _log_prob_head(
-            model_config.lm_head,
-            config.logits_mib,
-            float32=shape.float32_head,
-            scale=shape.logits_scale,
-            bitwise=bitwise,
-        )
+        lm_head = model_config.lm_head
+        model_config.lm_head = _log_prob_head(lm_head, config.logits_mib, shape, parity)
     if config.lora is not None:
         titan.keep_forward_with_lora(LogProbHead)
         chosen = lora_layers(config.lora, model)
@@ -207,7 +200,7 @@ def _set_own_layout(model: Qwen3Model.Config, config: TrainerConfig) -> None:
 
 
 def _log_prob_head(
-    head: Linear.Config, logits_mib: int, *, float32: bool, scale: float, bitwise: bool
+    head: Linear.Config, logits_mib: int, shape: ModelShape, parity: Parity
 ) -> LogProbHead.Config:
     """Return a LogProbHead in place of ``head``, with the same sharding of the weight; it handles
     the sharding of its activations.
@@ -219,9 +212,9 @@ def _log_prob_head(
         param_init=head.param_init,
         sharding_config=weight_only,
         logits_mib=logits_mib,
-        float32=float32,
-        scale=scale,
-        bitwise=bitwise,
+        float32=shape.float32_head,
+        scale=shape.logits_scale,
+        bitwise=parity == "bitwise",
     )
 
 

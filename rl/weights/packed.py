@@ -66,7 +66,6 @@ class PackedPublisher:
         """Allocate the slots for the ``shards`` of trainer rank ``rank``."""
         dtype = transfer.dtype
         self.blobs = plan_blobs(transfer.sources, transfer.wanted)[rank]
-        self._ranks = len(transfer.wanted)
         self._like = shards[0].tensor
         device = self._like.device
         self._header = torch.zeros(SLOTS, _DELTAS + len(self.blobs), dtype=torch.int64)

@@ -53,6 +53,7 @@ class TcpPublisher(PackedPublisher):
         """Allocate the slots for the ``shards`` of trainer rank ``rank``, and listen."""
         super().__init__(shards, transfer, rank=rank)
         self._rank = rank
+        self._ranks = len(transfer.wanted)  # of a generator
         answers: dict[str, Callable[..., Any]] = {
             "header": self._rows,
             "parent": self._parent,

@@ -21,7 +21,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from rl.model.decoder import decoder_config
 from rl.model.shape import ModelConfig, shape_of
 from rl.session.session import Session
 from rl.session.session_config import SessionConfig
-from rl.types import GenerationRequest, Sampling
+from rl.types import Completion, GenerationRequest, Prompt, Rollout, Sampling
 
 SAMPLES = 8
 
@@ -75,6 +75,22 @@ class Case:
             for number, prompt in enumerate(prompts)
             for sample in range(SAMPLES)
         ]
+
+
+def rollouts_of(
+    requests: Sequence[GenerationRequest], completions: Sequence[Completion]
+) -> list[Rollout]:
+    """Return completions without a reward as rollouts, in the order of their ``requests``."""
+    return [
+        Rollout.single_turn(
+            Prompt(prompt_id=0, tokens=request.prompt_tokens, text="", answer=""),
+            completion,
+            sample=number,
+            text="",
+            reward=0.0,
+        )
+        for number, (request, completion) in enumerate(zip(requests, completions, strict=True))
+    ]
 
 
 MODEL = ModelConfig(

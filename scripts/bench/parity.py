@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import json
 import os
-import random
 import tempfile
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import psutil
+from generator import SAMPLES, Case, rollouts_of
 from programs import cpu_seconds
 from torchtitan.config import TrainingConfig
 
@@ -37,10 +37,7 @@ MODEL = rl.ModelConfig(
     hidden_dim=1024,
     max_seq_len=256,
 )
-PROMPTS = 8
-SAMPLES = 8
-PROMPT_TOKENS = 96
-NEW_TOKENS = 64
+CASE = Case(model=MODEL, prompts=8, prompt_tokens=96, new_tokens=64)
 SIDES: tuple[Parity, ...] = ("close", "bitwise")
 
 
@@ -48,38 +45,11 @@ def config_of(dtype: Any, parity: Parity) -> rl.SessionConfig:
     """Return a session of one trainer rank and one generator rank, with one thread each."""
     trainer = rl.TrainerConfig(
         training=TrainingConfig(mixed_precision_param=dtype),
-        micro_batch_size=PROMPTS * SAMPLES,
+        micro_batch_size=CASE.prompts * SAMPLES,
         threads=1,
     )
     generator = rl.GeneratorConfig(dtype=dtype, kv_cache_gib=0.25, threads=1)
     return rl.SessionConfig(model=MODEL, trainer=trainer, generator=generator, parity=parity)
-
-
-async def rollouts_of(session: rl.Session, number: int) -> list[rl.Rollout]:
-    """Return SAMPLES completions of each of PROMPTS random prompts."""
-    draw = random.Random(number)
-    prompts = [draw.choices(range(MODEL.vocab_size), k=PROMPT_TOKENS) for _ in range(PROMPTS)]
-    requests = [
-        rl.GenerationRequest(
-            request_id=f"{number}/{prompt}/{sample}",
-            prompt_tokens=prompts[prompt],
-            seed=draw.getrandbits(63),
-            sampling=rl.Sampling(max_tokens=NEW_TOKENS),
-        )
-        for prompt in range(PROMPTS)
-        for sample in range(SAMPLES)
-    ]
-    completions = await session.sample(requests)
-    return [
-        rl.Rollout.single_turn(
-            rl.Prompt(prompt_id=0, tokens=request.prompt_tokens, text="", answer=""),
-            completion,
-            sample=0,
-            text="",
-            reward=0.0,
-        )
-        for request, completion in zip(requests, completions, strict=True)
-    ]
 
 
 async def measured(dtype: str, rounds: int, folder: Path) -> dict[str, Any]:
@@ -95,9 +65,11 @@ async def measured(dtype: str, rounds: int, folder: Path) -> dict[str, Any]:
         for number in range(rounds + 1):
             for side in SIDES[:: 1 if number % 2 else -1]:
                 marks = [cpu_seconds(here)]
-                rollouts = await rollouts_of(sessions[side], number)
+                requests = CASE.requests(number)
+                completions = await sessions[side].sample(requests)
                 marks.append(cpu_seconds(here))
-                batch = rl.make_batch(rollouts, [1.0, -1.0] * (PROMPTS * SAMPLES // 2))
+                rollouts = rollouts_of(requests, completions)
+                batch = rl.make_batch(rollouts, [1.0, -1.0] * (len(rollouts) // 2))
                 await sessions[side].forward_backward(batch, rl.losses.grpo())
                 marks.append(cpu_seconds(here))
                 if number == 0:  # also warms up

@@ -18,7 +18,6 @@ import argparse
 import json
 import multiprocessing
 import os
-import random
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -30,7 +29,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import psutil
 import torch
-from generator import Ours
+from generator import SAMPLES, Case, Ours, rollouts_of
 from programs import cpu_seconds
 from ranks import become_rank
 from torchtitan.config import TrainingConfig
@@ -43,7 +42,7 @@ from rl.model.shape import ModelConfig
 from rl.training.checkpoint import Checkpointer
 from rl.training.engine import TrainingEngine
 from rl.training.trainer_config import TrainerConfig
-from rl.types import Completion, GenerationRequest, Prompt, Rollout, Sampling
+from rl.types import Completion, GenerationRequest
 
 MODEL = ModelConfig(
     vocab_size=512,
@@ -57,26 +56,7 @@ MODEL = ModelConfig(
     moe_hidden_dim=96,
     max_seq_len=256,
 )
-PROMPTS = 8
-SAMPLES = 8
-PROMPT_TOKENS = 48
-NEW_TOKENS = 48
-
-
-def requests_of(seed: int) -> list[GenerationRequest]:
-    """Return groups of SAMPLES requests for random prompts, end to end."""
-    draw = random.Random(seed)
-    prompts = [draw.choices(range(MODEL.vocab_size), k=PROMPT_TOKENS) for _ in range(PROMPTS)]
-    return [
-        GenerationRequest(
-            request_id=f"{seed}/{number}/{sample}",
-            prompt_tokens=prompt,
-            seed=draw.getrandbits(63),
-            sampling=Sampling(max_tokens=NEW_TOKENS),
-        )
-        for number, prompt in enumerate(prompts)
-        for sample in range(SAMPLES)
-    ]
+CASE = Case(model=MODEL, prompts=8, prompt_tokens=48, new_tokens=48)
 
 
 def engine_of(folder: Path, model: ModelConfig = MODEL) -> TrainingEngine:
@@ -84,7 +64,7 @@ def engine_of(folder: Path, model: ModelConfig = MODEL) -> TrainingEngine:
     become_rank(0, 1)
     config = TrainerConfig(
         training=TrainingConfig(mixed_precision_param="bfloat16"),
-        micro_batch_size=PROMPTS * SAMPLES,
+        micro_batch_size=CASE.prompts * SAMPLES,
         packing=False,
         router_replay="generator",
     )
@@ -112,18 +92,7 @@ def gaps(
     engine = engine_of(folder, model)
     checkpointer = Checkpointer(engine, model, folder=str(folder))
     checkpointer.load()
-    batch = make_batch(
-        [
-            Rollout.single_turn(
-                Prompt(prompt_id=0, tokens=request.prompt_tokens, text="", answer=""),
-                completion,
-                sample=number,
-                text="",
-                reward=0.0,
-            )
-            for number, (request, completion) in enumerate(zip(requests, completions, strict=True))
-        ]
-    )
+    batch = make_batch(rollouts_of(requests, completions))
     preferred = list[torch.Tensor]()  # of each layer, [sequences, cells of a row, experts]
     for router in routers_of(engine.model):
         router.on_choice = lambda ids, scores: preferred.append(ids)
@@ -161,13 +130,13 @@ def run(rounds: int, folder: Path) -> dict[str, float]:
         shutil.copytree(folder / "model", folder / name)
         sides[name] = Ours(config, MODEL, folder / name)
     seconds: dict[str, list[float]] = {name: [] for name in sides}
-    requests = requests_of(0)
+    requests = CASE.requests(0)
     completions = {name: side.generate(requests, SAMPLES) for name, side in sides.items()}
     here = psutil.Process()
     for number in range(1, rounds + 1):
         for name in [*sides][:: 1 if number % 2 else -1]:
             begun = cpu_seconds(here)
-            sides[name].generate(requests_of(number), SAMPLES)
+            sides[name].generate(CASE.requests(number), SAMPLES)
             seconds[name].append(cpu_seconds(here) - begun)
     for side in sides.values():
         side.close()

@@ -62,8 +62,8 @@ class GeneratorConfig:
     compiled, which needs ``dtype`` bfloat16 and an H100, H200 or B200."""
 
     block_size: Annotated[int | None, at_least(1, 2**20), PERFORMANCE] = None
-    """Number of tokens in a block of the KV cache, the unit of prefix caching. None for the default
-    of the platform (128 on CPU). Must be a multiple of 32 on CPU."""
+    """Number of tokens in a block of the KV cache, the unit of prefix caching. None for 32 on CPU,
+    and for vLLM's default on CUDA. Must be a multiple of 32 on CPU."""
 
     prefix_caching: Annotated[bool, PERFORMANCE] = True
     """Whether to share the KV cache of equal prompt prefixes, such as those of the samples of one
@@ -88,6 +88,10 @@ class GeneratorConfig:
     """
 
 
+CPU_BLOCK = 32
+"""Default of ``block_size`` on CPU. In vLLM's blocks of 128, samples share no shorter prompt."""
+
+
 def kv_bytes_per_token(config: GeneratorConfig, shape: ModelShape) -> int:
     """Return the bytes of a token in a rank's KV cache. Ranks that share a kv head each have a
     copy.
@@ -105,7 +109,7 @@ def kv_bytes(config: GeneratorConfig, shape: ModelShape, tokens: int, *, cuda: b
     """Return the bytes that a sequence of ``tokens`` tokens takes in a rank's KV cache, in whole
     blocks.
     """
-    block = config.block_size or (16 if cuda else 128)  # vLLM's defaults
+    block = config.block_size or (16 if cuda else CPU_BLOCK)  # 16 is vLLM's default
     return -(-tokens // block) * block * kv_bytes_per_token(config, shape)
 
 

@@ -11,7 +11,7 @@ import torch
 
 from rl.compat.torch_internals import set_unique_cache_keys
 from rl.errors import require
-from rl.generation.generator_config import GeneratorConfig, check_variables
+from rl.generation.generator_config import CPU_BLOCK, GeneratorConfig, check_variables
 from rl.host.disk import TemporaryFolder
 from rl.host.platform import device_type
 from rl.model.parity import Parity
@@ -109,7 +109,7 @@ def vllm_config(
         enforce_eager=config.enforce_eager,
         enable_sleep_mode=in_turns and current_platform.is_sleep_mode_available(),
         compilation_config=graphs,
-        block_size=config.block_size,
+        block_size=config.block_size or (CPU_BLOCK if on_cpu else None),
         enable_prefix_caching=config.prefix_caching,
         logprobs_mode="processed_logprobs",  # after temperature, top-k and top-p
         max_logprobs=MAX_TOP_LOGPROBS,

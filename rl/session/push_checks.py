@@ -11,6 +11,7 @@ import torch
 from rl.actors.generator import GeneratorMesh
 from rl.actors.policy_trainer import TrainerMesh
 from rl.errors import RankLost, RunError
+from rl.generation.generator_config import CPU_BLOCK
 from rl.model.digest import ShardDigests, differing, merge_digests
 from rl.model.shape import shape_of
 from rl.observe.spans import Stopwatch
@@ -22,7 +23,6 @@ from rl.training.trainer_config import Source
 from rl.types import Batch, Completion, GenerationRequest, Sampling
 
 TOKENS = 4
-BLOCK = 128  # largest of vLLM's default block sizes of the KV cache
 
 
 class LoadedVersion(NamedTuple):
@@ -73,7 +73,7 @@ class PushChecks:
         dtype = generator.dtype if generator else "float32"
         self._dtype: torch.dtype = getattr(torch, dtype)
         self._tolerance = config.weights.canary_limit(dtype) if generator else 0.0
-        block_size = (generator.block_size if generator else None) or BLOCK
+        block_size = (generator.block_size if generator else None) or CPU_BLOCK  # CUDA's is 16
         longest = config.longest_sequence
         suspects = ["a cache of older weights"]
         if config.trainer is not None and config.trainer.lora is not None:

@@ -104,12 +104,6 @@ SETTINGS = {
 
 FAST = ["--trainer.compile.enable", "--generator.no-enforce_eager"]
 SHARED = ["--trainer.prompt_sharing", "8"]
-OWN = {
-    "uniform": SHARED,
-    "varied": SHARED,
-    "long_prompts": [*SHARED, "--generator.block_size", "32"],
-}
-"""Options of Tiller by kind of work. Samples share full blocks of their prompt in the KV cache."""
 THREADS = ["--trainer.threads", str(CORES)]
 CHUNKS = ["--rollout.pipeline", "asynchronous", "--rollout.stream_chunks", "4"]
 RANKS = [
@@ -150,9 +144,9 @@ BEST = {
 WAY_OF = {name: way for way, settings in WAYS.items() for name in settings}
 
 
-def options_of(kind: str, name: str) -> list[str]:
+def options_of(name: str) -> list[str]:
     """Return the options of Tiller's setting ``name``."""
-    return [*FAST, *OWN[kind], *WAYS[WAY_OF[name]][name]]
+    return [*FAST, *SHARED, *WAYS[WAY_OF[name]][name]]
 
 
 @dataclass(frozen=True)
@@ -305,7 +299,7 @@ def compare(
         for name in settings:
             own = folder / f"{name}-{number}"
             if name in WAY_OF:
-                turn = run_ours(kind, model, steps, own, *options_of(kind, name))
+                turn = run_ours(kind, model, steps, own, *options_of(name))
             else:
                 turn = run_trl(python, kind, SETTINGS[name], model, steps, own)
             turns.setdefault(name, []).append(turn)

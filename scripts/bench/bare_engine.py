@@ -20,7 +20,7 @@ from torchtitan.models.qwen3 import Qwen3StateDictAdapter
 
 from rl.compat.vllm_internals import model_of
 from rl.errors import RunError
-from rl.generation.generator_config import GeneratorConfig, environment
+from rl.generation.generator_config import CPU_BLOCK, GeneratorConfig, environment
 from rl.model.decoder import decoder_config
 from rl.model.shape import ModelConfig, hf_config, shape_of
 from rl.types import Completion, GenerationRequest
@@ -149,7 +149,7 @@ def _start(kind: Kind, config: GeneratorConfig, model: ModelConfig, folder: Path
             max_num_batched_tokens=max(config.max_batched_tokens, shape.max_seq_len),
             enable_chunked_prefill=False,
             kv_cache_memory_bytes=int(config.kv_cache_gib * 2**30),
-            block_size=config.block_size,
+            block_size=config.block_size or CPU_BLOCK,
             enforce_eager=config.enforce_eager,
             logprobs_mode="processed_logprobs",
             async_scheduling=False,

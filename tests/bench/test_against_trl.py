@@ -31,7 +31,7 @@ def test_our_side_is_asked_for_the_same_work(against_trl, tmp_path, kind, step, 
     work = against_trl.WORKS[kind]
     against_trl.write_model(tmp_path, work.model)
     for name in against_trl.WAY_OF:
-        options = ["--model.hf_path", str(tmp_path), *against_trl.options_of(kind, name)]
+        options = ["--model.hf_path", str(tmp_path), *against_trl.options_of(name)]
         arguments = ["--config", f"grpo_ours.{kind}", *options]
         _, config = parse_config(arguments, program="test")
         task = config.task.build(seed=0, model=config.model)

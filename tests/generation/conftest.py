@@ -7,7 +7,7 @@ from rl.model.shape import ModelConfig
 from tests.generation.policies import EXPERTS, NARROW, TIED_SPLIT, Policy
 from tests.generation.ranks import INTERPRETED, GeneratorRanks, push
 
-SMALL = {"kv_cache_gib": 0.05, "block_size": 32, "max_batched_tokens": 256}
+SMALL = {"kv_cache_gib": 0.05, "max_batched_tokens": 256}
 
 
 _policies: dict[str, list[Policy]] = {}

@@ -126,7 +126,7 @@ def extend_path(_engine: object, folder: str) -> None:
 @pytest.mark.parametrize("name", TENSOR_PARALLEL)
 @pytest.mark.parametrize("tp", [2, 4])
 def test_tensor_parallel_generators_agree_with_transformers(tmp_path, name, tp):
-    config = GeneratorConfig(tensor_parallel_degree=tp, kv_cache_gib=0.05, block_size=32)
+    config = GeneratorConfig(tensor_parallel_degree=tp, kv_cache_gib=0.05)
     folder = EQUAL[name].write(tmp_path / "in")
     ranks = GeneratorRanks(config, replace(TIED_SPLIT, n_kv_heads=4))
     try:

@@ -82,7 +82,7 @@ def test_two_ranks_of_other_forms_of_the_model_agree_with_torchtitan(rebuilt, fo
 def test_four_ranks_with_half_a_kv_head_each_agree_with_torchtitan(model, whole_experts):
     policy = Policy(model, seed=3)
     config = GeneratorConfig(
-        tensor_parallel_degree=4, expert_parallel=whole_experts, kv_cache_gib=0.05, block_size=32
+        tensor_parallel_degree=4, expert_parallel=whole_experts, kv_cache_gib=0.05
     )
     ranks = GeneratorRanks(config, model)
     try:

@@ -40,9 +40,7 @@ TRAINERS = [
 
 
 def engine_config(dtype: str) -> GeneratorConfig:
-    return GeneratorConfig(
-        dtype=dtype, threads=1, kv_cache_gib=0.006, block_size=32, max_running_requests=24
-    )
+    return GeneratorConfig(dtype=dtype, threads=1, kv_cache_gib=0.006, max_running_requests=24)
 
 
 def schedules(ranks: GeneratorRanks, rng: np.random.Generator, rounds: int) -> list:

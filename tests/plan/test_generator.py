@@ -12,7 +12,7 @@ from tests.plan.test_memory import SIZES, config_of
 
 MODEL = ModelConfig(**SIZES, dim=512, n_layers=8, hidden_dim=1536, max_seq_len=300)
 ENGINE = GeneratorConfig(
-    dtype="float32", block_size=32, max_batched_tokens=512, max_running_requests=8
+    dtype="float32", block_size=64, max_batched_tokens=512, max_running_requests=8
 )
 
 

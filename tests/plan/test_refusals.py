@@ -27,7 +27,7 @@ RULES = {
     "quickstart --generator.block_size 16": "is 16; it must be None or a multiple of 32",
     "quickstart --generator.max_running_requests 0": "is 0; it must be at least 1",
     "quickstart --generator.max_batched_tokens 64": "is 64; .*max_running_requests=256",
-    "quickstart --generator.kv_cache_gib 1e-5": "is 1e-05; .*0.000244, for one sequence of",
+    "quickstart --generator.kv_cache_gib 1e-5": "is 1e-05; .*0.000061, for one sequence of",
     "qwen3_8b --generator.block_size 24": "is 24; it must be None or a multiple of 16",
     "qwen3_8b --generator.gpu_memory_utilization 1.5": "is 1.5; it must be at most 1",
     "qwen3_8b --model.head_dim 36": "is 36; it must be a multiple of 8 up to 256 for .* CUDA",

@@ -37,7 +37,7 @@ def shared(runner, tmp_path_factory):
     """
     trainer = trainer_config(fsdp=2, tp=2)
     trainer.training.gc_freq = 3
-    generator = GeneratorConfig(tensor_parallel_degree=2, kv_cache_gib=0.05, block_size=32)
+    generator = GeneratorConfig(tensor_parallel_degree=2, kv_cache_gib=0.05)
     config = comparable(config_of(trainer=trainer, generator=generator))
     sessions = Sessions(tmp_path_factory.mktemp("shared"), runner)
     with opened():

@@ -23,7 +23,7 @@ def session(sessions, common):
     """FSDP2 with adapters, and the generator of two ranks that the tests of the folder share."""
     trainer = trainer_config(fsdp=2, lora=LoRAConverter.Config(rank=4))
     mesh = sessions.run(sessions.start_mesh(sessions.meshes(trainer=trainer).models()["trainer"]))
-    generator = GeneratorConfig(tensor_parallel_degree=2, kv_cache_gib=0.05, block_size=32)
+    generator = GeneratorConfig(tensor_parallel_degree=2, kv_cache_gib=0.05)
     session = sessions.on(mesh, common.pool.meshes[0], generator=generator)
     sessions.run(session.connect())
     yield session

@@ -17,7 +17,7 @@ from tests.session.sessions import config_of, model_config, on_its_loop, trainer
 
 EXPERTS = {"num_experts": 4, "experts_per_token": 2, "moe_hidden_dim": 48, "expert_bias": True}
 PROMPT = [*range(3, 43)]
-SMALL = {"kv_cache_gib": 0.05, "block_size": 32}
+SMALL = {"kv_cache_gib": 0.05}
 
 
 async def running(sessions, **fields):

@@ -63,7 +63,7 @@ async def test_pushed_weights_and_logprobs_of_two_sharded_sides(sessions, common
     if adapters:
         config = trainer_config(fsdp=2, lora=LoRAConverter.Config())
         trainer = await sessions.start_mesh(sessions.meshes(trainer=config).models()["trainer"])
-    config = GeneratorConfig(tensor_parallel_degree=2, kv_cache_gib=0.05, block_size=32)
+    config = GeneratorConfig(tensor_parallel_degree=2, kv_cache_gib=0.05)
     session = sessions.on(trainer, generator, generator=config)
     await session.connect()
     await assert_equal_weights(trainer, generator)
@@ -86,9 +86,7 @@ async def test_a_token_is_trained_with_the_experts_that_it_was_sampled_with(sess
     model = replace(model_config(tied=True), num_experts=4, experts_per_token=2, moe_hidden_dim=48)
     trainer = replace(trainer_config(fsdp=2), router_replay="generator")
     trainer.parallelism.expert_parallel_degree = 2
-    generator = GeneratorConfig(
-        tensor_parallel_degree=2, expert_parallel=True, kv_cache_gib=0.05, block_size=32
-    )
+    generator = GeneratorConfig(tensor_parallel_degree=2, expert_parallel=True, kv_cache_gib=0.05)
     session = await sessions.start(model=model, trainer=trainer, generator=generator)
     await session.load()
     await session.connect()

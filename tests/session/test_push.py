@@ -44,7 +44,7 @@ async def connected(
         trainer,
         generator,
         longest=72,
-        generator=GeneratorConfig(block_size=32, dtype=dtype),
+        generator=GeneratorConfig(dtype=dtype),
         weights=WeightPushConfig(**weights),
     )
     await session.connect()
@@ -130,7 +130,7 @@ async def test_weights_that_differ_are_named(sessions, trainer, generator, fault
 @pytest.mark.long
 @on_its_loop
 async def test_only_digests_find_old_weights_in_bf16(sessions, trainer):
-    config = GeneratorConfig(dtype="bfloat16", kv_cache_gib=0.05, block_size=32)
+    config = GeneratorConfig(dtype="bfloat16", kv_cache_gib=0.05)
     generator = await sessions.start_mesh(sessions.meshes(generator=config).generator(1))
     for weights in (CANARY, {}):
         session = await connected(sessions, trainer, generator, weights, "bfloat16")

@@ -15,6 +15,9 @@ CALL = 2**9
 BLOCK = 512
 """Number of keys that torch's kernel computes at once. It leaves out later keys of causal attention
 by blocks, so that a longer piece is computed alone."""
+SHORT = 256
+"""Number of keys up to which gradients are computed in float32: torch's kernel is slow at small
+products in bfloat16."""
 
 Cells = torch.Tensor | slice
 """Indices of the cells of all rows, laid end to end."""
@@ -131,7 +134,8 @@ def _group(pieces: np.ndarray, dtype: torch.dtype, window: int) -> _Group:
     if shared.any() or window or (length < len(place)).any():
         near = key > (shared + query)[..., None] - (window or len(key))
         attends = torch.from_numpy(near & (key <= (shared + query)[..., None])).unsqueeze(1)
-        mask = torch.zeros(attends.shape, dtype=dtype).masked_fill_(~attends, -torch.inf)
+        wide = torch.promote_types(dtype, torch.float32)
+        mask = torch.zeros(attends.shape, dtype=wide).masked_fill_(~attends, -torch.inf)
         repeated = torch.from_numpy(place >= length)[:, None, :, None]
     return _Group(len(pieces), queries, keys, mask, repeated)
 
@@ -183,12 +187,13 @@ def _attend_backward(
     wide = torch.promote_types(q.dtype, torch.float32)
     results = [torch.zeros(each.shape, dtype=wide) for each in (q, k, v)]
     for group in _groups(positions.numpy().tobytes(), q.dtype, window):
-        own_grad, query, own_out, own_total = (
-            group.take(group.queries, each) for each in (grad, q, out, total)
-        )
+        saved = [group.take(group.queries, each) for each in (grad, q, out, total)]
+        saved += [group.take(group.keys, each) for each in (k, v)]
+        if saved[-1].shape[2] <= SHORT:
+            saved = [each.to(wide) for each in saved]
+        own_grad, query, own_out, own_total, key, value = saved
         if group.repeated is not None:
             own_grad = own_grad.masked_fill(group.repeated, 0.0)
-        key, value = (group.take(group.keys, each) for each in (k, v))
         found = flash_attention_backward(
             own_grad, query, key, value, own_out, own_total, mask=group.mask, scale=scale
         )

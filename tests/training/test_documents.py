@@ -48,6 +48,24 @@ def test_documents_attend_as_with_a_dense_mask(rows, kv_heads):
         torch.testing.assert_close(own, wanted, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize(
+    "rows", [[[100, 90, 10]], [[[40, 60, 50, 10]]]], ids=["documents", "branches"]
+)
+def test_gradients_of_short_documents_in_bfloat16_are_only_rounded(rows):
+    positions = positions_of(rows)
+    draw = torch.Generator().manual_seed(0)
+    exact = [
+        torch.randn(*positions.shape, heads, 64, generator=draw).bfloat16().double()
+        for heads in (9, 3, 3, 9)
+    ]
+    by = []
+    for dtype in (torch.bfloat16, torch.float64):
+        *qkv, weights = (each.to(dtype).requires_grad_() for each in exact)
+        by.append(torch.autograd.grad(Documents(positions).attend(qkv, None), qkv, weights))
+    for own, wanted in zip(*by, strict=True):
+        assert (own - wanted).norm() < 2.5e-3 * wanted.norm()  # rounding alone is 1.7e-3
+
+
 def test_the_kernel_of_documents_follows_the_rules_of_operators():
     positions = positions_of(ROWS["branches"])
     qkv = [torch.randn(*positions.shape, heads, 16, requires_grad=True) for heads in (4, 2, 2)]

@@ -205,6 +205,8 @@ RELIES_ON["vllm_kernels"] = (
     # vLLM's public layers have a parameter and a cache of their own
     "vllm._custom_ops:rms_norm(out, input, weight, epsilon)",
     "vllm._custom_ops:rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox)",
+    # torch says nowhere else whether oneDNN multiplies bfloat16 on this CPU
+    "torch:ops.mkldnn._is_mkldnn_bf16_supported()",
 )
 RELIES_ON["vllm_masks"] = (
     # the distribution that is sampled is known here alone

@@ -14,14 +14,15 @@ rotary_embedding = _custom_ops.rotary_embedding
 
 
 def can_pack(dtype: torch.dtype) -> bool:
-    """Return whether this build of vLLM packs weights of ``dtype``. torch itself packs the
-    dtypes that the CPU supports.
+    """Return whether this build of vLLM packs weights of ``dtype``, and this CPU multiplies them.
+    torch itself lays out a weight of bfloat16 anew for each product.
     """
-    return dtype == torch.float32 and hasattr(torch.ops._C, "create_onednn_mm_handler")
+    supported = dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return supported and hasattr(torch.ops._C, "create_onednn_mm_handler")
 
 
 class PackedWeight(nn.Module):
-    """A copy of a weight [out, in] that oneDNN has laid out for its products; float32, CPU."""
+    """A copy of a weight [out, in] that oneDNN has laid out for its products, on CPU."""
 
     address: torch.Tensor
 

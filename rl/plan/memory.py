@@ -237,13 +237,14 @@ def _generator_items(run: PlannedRun, staging: int) -> list[Item]:
     generator = run.rl.generator
     weights = generator_weights(run)
     items = [Item("parameters", weights), Item("push staging", staging, on_host=True)]
-    if not run.cuda and generator.dtype == "float32":
+    if not run.cuda:
         # oneDNN's copies of the linear layers and the output head
         shapes = local_shapes(run.wanted[0])
         head = shapes.get("lm_head.weight", shapes["tok_embeddings.weight"])
         in_layers = [shape for name, shape in shapes.items() if name.startswith("layers.")]
         linear = [shape for shape in in_layers if len(shape) == 2]
-        items.append(Item("packed weights", 4 * sum(map(math.prod, [*linear, head]))))
+        numbers = sum(map(math.prod, [*linear, head]))
+        items.append(Item("packed weights", run.transfer_bytes * numbers))
     items.append(Item("engine step", engine_step(run), estimate=True))
     items.append(Item("CUDA graphs", graph_bytes(run), estimate=True))
     cache = kv_cache(run)

@@ -11,15 +11,15 @@ from tests.plan.generators import held, repacked
 from tests.plan.test_memory import SIZES, config_of
 
 MODEL = ModelConfig(**SIZES, dim=512, n_layers=8, hidden_dim=1536, max_seq_len=300)
-ENGINE = GeneratorConfig(
-    dtype="float32", block_size=64, max_batched_tokens=512, max_running_requests=8
-)
+ENGINE = GeneratorConfig(block_size=64, max_batched_tokens=512, max_running_requests=8)
 
 
 @pytest.mark.long
-def test_a_generator_with_the_minimum_kv_cache_has_the_planned_memory():
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_generator_with_the_minimum_kv_cache_has_the_planned_memory(dtype):
     config = config_of(MODEL)
     config.generator = ENGINE
+    ENGINE.dtype = dtype
     ENGINE.kv_cache_gib = kv_bytes_at_least(ENGINE, shape_of(MODEL), cuda=False) / GIB
     setting = PlannedRun(config)
     rank = next(rank for rank in all_ranks(setting) if rank.mesh == "generator-0")

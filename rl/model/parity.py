@@ -9,6 +9,7 @@ thread.
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -33,7 +34,7 @@ QUERY_ROWS = 16
 KEYS = 512
 """Number of keys that torch's kernel sums at once."""
 SPANS = (64, 128, 256)
-"""Smaller numbers of keys that have the same sums."""
+"""Smaller numbers of keys, which have the same sums on many hosts: see ``spans``."""
 CELLS = 2**16
 """Largest number of keys that are gathered at once."""
 
@@ -114,7 +115,7 @@ def groups_of(stretches: Iterable[Stretch], window: int) -> list[Group]:
             seen = keys[: before + begin + len(own)]
             keys_and_none = len(seen) + 1
             over = keys_and_none % KEYS
-            rest = next((size for size in (0, *SPANS) if over <= size), KEYS)
+            rest = next((size for size in (0, *spans()) if over <= size), KEYS)
             width = 1 << (len(own) - 1).bit_length()
             by_size[width, keys_and_none - over + rest].append(Stretch(own, seen))
     groups = []
@@ -123,6 +124,31 @@ def groups_of(stretches: Iterable[Stretch], window: int) -> list[Group]:
         for begin in range(0, len(members), most):
             groups.append(_group(members[begin : begin + most], width, span, window or span))
     return groups
+
+
+@cache
+def spans() -> tuple[int, ...]:
+    """Return the numbers of ``SPANS`` whose sums are those of ``KEYS`` on this host."""
+    draw = torch.Generator().manual_seed(0)
+    same = []
+    for span in SPANS:
+        mask = torch.zeros(1, 1, QUERY_ROWS, KEYS)
+        mask[..., span:] = -torch.inf
+        pairs = []
+        for dim in (32, 64, 80, 128, 256):
+            query, *keys = (
+                torch.randn(1, 1, n, dim, generator=draw, dtype=torch.float32)
+                for n in (QUERY_ROWS, KEYS, KEYS)
+            )
+            for count in (span, KEYS):
+                key, value = (each[:, :, :count].contiguous() for each in keys)
+                found = flash_attention(
+                    query, key, value, mask=mask[..., :count].contiguous(), scale=dim**-0.5
+                )
+                pairs.append(found[0])
+        if all(map(torch.equal, pairs[::2], pairs[1::2])):
+            same.append(span)
+    return tuple(same)
 
 
 def _group(members: Sequence[Stretch], width: int, span: int, window: int) -> Group:

@@ -81,9 +81,8 @@ def main(arguments: list[str]) -> None:
     shares = {"changed": update.changed / max(update.weights, 1), "kept": update.share}
     row = {"run": str(own.run), "step": run.step, "folder": str(own.folder), **shares}
     text = f"exported step {run.step} of {own.run} to {own.folder}, policy digest {digest}"
-    print(json.dumps(row | {"policy_digest": digest}) if own.json else text)
-    if not own.json:
-        print(update.describe())
+    said = "\n".join(filter(None, (text, update.describe())))
+    print(json.dumps(row | {"policy_digest": digest}) if own.json else said)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from rl.model.shape import ModelShape, shape_of
 from rl.model.shards import Layout
 from rl.plan.planned_run import DTYPE_BYTES, LEARNING, PlannedRun
 from rl.session.session_config import Role
-from rl.training.micro_batches import MicroBatchLimits
+from rl.training.packing import MicroBatchLimits
 from rl.training.trainer_config import TrainerConfig
 
 REDUCED = 4

@@ -16,7 +16,7 @@ from rl.errors import require
 from rl.host.platform import device_type
 from rl.model.decoder import Attention
 from rl.training.documents import Documents
-from rl.training.micro_batches import MicroBatchLimits
+from rl.training.packing import MicroBatchLimits
 from rl.training.trainer_config import TrainerConfig
 
 

@@ -27,7 +27,8 @@ from rl.training.attention import attention_masks, micro_batch_limits
 from rl.training.context import SequenceShard
 from rl.training.kept_logits import kept_logits
 from rl.training.matmul import kernel_in_use
-from rl.training.micro_batches import MicroBatch, lay_out, outputs_of, plan
+from rl.training.micro_batches import MicroBatch, lay_out, outputs_of
+from rl.training.packing import plan
 from rl.training.routing import Routing
 from rl.training.token_metrics import MetricTotals, StepSums, WorkCount, over_ranks
 from rl.training.trainer_config import AdapterConfig, TrainerConfig
@@ -164,9 +165,11 @@ class TrainingEngine:
         times per step.
 
         ``weight`` does not change the denominator of ``optim_step``. Returns the result of
-        ``forward``, and metrics reduced over all ranks: ``loss/mean`` is the weighted mean. Raises
-        RunError, naming the loss, if the loss does not return a :data:`PerToken`. A call that
-        raises discards all gradients since the last step, those of earlier calls included.
+        ``forward``, in which tokens of weight 0 have log-probs and entropies of 0 (except with
+        context parallelism), and metrics reduced over all ranks: ``loss/mean`` is the weighted
+        mean. Raises RunError, naming the loss, if the loss does not return a :data:`PerToken`. A
+        call that raises discards all gradients since the last step, those of earlier calls
+        included.
         """
         self.require_resident("forward_backward", "model", "optimizer")
         try:
@@ -380,7 +383,10 @@ class TrainingEngine:
 
         With ``learns``, of each sequence, these are the micro-batches of sequences that are
         computed with a sequence that learns, at least a dummy, or if not ``trains`` the others.
+        Their log-probs are those of tokens of weight above 0 then.
         """
+        # a context-parallel rank learns its cells on the device, where counting them would wait
+        weighted = learns is not None and self._sequence is None
         limits = micro_batch_limits(self.config, self.model.config)
         planned = plan(batch, limits, learns, trains=trains)
         most = partial(over_ranks, self._batch_group, reduction=dist.ReduceOp.MAX)
@@ -391,7 +397,8 @@ class TrainingEngine:
             count = 1
         for number in range(count):
             rows = planned[number] if number < len(planned) else []
-            yield lay_out(batch, rows, limits).to(self.device), number == count - 1
+            micro = lay_out(batch, rows, limits, weighted=weighted)
+            yield micro.to(self.device), number == count - 1
         give(self._routers)
 
     def _run(self, micro: MicroBatch, temperature: float) -> dict[str, torch.Tensor]:
@@ -405,7 +412,7 @@ class TrainingEngine:
         give(self._routers, *experts)
         kept = kept_logits(micro.sampling_mask, self._sequence, self.device)
         given = {"positions": positions, "attention_masks": masks, "temperature": temperature}
-        outputs = self.model(tokens, targets, kept=kept, **given)
+        outputs = self.model(tokens, targets, cells=micro.heads, kept=kept, **given)
         if self._sequence is not None:
             outputs = {name: self._sequence.gather(values) for name, values in outputs.items()}
         return {name: micro.per_token(values) for name, values in outputs.items()}

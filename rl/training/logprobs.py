@@ -48,6 +48,7 @@ class LogProbHead(Linear):
         hidden: torch.Tensor,
         targets: torch.Tensor,
         temperature: float,
+        cells: torch.Tensor | None = None,
         kept: KeptLogits | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the log-prob of each target, and the entropy in nats, under softmax(logits /
@@ -55,7 +56,9 @@ class LogProbHead(Linear):
 
         ``hidden`` [B, L, D], ``targets`` int64 [B, L] or [B, L, K]. The log-probs are float32 of
         the shape of the targets, 0 for targets of -1. The entropy is float32 [B, L]. Both are
-        differentiable. ``kept`` has B * L cells; None keeps all logits.
+        differentiable. ``cells``, int64 [R], are the flattened cells to compute, ascending; all
+        others have log-probs and entropies of 0. None computes all B * L cells. ``kept`` has the
+        cells that are computed; None keeps all logits.
         """
         weight = self.weight
         group = None
@@ -66,10 +69,13 @@ class LogProbHead(Linear):
         if isinstance(hidden, DTensor):
             # Each rank adds the gradient of its part of the vocabulary.
             hidden = hidden.to_local(grad_placements=[Partial()])
-        return linear_logprobs(
+        hidden, own = hidden.flatten(0, 1), targets.flatten(0, 1)
+        if cells is not None:
+            hidden, own = hidden[cells], own[cells]
+        logprobs, entropy = linear_logprobs(
             hidden,
             weight,
-            targets,
+            own,
             temperature=temperature,
             scale=self.scale,
             chunk_tokens=max(1, (self.logits_mib << 20) // (4 * len(weight))),
@@ -80,6 +86,13 @@ class LogProbHead(Linear):
             product=self.product,
             bitwise=self.bitwise,
         )
+        if cells is not None:
+            count = targets.shape[:2].numel()
+            logprobs, entropy = (
+                each.new_zeros(count, *each.shape[1:]).index_copy(0, cells, each)
+                for each in (logprobs, entropy)
+            )
+        return logprobs.view(targets.shape), entropy.view(targets.shape[:2])
 
     def _low_rank(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return alpha / rank * A @ hidden and this rank's rows of B, of the adapter."""
@@ -126,7 +139,7 @@ def linear_logprobs(
         kept = replace(kept, first=first)
     flat = hidden.flatten(0, -2)
     low, up = (None, None) if low_rank is None else (low_rank[0].flatten(0, -2), low_rank[1])
-    own = (targets - first).reshape(len(flat), -1)
+    own = (targets - first).reshape(len(flat), *targets.shape[hidden.dim() - 1 :] or (1,))
     logprobs, entropy = _LinearLogProbs.apply(
         flat,
         weight,

@@ -54,16 +54,18 @@ class HeadedModel(Qwen3Model):
         positions: torch.Tensor,
         attention_masks: Any,
         temperature: float,
+        cells: torch.Tensor | None = None,
         kept: KeptLogits | None = None,
     ) -> dict[str, torch.Tensor]:
         """Return ``logprobs`` and ``entropy`` of ``targets``, or ``values`` before them, float32
-        [B, L]. ``tokens``, ``targets`` and ``positions`` are int64 [B, L]. ``kept`` are the logits
-        that the sampling masks of the cells keep; None for all.
+        [B, L]. ``tokens``, ``targets`` and ``positions`` are int64 [B, L]. ``cells``, int64 [R],
+        are those that need a log-prob; None for all. ``kept`` are the logits that the sampling
+        masks of these cells keep; None for all.
         """
         hidden = super().forward(tokens, positions=positions, attention_masks=attention_masks)
         if isinstance(self.lm_head, ValueHead):
             return {"values": self.lm_head(hidden)}
-        logprobs, entropy = self.lm_head(hidden, targets, temperature, kept)
+        logprobs, entropy = self.lm_head(hidden, targets, temperature, cells, kept)
         return {"logprobs": logprobs, "entropy": entropy}
 
 

@@ -62,8 +62,9 @@ BREAKS = (
     # training
     Break(
         "rl/training/engine.py",
-        "outputs = self.model(tokens, targets, kept=kept, **given)",
-        "outputs = self.model(tokens, targets, kept=kept, **given); give(self._routers)",
+        "outputs = self.model(tokens, targets, cells=micro.heads, kept=kept, **given)",
+        "outputs = self.model(tokens, targets, cells=micro.heads, kept=kept, **given); "
+        "give(self._routers)",
         "training/test_gradient.py",
     ),
     Break(

@@ -25,7 +25,7 @@ from rl.algorithms.losses import (
     grpo,
 )
 from rl.training import attention
-from rl.training.micro_batches import MicroBatchLimits
+from rl.training.packing import MicroBatchLimits
 from tests.training.batches import ragged_batch, with_experts, with_prompts
 from tests.training.reference import (
     loss_sum,
@@ -317,13 +317,16 @@ def test_log_probs_and_entropies_come_back_for_the_right_tokens(
     scored = engine.forward(batch, temperature=temperature)
     trained, _ = engine.forward_backward(batch, grpo().build(), temperature=temperature)
     sizes = batch.lengths.tolist()
-    for outputs in (scored, trained):
-        columns = (batch.tokens, outputs["logprobs"], outputs["entropy"])
-        for tokens, logprobs, entropy in zip(*(c.split(sizes) for c in columns), strict=True):
-            wanted = per_token(model, tokens.tolist(), temperature)
-            assert logprobs[0] == entropy[0] == 0
-            torch.testing.assert_close(logprobs[1:], wanted[0].float(), atol=1e-5, rtol=0)
-            torch.testing.assert_close(entropy[1:], wanted[1].float(), atol=1e-5, rtol=0)
+    sequences = [
+        per_token(model, tokens.tolist(), temperature) for tokens in batch.tokens.split(sizes)
+    ]
+    for name, of_sequences in zip(
+        ("logprobs", "entropy"), zip(*sequences, strict=True), strict=True
+    ):
+        wanted = torch.cat([torch.cat([torch.zeros(1), each.float()]) for each in of_sequences])
+        torch.testing.assert_close(scored[name], wanted, atol=1e-5, rtol=0)
+        weighted = wanted * batch.loss_mask
+        torch.testing.assert_close(trained[name], weighted, atol=1e-5, rtol=0)
 
 
 def test_forward_leaves_no_gradient_and_no_weight(folder):

@@ -10,7 +10,8 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torchtitan.models.common import attention as titan
 
 from rl.training.attention import MaskedAttention, tree_mask
-from rl.training.micro_batches import MicroBatchLimits, lay_out, plan
+from rl.training.micro_batches import lay_out
+from rl.training.packing import MicroBatchLimits, plan
 from rl.training.trainer_config import TrainerConfig
 from tests.training.batches import ragged_batch
 

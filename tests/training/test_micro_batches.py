@@ -13,7 +13,8 @@ from torch.nn.attention.flex_attention import create_mask
 from torchtitan.config import CompileConfig
 
 from rl.training.attention import tree_mask
-from rl.training.micro_batches import MicroBatchLimits, lay_out, plan
+from rl.training.micro_batches import lay_out
+from rl.training.packing import MicroBatchLimits, plan
 from rl.training.trainer_config import TrainerConfig
 from rl.types import Batch
 from rl.types.routed_experts import RoutedExperts
@@ -293,6 +294,26 @@ def test_sequences_that_share_a_prompt_need_fewer_cells():
     assert alone.tokens.shape == (4, 11)
     assert shared.tokens.shape == (1, 9 + 4 * 2)
     assert shared.loss_weights.equal(alone.loss_weights)
+
+
+@pytest.mark.parametrize("sharing", [1, 3])
+def test_the_head_computes_the_cells_before_tokens_of_weight_above_0(sharing):
+    texts = [(*range(10), 100 + number, 200 + number) for number in range(3)]
+    batch = Batch(
+        tokens=torch.tensor(texts).flatten(),
+        lengths=torch.tensor([12] * 3),
+        loss_weights=torch.tensor([0.0] * 10 + [1.0] * 2).repeat(3),
+    )
+    limits = MicroBatchLimits(
+        sequences=3, tokens=None, pack=True, one_row=True, multiple_of=8, sharing=sharing
+    )
+    micro = lay_out(batch, plan(batch, limits)[0], limits, weighted=True)
+    assert micro.heads is not None
+    weighted = micro.cells[micro.loss_index]
+    # each sequence predicts its first answer from its own last token of the prompt
+    assert micro.heads.tolist() == sorted(weighted.tolist())
+    assert micro.tokens.flatten()[micro.heads].tolist() == [9, 100, 9, 101, 9, 102]
+    assert lay_out(batch, plan(batch, limits)[0], limits).heads is None
 
 
 def test_a_shared_prompt_keeps_to_the_limit_with_padding():

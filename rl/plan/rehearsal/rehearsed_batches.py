@@ -28,7 +28,8 @@ from rl.data.examples import Example
 from rl.data.preferences import Pair
 from rl.model.shape import shape_of
 from rl.plan.planned_run import PlannedRun
-from rl.training.micro_batches import MicroBatchLimits, lay_out, plan
+from rl.training.micro_batches import lay_out
+from rl.training.packing import MicroBatchLimits, plan
 from rl.training.trainer_config import TrainerConfig
 from rl.types import Batch, Completion, Prompt, Rollout, Sequence
 from rl.types.routed_experts import RoutedExperts, dtype_of

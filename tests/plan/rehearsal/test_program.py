@@ -15,7 +15,7 @@ from rl.plan.__main__ import main
 from rl.plan.planned_run import PlannedRun
 from rl.plan.rehearsal import start
 from rl.plan.rehearsal.rehearsed_batches import shapes_of
-from rl.training.micro_batches import MicroBatchLimits
+from rl.training.packing import MicroBatchLimits
 from tests import warm
 
 SMALL = ["--config", "qwen3_0_6b", "--model.n_layers", "1", "--rehearse"]

@@ -8,7 +8,7 @@ workspaces of kernels need: leave a tenth of a device free.
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC
 
@@ -17,6 +17,7 @@ from rl.model.shards import Layout
 from rl.plan.planned_run import DTYPE_BYTES, LEARNING, PlannedRun
 from rl.session.session_config import Role
 from rl.training.packing import MicroBatchLimits
+from rl.training.sharded_model import keeps_gathered
 from rl.training.trainer_config import TrainerConfig
 
 REDUCED = 4
@@ -94,6 +95,10 @@ class MemoryOfPasses(PassSizes):
         self.embedding, self.head = groups.pop("embedding"), groups.pop("head")
         self.tied = not self.embedding
         self.layer = max(groups.values())
+        keeps = keeps_gathered(self.trainer, "cuda" if run.cuda else "cpu")
+        others = self.embedding + sum(groups.values()) - self.layer
+        self.kept = self.p * others if keeps else 0
+        """Bytes of parameters that stay gathered, without those of the head and one layer."""
         self.alone = 3 * REDUCED * (self.degrees.data_parallel_shard_degree * self.cp == 1)
         """Bytes of an element of a gradient that FSDP divides on a rank without others."""
 
@@ -110,7 +115,8 @@ class MemoryOfPasses(PassSizes):
                 PeakMemory(self.saved(), 0, layer),
                 PeakMemory(self.tokens * self.p * self.width, 0, gathered),
             ]
-        return max(found, key=lambda moment: moment.total)
+        most = max(found, key=lambda moment: moment.total)
+        return replace(most, gathered=most.gathered + self.kept)
 
     def in_head(self) -> PeakMemory:
         """Return the moment at which the head computes gradients, or log-probs."""

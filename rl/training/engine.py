@@ -91,7 +91,7 @@ class TrainingEngine:
         )
         self.matmul = kernel_in_use() if self.device.type == "cpu" else "cuBLAS"
         """Kernel of float32 matrix products."""
-        self._gathered = sharded_model.keeps_gathered(config, self.dims)
+        self._gathered = sharded_model.keeps_gathered(config, self.device.type)
         self._routers = routers_of(self.model) if config.router_replay == "generator" else []
         # After the model: its initializers draw more on some ranks than on others.
         titan_dist.set_determinism(self.dims, self.device, config.debug, distinct_seed_mesh_dims=[])

@@ -95,7 +95,7 @@ def build_model(
         for module in built.modules():
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
-                if keeps_gathered(config, dims):
+                if keeps_gathered(config, device_type()):
                     module.set_reshard_after_forward(False, recurse=False)
                     module.set_reshard_after_backward(False, recurse=False)
     built.to_empty(device=device_type())
@@ -309,16 +309,15 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def keeps_gathered(config: TrainerConfig, dims: ParallelDims) -> bool:
+def keeps_gathered(config: TrainerConfig, device: str) -> bool:
     """Return whether FSDP keeps parameters and gradients gathered from the first pass of a call to
-    the last. It does on CPU if it shards nothing: a pass then copies neither.
+    the last. It does on CPU if it shards nothing: a pass then copies and casts neither. Gradients
+    are accumulated in float32.
     """
-    numerics = config.training
-    dtypes = {numerics.mixed_precision_param, numerics.mixed_precision_reduce}
-    shards = dims.dp_shard * dims.cp * dims.ep
-    policy = config.parallelism.fsdp_reshard_after_forward
-    is_float32 = dtypes == {"float32"}
-    return device_type() == "cpu" and is_float32 and shards == 1 and policy != "always"
+    degrees = config.parallelism
+    shards = degrees.data_parallel_shard_degree * degrees.context_parallel_degree
+    shards *= degrees.expert_parallel_degree
+    return device == "cpu" and shards == 1 and degrees.fsdp_reshard_after_forward != "always"
 
 
 def reset_passes(model: nn.Module) -> None:

@@ -127,3 +127,13 @@ def saved(config: RLConfig, folder: str) -> int:
         accumulate(engine, config, "trainer")
     engine.close()
     return sum(storage.nbytes() for storage in kept.values())
+
+
+def gathered(config: RLConfig, folder: str) -> int:
+    """Return the bytes of the parameters of the model at the end of a forward pass."""
+    engine = engine_of(config, "trainer", folder)
+    found: list[int] = []
+    engine.model.register_forward_hook(lambda model, *_: found.append(storages(model.parameters())))
+    accumulate(engine, config, "trainer")
+    engine.close()
+    return found[-1]

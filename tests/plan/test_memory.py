@@ -18,7 +18,7 @@ from rl.plan.memory import RankMemory, all_ranks, pinned, transfer_of
 from rl.plan.peak_memory import MemoryOfPasses
 from rl.plan.planned_run import PlannedRun
 from rl.weights.packed import PackedPublisher, PackedSubscriber
-from tests.plan.engines import LENGTH, ROWS, grown, held, saved, storages
+from tests.plan.engines import LENGTH, ROWS, gathered, grown, held, saved, storages
 from tests.training.layouts import LAYOUTS
 from tests.training.ranks import on_ranks
 
@@ -127,6 +127,17 @@ def test_processes_grow_by_the_planned_memory(layout, tmp_path):
         ):
             least = size["parameters"] + kept
             assert least <= sizes[moment] <= 1.1 * (least + slack)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model", [TIED, UNTIED], ids=["tied", "untied"])
+def test_one_rank_on_cpu_keeps_all_parameters_gathered(model, dtype, tmp_path):
+    config = config_of(model)
+    config.trainer.training.mixed_precision_param = dtype
+    (size,) = on_ranks(1, gathered, config, str(tmp_path))
+    passes = MemoryOfPasses(PlannedRun(config), "trainer")
+    assert passes.in_head().gathered + passes.kept == size
+    assert passes.peak().gathered >= size
 
 
 def activations_of(config: RLConfig) -> int:

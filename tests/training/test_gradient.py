@@ -24,7 +24,7 @@ from rl.algorithms.losses import (
     ImportanceSamplingLoss,
     grpo,
 )
-from rl.training import attention
+from rl.training import attention, sharded_model
 from rl.training.packing import MicroBatchLimits
 from tests.training.batches import ragged_batch, with_experts, with_prompts
 from tests.training.reference import (
@@ -43,10 +43,12 @@ from tests.training.scenes import (
     LOSS,
     MODELS,
     TEMPERATURE,
+    TIED_FUSED,
     accumulate,
     cut_by,
     engine_of,
     gradients_of,
+    unequal,
     weights_of,
 )
 
@@ -68,6 +70,17 @@ def reference_of(alone, cut: str):
     if key not in found:
         found[key] = reference_gradient(alone["weights"], loss, *batches)
     return found[key]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_that_stay_gathered_have_the_bits_of_those_that_do_not(folder, dtype):
+    """Gradients of three micro-batches are added in float32."""
+    found = []
+    for kept in (True, False):
+        with mock.patch.object(sharded_model, "keeps_gathered", lambda *_, kept=kept: kept):
+            engine = engine_of(TIED_FUSED, folder=folder, dtype=dtype)
+        found.append(accumulate(engine, ragged_batch())["gradients"])
+    assert unequal(*found) == []
 
 
 def test_gradient_is_the_whole_batchs_however_it_is_cut(alone):

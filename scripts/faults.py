@@ -173,9 +173,9 @@ def hung_collective() -> None:
     """Rank 1 of the trainer never reaches the all-reduce of the gradient's norm."""
     from torch import distributed
 
-    from rl.training import engine
+    from rl.training import gradient
 
-    @replaces(engine, "divide_and_clip")
+    @replaces(gradient, "divide_and_clip")
     def clip(original, *args):
         if distributed.get_rank() == 1:
             time.sleep(HOUR_S)
@@ -185,9 +185,9 @@ def hung_collective() -> None:
 @fault("--steps 8")
 def silent_nan() -> None:
     """One parameter has a gradient of NaN in every step."""
-    from rl.training import engine
+    from rl.training import gradient
 
-    @replaces(engine, "divide_and_clip")
+    @replaces(gradient, "divide_and_clip")
     def clip(original, parameters, *limits):
         given = [*parameters]
         given[0].grad.mul_(float("nan"))

@@ -56,7 +56,7 @@ async def test_a_loss_without_an_end_and_one_without_memory_are_ended(losses):
     def long(logprobs):
         found = logprobs
         for _ in range(400):
-            found = found.cumsum(0)
+            found = found.tanh()  # whose gradient stays finite
         return found.sum(), {}
 
     def large(logprobs):

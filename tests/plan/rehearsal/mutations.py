@@ -73,7 +73,10 @@ MUTATIONS = {
         f"{HEAD}_LinearLogProbs.backward", ".to(hidden.dtype)", "", ONE_DTYPE
     ),
     "a missing dimension": Mutation(
-        f"{HEAD}linear_logprobs", ".reshape(len(flat), -1)", "", "dimension"
+        f"{HEAD}linear_logprobs",
+        ".reshape(len(flat), *targets.shape[hidden.dim() - 1 :] or (1,))",
+        "",
+        "dimension",
     ),
     "a missing transposition": Mutation(
         f"{HEAD}_scaled_logits",

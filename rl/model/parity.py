@@ -108,6 +108,7 @@ def groups_of(stretches: Iterable[Stretch], window: int) -> list[Group]:
     to all before them if that is 0.
     """
     by_size = defaultdict(list)
+    sizes = (0, *spans())
     for queries, keys in stretches:
         before = len(keys) - len(queries)
         for begin in range(0, len(queries), QUERIES):
@@ -115,7 +116,7 @@ def groups_of(stretches: Iterable[Stretch], window: int) -> list[Group]:
             seen = keys[: before + begin + len(own)]
             keys_and_none = len(seen) + 1
             over = keys_and_none % KEYS
-            rest = next((size for size in (0, *spans()) if over <= size), KEYS)
+            rest = next((size for size in sizes if over <= size), KEYS)
             width = 1 << (len(own) - 1).bit_length()
             by_size[width, keys_and_none - over + rest].append(Stretch(own, seen))
     groups = []

@@ -1,5 +1,7 @@
 """The planned memory of a generator with the minimum KV cache is that of a real one."""
 
+from dataclasses import replace
+
 import pytest
 
 from rl.generation.generator_config import GeneratorConfig, kv_bytes_at_least
@@ -18,13 +20,12 @@ ENGINE = GeneratorConfig(block_size=64, max_batched_tokens=512, max_running_requ
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_generator_with_the_minimum_kv_cache_has_the_planned_memory(dtype):
     config = config_of(MODEL)
-    config.generator = ENGINE
-    ENGINE.dtype = dtype
-    ENGINE.kv_cache_gib = kv_bytes_at_least(ENGINE, shape_of(MODEL), cuda=False) / GIB
+    config.generator = engine = replace(ENGINE, dtype=dtype)
+    engine.kv_cache_gib = kv_bytes_at_least(engine, shape_of(MODEL), cuda=False) / GIB
     setting = PlannedRun(config)
     rank = next(rank for rank in all_ranks(setting) if rank.mesh == "generator-0")
     planned = {item.name: item.bytes for item in rank.items}
-    ranks = GeneratorRanks(ENGINE, MODEL)
+    ranks = GeneratorRanks(engine, MODEL)
     try:
         (sizes,) = ranks.run(held)
         (packed,) = ranks.run(repacked)

@@ -340,6 +340,8 @@ def test_log_probs_and_entropies_come_back_for_the_right_tokens(
         torch.testing.assert_close(scored[name], wanted, atol=1e-5, rtol=0)
         weighted = wanted * batch.loss_mask
         torch.testing.assert_close(trained[name], weighted, atol=1e-5, rtol=0)
+        firsts = batch.lengths.cumsum(0) - batch.lengths
+        assert not scored[name][firsts].any() and not trained[name][~batch.loss_mask].any()
 
 
 def test_forward_leaves_no_gradient_and_no_weight(folder):

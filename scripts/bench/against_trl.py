@@ -3,14 +3,17 @@ the same work and the same cores.
 
 Usage: python scripts/bench/against_trl.py [--only KIND ...] [--rounds N] [--steps N] [--json]
 
-Both train a Qwen3 of 3 million random parameters from one folder, in fp32, by GRPO with DAPO's
-loss, an optimizer step for each batch, with the same prompts and reward (grpo_work.py). They run
-alternately, each with the whole host. Three kinds of work:
+Both train a model from one folder, by GRPO with DAPO's loss, an optimizer step for each batch, with
+the same prompts and reward (grpo_work.py). They run alternately, each with the whole host. The
+model is a Qwen3 of 3 million random parameters, in fp32, unless stated. Kinds of work:
 
 - uniform: 8 prompts of 16 tokens x 8 completions of 32 tokens, none shorter.
 - varied: 8 prompts of 16 tokens x 8 completions of at most 128 tokens. The model draws the token
   that ends one once in 32 tokens, so that the mean length is a quarter of the longest.
 - long_prompts: 4 prompts of 512 tokens x 8 completions of 64 tokens, none shorter.
+- real: SmolLM2-135M-Instruct (scripts/real_model.py) gives 8 word problems x 8 answers of at most
+  96 tokens, in bfloat16. Most of its groups have equal rewards; Tiller does not train on them.
+- real_defaults: the same, as both sides are configured by default.
 
 Tiller runs in two ways. In lockstep all tokens of a batch are drawn by the weights that it updates,
 as TRL draws them. Asynchronously they may be drawn by those before (max_staleness 1); TRL has no
@@ -47,6 +50,7 @@ from programs import cpu_seconds
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 sys.path.append(str(ROOT / "scripts"))
+import real_model  # noqa: E402
 from package_env import environment_python  # noqa: E402
 
 TRL_ENV = Path("~/.cache/tiller-bench/trl")
@@ -77,6 +81,10 @@ class Setting:
     completions together until the last one has ended."""
     ahead: int = 1
     """Number of steps whose completions are drawn at once."""
+    bf16: bool = False
+    """Whether autocast computes in bfloat16."""
+    checkpointing: bool = False
+    """Whether the backward pass computes activations again."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -84,6 +92,8 @@ class Setting:
         chosen: dict[str, Any] = {
             "torch_compile": self.compiles,
             "steps_per_generation": self.ahead * self.passes,
+            "bf16": self.bf16,
+            "gradient_checkpointing": self.checkpointing,
         }
         if self.batching:
             chosen["use_transformers_continuous_batching"] = True
@@ -99,11 +109,14 @@ SETTINGS = {
     "eager-2-processes": Setting(compiles=False, processes=2),
     "batching": Setting(batching=True),
     "ahead": Setting(ahead=2),
+    "bf16": Setting(compiles=False, bf16=True),
+    "bf16-batching": Setting(compiles=False, bf16=True, batching=True),
+    "defaults": Setting(compiles=False, passes=8, bf16=True, checkpointing=True),
 }
 """Settings of TRL by name."""
 
-FAST = ["--trainer.compile.enable", "--generator.no-enforce_eager"]
 SHARED = ["--trainer.prompt_sharing", "8"]
+FAST = ["--trainer.compile.enable", "--generator.no-enforce_eager", *SHARED]
 THREADS = ["--trainer.threads", str(CORES)]
 CHUNKS = ["--rollout.pipeline", "asynchronous", "--rollout.stream_chunks", "4"]
 RANKS = [
@@ -113,16 +126,24 @@ RANKS = [
 ]
 AHEAD = ["--rollout.max_staleness", "1"]
 FREE = [*AHEAD, "--rollout.pipeline", "asynchronous", "--generator.inflight_policy", "continue"]
+BF16 = [
+    *("--trainer.training.mixed_precision_param", "bfloat16", "--generator.dtype", "bfloat16"),
+    *("--trainer.zero_gradient", "skip", *SHARED),
+]
 WAYS = {
     "lockstep": {
-        "threads": [*THREADS, "--generator.threads", str(CORES)],
-        "chunks": CHUNKS,
-        "ranks": RANKS,
+        "threads": [*FAST, *THREADS, "--generator.threads", str(CORES)],
+        "chunks": [*FAST, *CHUNKS],
+        "ranks": [*FAST, *RANKS],
+        "bfloat16": BF16,
+        "as-configured": [],
     },
     "asynchronous": {
-        "ordered": AHEAD,
-        "free": FREE,
-        "free-threads": [*FREE, *THREADS],
+        "ordered": [*FAST, *AHEAD],
+        "free": [*FAST, *FREE],
+        "free-threads": [*FAST, *FREE, *THREADS],
+        "bfloat16-ordered": [*BF16, *AHEAD],
+        "bfloat16-free": [*BF16, *FREE],
     },
 }
 """Options of Tiller by way and by the name of the setting:
@@ -133,20 +154,19 @@ WAYS = {
 - ordered: A batch is drawn whole while the batch before is trained on.
 - free: Requests of the next batch begin as soon as staleness allows, so that the engine is full.
 - free-threads: The same, and the trainer uses cores that the generator leaves.
+- bfloat16, bfloat16-ordered, bfloat16-free: The same ways in bfloat16, without compilation.
+- as-configured: No options.
 """
 BEST = {
     "uniform": ["compiled", "compiled-2-processes", "threads", "ranks", "ordered"],
     "varied": ["compiled", "ranks", "ordered"],
     "long_prompts": ["compiled", "threads", "free-threads"],
+    "real": ["bf16", "bfloat16", "bfloat16-free"],
+    "real_defaults": ["defaults", "as-configured"],
 }
 """Fastest settings of TRL and of each way of Tiller, by kind of work. Two are equally fast on
 ``uniform`` work for TRL, and two in lockstep."""
 WAY_OF = {name: way for way, settings in WAYS.items() for name in settings}
-
-
-def options_of(name: str) -> list[str]:
-    """Return the options of Tiller's setting ``name``."""
-    return [*FAST, *SHARED, *WAYS[WAY_OF[name]][name]]
 
 
 @dataclass(frozen=True)
@@ -157,16 +177,25 @@ class Turn:
     tokens: float
     cpu_s: float
     steps: int
+    equal: float = 0.0
+    """Share of the groups, of all steps, whose rewards are equal."""
 
     @classmethod
     def of(
-        cls, seconds: Sequence[float], tokens: Sequence[float], cpu_s: float, *, warm_up: int
+        cls,
+        seconds: Sequence[float],
+        tokens: Sequence[float],
+        cpu_s: float,
+        *,
+        warm_up: int,
+        equal: float = 0.0,
     ) -> "Turn":
         """Return the turn with these values of all its steps, of which the first ``warm_up`` and
         the last one do not count.
         """
         counted = slice(warm_up, -1)
-        return cls(sum(seconds[counted]), sum(tokens[counted]), cpu_s, len(seconds[counted]))
+        steps = len(seconds[counted])
+        return cls(sum(seconds[counted]), sum(tokens[counted]), cpu_s, steps, equal)
 
     @property
     def per_s(self) -> float:
@@ -222,8 +251,16 @@ def run_trl(
     warm_up = WORKS[kind].warm_up
     path, progress = folder.with_suffix(".json"), folder.with_suffix(".progress")
     last = warm_up + steps
-    given = {"kind": kind, "model": str(model), "steps": last + 1, "progress": str(progress)}
-    path.write_text(json.dumps(given | {"passes": setting.passes, "options": setting.options}))
+    given = {
+        "kind": kind,
+        "model": str(model),
+        "problems": str(folder.parent / "train.jsonl"),
+        "steps": last + 1,
+        "progress": str(progress),
+        "passes": setting.passes,
+        "options": setting.options,
+    }
+    path.write_text(json.dumps(given))
     processes = setting.processes
     launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--standalone"]
     out, cpu_s = run_watched(
@@ -233,7 +270,8 @@ def run_trl(
         **thread_variables(max(1, CORES // processes)),
     )
     found = json.loads(out.splitlines()[-1])
-    return Turn.of(found["seconds"], found["tokens"], cpu_s, warm_up=warm_up)
+    equal = statistics.mean(found["equal"])
+    return Turn.of(found["seconds"], found["tokens"], cpu_s, warm_up=warm_up, equal=equal)
 
 
 def run_ours(kind: str, model: Path, steps: int, folder: Path, *overrides: str) -> Turn:
@@ -241,6 +279,8 @@ def run_ours(kind: str, model: Path, steps: int, folder: Path, *overrides: str) 
     work = WORKS[kind]
     last = work.warm_up + steps
     fields = {"--model.hf_path": model, "--steps": str(last + 1), "--output-dir": folder}
+    if work.published:
+        fields["--task.path"] = folder.parent / "train.jsonl"
     options = [word for pair in fields.items() for word in pair]
     config = ["--config", f"grpo_ours.{kind}"]
     _, cpu_s = run_watched(
@@ -254,7 +294,8 @@ def run_ours(kind: str, model: Path, steps: int, folder: Path, *overrides: str) 
     assert work.ends or {*lengths} == {work.new_tokens}, f"completions of {lengths} tokens"
     tokens = [length * work.prompts * work.samples for length in lengths]
     seconds = [row["timing/step"] for row in rows]
-    return Turn.of(seconds, tokens, cpu_s, warm_up=work.warm_up)
+    equal = statistics.mean(row["reward/zero_std_groups"] for row in rows)
+    return Turn.of(seconds, tokens, cpu_s, warm_up=work.warm_up, equal=equal)
 
 
 def run_watched(
@@ -293,13 +334,16 @@ def compare(
     """Measure all sides of a kind of work alternately; return the result of ``result_of``."""
     folder.mkdir()
     model = folder / "model"
-    write_model(model, WORKS[kind].model, ends=WORKS[kind].ends)
+    if WORKS[kind].published:
+        real_model.main([str(model), "--problems", str(folder)])
+    else:
+        write_model(model, WORKS[kind].model, ends=WORKS[kind].ends)
     turns: dict[str, list[Turn]] = {}
     for number in range(rounds):
         for name in settings:
             own = folder / f"{name}-{number}"
             if name in WAY_OF:
-                turn = run_ours(kind, model, steps, own, *options_of(name))
+                turn = run_ours(kind, model, steps, own, *WAYS[WAY_OF[name]][name])
             else:
                 turn = run_trl(python, kind, SETTINGS[name], model, steps, own)
             turns.setdefault(name, []).append(turn)
@@ -344,6 +388,9 @@ def result_of(turns: dict[str, list[Turn]], completions: int) -> dict[str, Any]:
             for name, each in turns.items()
         },
         "mean_length": lengths,
+        "equal_groups": {
+            name: statistics.mean(turn.equal for turn in each) for name, each in turns.items()
+        },
     }
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import cast
 
-from grpo_work import CLIP, END, MAX_NORM, WORKS
+from grpo_work import CLIP, END, INSTRUCTION, MAX_NORM, WORKS
 from torchtitan.components.optimizer import default_adamw
 from torchtitan.config import TrainingConfig
 from transformers import PreTrainedTokenizerFast
@@ -13,6 +13,7 @@ from rl.config import EvaluationConfig, PolicyGradientConfig, RLConfig, RolloutC
 from rl.environments.task import Score, Task
 from rl.generation.generator_config import GeneratorConfig
 from rl.model.shape import ModelConfig
+from rl.tasks.gsm8k_jsonl import Gsm8kJsonl
 from rl.training.trainer_config import TrainerConfig
 from rl.types import Completion, Prompt
 
@@ -49,8 +50,12 @@ def config_of(kind: str) -> RLConfig:
     in fp32, one batch a step.
     """
     work = WORKS[kind]
+    longest = work.prompt_tokens
+    task: Task.Config = EvenTokens.Config(work=kind, max_prompt_tokens=longest)
+    if work.published:
+        task = Gsm8kJsonl.Config(instruction=INSTRUCTION, max_prompt_tokens=longest)
     return RLConfig(
-        task=EvenTokens.Config(work=kind, max_prompt_tokens=work.prompt_tokens),
+        task=task,
         model=ModelConfig(max_seq_len=work.model["max_seq_len"]),
         rollout=RolloutConfig(
             prompts_per_step=work.prompts,
@@ -82,3 +87,11 @@ def varied() -> RLConfig:
 def long_prompts() -> RLConfig:
     """Return the config of prompts that are longer than their completions."""
     return config_of("long_prompts")
+
+
+def real() -> RLConfig:
+    """Return the config of a published model that answers word problems."""
+    config = config_of("real")
+    config.trainer.micro_batch_size = 8
+    config.generator = GeneratorConfig()
+    return config

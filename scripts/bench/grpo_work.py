@@ -1,4 +1,4 @@
-"""The work that TRL's GRPOTrainer and Tiller both do, of three kinds.
+"""The work that TRL's GRPOTrainer and Tiller both do, by kind.
 
 Both sides read this file, in separate environments, so it imports only what needs no package.
 """
@@ -13,7 +13,7 @@ MAX_NORM = 1.0
 
 @dataclass(frozen=True)
 class Work:
-    """One kind of work: a step of GRPO on prompts of random words."""
+    """One kind of work: a step of GRPO on prompts of random words or on word problems."""
 
     prompts: int
     samples: int
@@ -27,6 +27,9 @@ class Work:
     learning_rate: float
     warm_up: int
     """Number of steps in which torch.compile compiles for all lengths. These do not count."""
+    published: bool = False
+    """Whether a published model answers word problems (scripts/real_model.py). ``prompt_tokens`` is
+    the length of the longest prompt then."""
 
     @property
     def model(self) -> dict[str, Any]:
@@ -57,14 +60,19 @@ class Work:
         return sum(token % 2 == 0 for token in kept) / max(1, len(kept))
 
 
+INSTRUCTION = "Think step by step, then give the answer on a line of its own, as: #### NUMBER"
+"""Text that follows each word problem."""
 END = 1
 """Token that ends a completion of work that ``ends``. Its logit is 0, so that a random model draws
 it once in about ``words`` tokens, whatever the tokens before are."""
 
+REAL = Work(8, 8, 128, 96, 49_152, ends=True, learning_rate=1e-5, warm_up=1, published=True)
 WORKS = {
     "uniform": Work(8, 8, 16, 32, words=512, ends=False, learning_rate=1e-3, warm_up=4),
     # the model hardly changes, and so do the lengths
     "varied": Work(8, 8, 16, 128, words=32, ends=True, learning_rate=1e-6, warm_up=16),
     "long_prompts": Work(4, 8, 512, 64, words=512, ends=False, learning_rate=1e-3, warm_up=4),
+    "real": REAL,
+    "real_defaults": REAL,
 }
 MODEL = WORKS["uniform"].model

@@ -30,8 +30,8 @@ def against_trl(monkeypatch):
 def test_our_side_is_asked_for_the_same_work(against_trl, tmp_path, kind, step, stops):
     work = against_trl.WORKS[kind]
     against_trl.write_model(tmp_path, work.model)
-    for name in against_trl.WAY_OF:
-        options = ["--model.hf_path", str(tmp_path), *against_trl.options_of(name)]
+    for name, way in against_trl.WAY_OF.items():
+        options = ["--model.hf_path", str(tmp_path), *against_trl.WAYS[way][name]]
         arguments = ["--config", f"grpo_ours.{kind}", *options]
         _, config = parse_config(arguments, program="test")
         task = config.task.build(seed=0, model=config.model)

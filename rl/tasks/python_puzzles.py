@@ -41,9 +41,10 @@ OWN_NAMES = {*dir(builtins), "__name__", "__builtins__"}
 class PythonPuzzles(ChatJsonl):
     """Task of rows ``{"instruction": …, "tests": ["assert add(1, 2) == 3", …]}``.
 
-    A test is a Python program, and passes if it raises nothing. Rows of HumanEval (``prompt``, the
-    begin of a program, with ``test`` and ``entry_point``) and of MBPP (``text`` or ``prompt``, and
-    ``test_list``) are read too. A solution follows the begin of the program.
+    A test is a Python program, in which coroutines may be awaited, and passes if it raises nothing.
+    Rows of HumanEval (``prompt``, the begin of a program, with ``test`` and ``entry_point``) and of
+    MBPP (``text`` or ``prompt``, and ``test_list``) are read too. A solution follows the begin of
+    the program.
 
     The reward is the share of the tests that the last block of Python code of the completion
     passes. Rows whose own solution (``canonical_solution``, ``code`` or ``solution``) does not pass

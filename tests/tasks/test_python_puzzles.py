@@ -291,6 +291,63 @@ def test_objects_of_a_solution_can_be_used_as_in_one_process():
     check_rows(USES, check)
 
 
+COROUTINES = """
+import asyncio
+async def add(a, b):
+    await asyncio.sleep(0.001)
+    return a + b
+async def slow():
+    await asyncio.sleep(60)
+async def fail():
+    raise KeyError("x")
+async def count(n):
+    for number in range(n):
+        yield number
+async def apply(function, x):
+    return await function(x)
+async def together(coroutines):
+    return await asyncio.gather(*coroutines)
+class Shared:
+    def __init__(self):
+        self.items = []
+        self.lock = asyncio.Lock()
+    async def __aenter__(self):
+        return self
+    async def __aexit__(self, *error):
+        self.items.append("closed")
+    async def put(self, item):
+        async with self.lock:
+            self.items.append(item)
+    async def take(self):
+        while not self.items:
+            await asyncio.sleep(0.001)
+        return self.items.pop()
+"""
+AWAITED = {
+    "coroutine": "assert await add(1, 2) == 3",
+    "several": "assert await asyncio.gather(add(1, 2), add('a', 'b')) == [3, 'ab']",
+    "task": "task = asyncio.create_task(add(1, 2))\nassert await task == 3",
+    "error": "try: await fail()\nexcept KeyError: pass\nelse: assert 0",
+    "limit": "try: await asyncio.wait_for(slow(), 0.05)\nexcept TimeoutError: pass\nelse: assert 0",
+    "generator": "assert [number async for number in count(3)] == [0, 1, 2]",
+    "context": "async with Shared() as s: await s.put(1)\nassert s.items == [1, 'closed']",
+    "at once": "s = Shared()\nassert await asyncio.gather(s.take(), s.put(1)) == [1, None]",
+    "function of the test": "async def f(x): return x + 1\nassert await apply(f, 1) == 2",
+    "coroutines given back": "assert await together([add(1, 2), add(2, 3)]) == [3, 5]",
+}
+
+
+def test_coroutines_of_a_solution_can_be_awaited():
+    def check(name):
+        lines = AWAITED[name].replace("\n", "\n    ")
+        whole = f"import asyncio\nasync def main():\n    {lines}\nasyncio.run(main())"
+        wrong = "import asyncio\nassert asyncio.run(add(1, 2)) == 4"
+        verdicts = passed(COROUTINES, f"import asyncio\n{AWAITED[name]}", whole, wrong)
+        assert verdicts == [True, True, False]
+
+    check_rows(AWAITED, check)
+
+
 FORGERIES = {
     "exits": "import sys; sys.exit(0)",
     "exits when called": "import sys\ndef add(a, b): sys.exit(0)",

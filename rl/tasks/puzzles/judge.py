@@ -6,10 +6,14 @@ runs here: its values arrive as plain data or as a :class:`Remote`. The solution
 functions that a test gives to it, and nothing else of the tests.
 """
 
+import ast
+import asyncio
 import builtins
+import inspect
 import json
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 from plain import (
     BINARY,
@@ -105,6 +109,19 @@ class Remote(metaclass=RemoteType):
     def __exit__(self, kind, value, trace):
         return ask("exit", numbers[id(self)], value)
 
+    def __aexit__(self, kind, value, trace):
+        return ask("aexit", numbers[id(self)], value)
+
+    def __await__(self):
+        return awaited(numbers[id(self)]).__await__()
+
+
+async def awaited(number):
+    """Return the result of a coroutine, or of another awaitable object, of the solution."""
+    while not ask("step", number):
+        await asyncio.sleep(0)
+    return ask("result", number)
+
 
 def forward(name):
     def operation(self, *arguments):
@@ -134,6 +151,7 @@ FORWARDS = {
     for make, several in (
         (forward, ("bool", "len", "iter", "next", "getitem", "setitem", "delitem", "contains")),
         (forward, ("str", "repr", "hash", "reversed", "format", "dir", "enter")),
+        (forward, ("aiter", "anext", "aenter")),
         (forward_operator, (*OPERATORS, *(f"r{name}" for name in BINARY))),
     )
     for each in several
@@ -196,7 +214,9 @@ def refer(value):
     given_numbers[id(value)] = len(given)
     given.append(value)
     if callable(value):
-        return ["function", len(given) - 1, name or type(value).__name__, value.__doc__]
+        name = name or type(value).__name__
+        is_async = inspect.iscoroutinefunction(value)
+        return ["function", len(given) - 1, name, value.__doc__, is_async]
     content = [encode(type(value), refer), encode(list(value.args), refer)]
     return ["raised", len(given) - 1, *content]
 
@@ -210,10 +230,12 @@ def find(kind, number, *content):
         if found in PLAIN or issubclass(found, Exception):
             return found
         return RuntimeError if issubclass(found, BaseException) else Remote
+    if kind == "coroutine" and number not in objects:
+        keep(awaited(number), number)
     if kind == "class" and number not in objects:
         name, bases = content
         keep(make_class(name, [decode(base, find) for base in bases]), number)
-    if kind == "class":
+    if kind in ("class", "coroutine"):
         return objects[number]
     return make_object(number, *(decode(each, find) for each in content))
 
@@ -274,7 +296,7 @@ def ask(operation, target, *arguments):
     value = decode(content, find)
     if kind == "error":
         ends = isinstance(value, (StopIteration, StopAsyncIteration))
-        if ends and operation != "next":  # which would end a loop of the test's
+        if ends and operation not in ("next", "result"):  # which would end a loop of the test's
             raise RuntimeError(f"{type(value).__name__}: {value}")
         raise value
     if after and (value is None or in_place):
@@ -289,7 +311,11 @@ def called(number, arguments):
     """Return the result of a function of the test that the solution calls."""
     try:
         arguments, options = decode(arguments, find)
-        return ["value", encode(given[number](*arguments, **options), refer)]
+        value = given[number](*arguments, **options)
+        if inspect.iscoroutine(value) and id(value) not in numbers:
+            with ThreadPoolExecutor(1) as thread:  # this one may run a loop
+                value = thread.submit(asyncio.run, value).result()
+        return ["value", encode(value, refer)]
     except AssertionError as error:
         failed.append(error)
         return ["error", refer(error)]
@@ -310,7 +336,9 @@ def main() -> None:
         try:
             known = {name: ask("name", None, name) for name in names}
             space = {"__name__": "test", "super": make_super, **known}
-            exec(compile(test, "test", "exec"), space)
+            code = compile(test, "test", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+            if main := eval(code, space):
+                asyncio.run(main)
             if failed:
                 raise failed[0]
         except BaseException as error:

@@ -3,7 +3,9 @@
 The solution is the file ``solution``; the pipes of the judge are in the file ``pipes``.
 """
 
+import asyncio
 import builtins
+import inspect
 import io
 import operator
 import sys
@@ -23,6 +25,8 @@ theirs: dict = {}  # functions and exceptions of the tests, by number
 their_numbers: dict = {}
 shared: dict = {}  # content of attributes as the judge knows it, by number
 calling = threading.RLock()
+loop = asyncio.new_event_loop()
+tasks: dict = {}  # of coroutines, by id
 
 
 def keep(value):
@@ -41,6 +45,8 @@ def refer(value):
             return ["builtin", name]
         return ["class", keep(value), name, [encode(base, refer) for base in value.__bases__]]
     number = keep(value)
+    if inspect.iscoroutine(value):
+        return ["coroutine", number]
     kind = plain_type(type(value))
     content = encode(value, refer, kind) if kind else None
     if isinstance(value, BaseException):
@@ -67,7 +73,7 @@ def raised(kind, arguments):
     return decode(kind, find)(*decode(arguments, find))
 
 
-def call_back(number, name, text):
+def call_back(number, name, text, is_async):
     def function(*arguments, **options):
         with calling:
             given = encode([arguments, options], refer)
@@ -81,7 +87,11 @@ def call_back(number, name, text):
 
     function.__name__ = function.__qualname__ = name
     function.__doc__ = text
-    return function
+
+    async def later(*arguments, **options):
+        return function(*arguments, **options)
+
+    return later if is_async else function
 
 
 def defined(_, name):
@@ -113,8 +123,21 @@ def derive(_, name, bases, members):
     return keep(types.new_class(name, tuple(bases), {}, lambda known: known.update(space)))
 
 
-def leave(manager, error):
-    return manager.__exit__(error and type(error), error, error and error.__traceback__)
+def leave(manager, error, name="__exit__"):
+    return getattr(manager, name)(error and type(error), error, error and error.__traceback__)
+
+
+async def whole(awaitable):
+    return await awaitable
+
+
+def step(awaitable):
+    """Let coroutines go on for a moment. Return whether this one has ended."""
+    if id(awaitable) not in tasks:
+        tasks[id(awaitable)] = loop.create_task(whole(awaitable))
+    task = tasks[id(awaitable)]
+    loop.run_until_complete(asyncio.wait([task], timeout=0.001))
+    return task.done()
 
 
 OPERATIONS: dict = {
@@ -126,8 +149,13 @@ OPERATIONS: dict = {
     "derive": derive,
     "enter": lambda manager: manager.__enter__(),
     "exit": leave,
+    "aenter": lambda manager: manager.__aenter__(),
+    "aexit": lambda manager, error: leave(manager, error, "__aexit__"),
+    "step": step,
+    "result": lambda awaitable: tasks[id(awaitable)].result(),
     **{name: getattr(builtins, name) for name in ("bool", "len", "iter", "next", "str", "repr")},
     **{name: getattr(builtins, name) for name in ("hash", "reversed", "format", "dir")},
+    **{name: getattr(builtins, name) for name in ("aiter", "anext")},
     "isinstance": lambda kind, value: isinstance(value, kind),
     "issubclass": lambda kind, value: issubclass(value, kind),
     **{name: getattr(operator, name) for name in ("getitem", "setitem", "delitem", "contains")},

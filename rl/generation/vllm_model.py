@@ -175,10 +175,10 @@ def _make_rope_cache(model: Qwen3Model, device: torch.device) -> None:
     """Share one float32 cache among the layers that rotate alike: at long context a copy for each
     layer takes gigabytes.
     """
-    first: dict[bool, RotaryEmbedding] = {}
+    first: dict[str, RotaryEmbedding] = {}
     for layer in model.layers.values():
         rope = layer.attention.rope
-        if (known := first.setdefault(rope.config.rotates, rope)) is not rope:
+        if (known := first.setdefault(repr(rope.config), rope)) is not rope:
             rope.cache = known.cache
             continue
         rope.init_states(buffer_device=device)

@@ -38,12 +38,20 @@ class Attention(GQAttention):
         scale: float | None = None
         """Factor of the products of queries and keys; None is head_dim ** -0.5."""
         norm_after_rope: bool = False
+        wide_norms: bool = False
+        """Whether the norms of queries and keys span all heads."""
 
     def __init__(self, config: Config):
         super().__init__(config)
         self.norm_after_rope = config.norm_after_rope
         if config.scale is not None:
             self.scaling = config.scale
+        if config.wide_norms:
+            fields = _fields(config.qk_norm)
+            widths = (heads * self.head_dim for heads in (self.n_heads, self.n_kv_heads))
+            self.q_norm, self.k_norm = (
+                WideNorm.Config(**fields | {"normalized_shape": width}).build() for width in widths
+            )
         if config.sinks:
             self.sinks = nn.Parameter(torch.empty(config.n_heads))
             self.inner_attention.register_forward_pre_hook(self._add_sinks, with_kwargs=True)
@@ -63,6 +71,18 @@ class Attention(GQAttention):
 
     def _add_sinks(self, _module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         return args, {**kwargs, "sinks": local_of(self.sinks)}
+
+
+class WideNorm(RMSNorm):
+    """Norm of all heads of queries or keys together."""
+
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class Config(RMSNorm.Config):
+        pass
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the normalized heads [B, L, N, H] of heads [B, L, N, H]."""
+        return super().forward(x.flatten(2)).view(x.shape)
 
 
 class Layer(Qwen3TransformerBlock):
@@ -196,6 +216,9 @@ def decoder_config(shape: ModelShape, *, fuse_qkv: bool, inner_attention: Any) -
         layer.attention = dataclasses.replace(layer.attention, inner_attention=attention)
         layer.attention.rope.rotates = index not in shape.layers_without_rope
         layer.attention.rope.interleaved = shape.rope_interleaved
+        if index in shape.layers_with_local_rope:
+            layer.attention.rope.theta = shape.local_rope_theta
+            layer.attention.rope.parameters = ()
         if layer.moe is not None:
             layer.moe = _with_tiller_experts(layer.moe, shape)
         _set_options(layer, shape)
@@ -230,6 +253,7 @@ def _set_options(layer: Any, shape: ModelShape) -> None:
         "sinks": shape.sinks,
         "scale": shape.attention_scale,
         "norm_after_rope": shape.norm_after_rope,
+        "wide_norms": shape.wide_qk_norm,
     }
     if any(options.values()):
         drawn = {"sinks": partial(nn.init.normal_, std=0.02)} if shape.sinks else None

@@ -9,9 +9,12 @@ from rl.errors import ConfigError, require
 
 LARGEST = {"num_hidden_layers": 1024, "num_experts": 2**16}
 LARGEST_SIZE = 2**31 - 1
-LAYER_TYPES = {"attention": "full_attention", "full": "full_attention"}
+FULL, NEAR = "full_attention", "sliding_attention"
+LAYER_TYPES = {"attention": FULL, "full": FULL}
 """Other names of kinds of layers."""
 
+BASES = {"rope_theta": "global", "rope_local_base_freq": "local"}
+"""Keys of bases of rotary embeddings, with their names in transformers' defaults."""
 ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
 ROPE_NUMBERS = {
     "linear": (("factor",), ()),
@@ -65,7 +68,10 @@ class HuggingFaceConfig(dict[str, Any]):
         return getattr(transformers, self.config_class)
 
     def __missing__(self, key: str) -> Any:
-        return getattr(self.defaults, "default_theta" if key == "rope_theta" else key, None)
+        if key not in BASES:
+            return getattr(self.defaults, key, None)
+        base = getattr(self.defaults, "default_theta", None)
+        return base[BASES[key]] if isinstance(base, dict) else base
 
     def require(self, condition: bool, key: str, value: Any, allowed: str) -> None:
         """Raise ConfigError unless ``condition``."""
@@ -105,7 +111,7 @@ class HuggingFaceConfig(dict[str, Any]):
         layers = self.get("layer_types")
         if isinstance(layers, list):
             layers = self["layer_types"] = [LAYER_TYPES.get(str(each), each) for each in layers]
-        kinds = ["full_attention", *(["sliding_attention"] if window else [])]
+        kinds = [FULL, *([NEAR] if window else [])]
         count = self["num_hidden_layers"]
         is_list = isinstance(layers, list) and len(layers) == count
         holds = layers is None or (is_list and all(each in kinds for each in layers))
@@ -117,14 +123,15 @@ class HuggingFaceConfig(dict[str, Any]):
         """Return the layers that ``sliding_window`` limits: those of ``layer_types`` or its default
         in transformers, or all if transformers' config of the family has no such key.
         """
-        layers = ["sliding_attention"] * self["num_hidden_layers"]
+        layers = [NEAR] * self["num_hidden_layers"]
         if hasattr(self.defaults, "layer_types"):
             layers = self.get("layer_types") or self.defaults.from_dict(dict(self)).layer_types
-        return tuple(layer for layer, kind in enumerate(layers) if kind == "sliding_attention")
+        return tuple(layer for layer, kind in enumerate(layers) if kind == NEAR)
 
-    def rope(self) -> tuple[float, tuple[tuple[str, Any], ...]]:
+    def rope(self, layers: str = "") -> tuple[float, tuple[tuple[str, Any], ...]]:
         """Return the base of the rotary embedding, and the items of transformers' parameters of a
-        scaled one; none for the default kind.
+        scaled one; none for the default kind. If each kind of layers has its own, it is that of
+        ``layers``, FULL or NEAR.
 
         transformers reads them from rope_scaling, or from rope_parameters if rope_scaling is empty.
         If that object has no base, the base is ``rope_theta`` or its default. The dynamic kind is
@@ -132,6 +139,9 @@ class HuggingFaceConfig(dict[str, Any]):
         """
         place = "rope_scaling" if self.get("rope_scaling") else "rope_parameters"
         rope = self.get(place) or {}
+        if layers:
+            place = f"{layers} of rope_parameters"
+            rope = self._rope_of(layers)
         is_flat = isinstance(rope, dict) and not any(isinstance(one, dict) for one in rope.values())
         allowed = "it must be null or an object with one rope_type for all layers"
         self.require(is_flat, place, rope, allowed)
@@ -139,7 +149,8 @@ class HuggingFaceConfig(dict[str, Any]):
         self.one_of(f"rope_type of {place}", ROPE_KINDS, kind)
         whole = (1.0, 1, None)
         self.one_of("partial_rotary_factor", whole, rope.get("partial_rotary_factor"))
-        theta = rope["rope_theta"] if "rope_theta" in rope else self["rope_theta"]
+        default = "rope_local_base_freq" if layers == NEAR else "rope_theta"
+        theta = rope["rope_theta"] if "rope_theta" in rope else self[default]
         base = float(self.number("rope_theta", theta))
         if kind not in ROPE_NUMBERS:
             return base, ()
@@ -159,3 +170,16 @@ class HuggingFaceConfig(dict[str, Any]):
             truncate = self.one_of(f"truncate of {place}", (True, False, None), given["truncate"])
             items.append(("truncate", truncate))
         return base, (("rope_type", kind), *items)
+
+    def _rope_of(self, layers: str) -> Any:
+        """Return the parameters of the kind ``layers``; transformers scales FULL ones alone by
+        rope_scaling.
+        """
+        kinds = self.get("rope_parameters") or {}
+        holds = isinstance(kinds, dict) and kinds.keys() <= {FULL, NEAR}
+        holds = holds and all(isinstance(each, dict | None) for each in kinds.values())
+        allowed = f"it must be null or an object with an object for {FULL} and one for {NEAR}"
+        self.require(holds, "rope_parameters", kinds, allowed)
+        rope = kinds.get(layers) or {}
+        scaling = self.get("rope_scaling") if layers == FULL else None
+        return {**rope, **scaling} if isinstance(scaling, dict) else scaling or rope

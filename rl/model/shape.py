@@ -116,6 +116,8 @@ class ModelShape:
     """Name of the family, as in ModelConfig."""
     qk_norm: bool = True
     """Whether queries and keys are normalized."""
+    wide_qk_norm: bool = False
+    """Whether the norms of queries and keys span all heads, in place of each head."""
     qkv_bias: bool = False
     """Whether the projections to queries, keys and values have a bias."""
     output_bias: bool = False
@@ -129,6 +131,9 @@ class ModelShape:
     empty for the default kind."""
     layers_without_rope: tuple[int, ...] = ()
     """Layers that do not rotate queries and keys."""
+    layers_with_local_rope: tuple[int, ...] = ()
+    """Layers whose rotary embedding has the base ``local_rope_theta`` and no scaling."""
+    local_rope_theta: float | None = None
     rope_interleaved: bool = False
     """Whether the rotary embedding rotates neighbours, in place of the halves of a head."""
     norm_after_rope: bool = False

@@ -137,6 +137,7 @@ def check_generator(tp: int, shape: ModelShape, *, expert_parallel: bool) -> Non
         bool(shape.num_experts) or not expert_parallel,
         "generator.expert_parallel is True; it must be False if model.num_experts is 0",
     )
+    _check_norms("generator.tensor_parallel_degree", tp, shape)
     width = "num_experts" if expert_parallel else _width(shape)
     size = getattr(shape, width)
     kv_heads = shape.n_kv_heads
@@ -146,6 +147,14 @@ def check_generator(tp: int, shape: ModelShape, *, expert_parallel: bool) -> Non
         f"generator.tensor_parallel_degree is {tp}; it must divide the model's "
         f"n_heads={shape.n_heads} and {width}={size}, and divide n_kv_heads={kv_heads} or be a "
         f"multiple of it: allowed are {allowed}",
+    )
+
+
+def _check_norms(field: str, degree: int, shape: ModelShape) -> None:
+    require(
+        degree == 1 or not shape.wide_qk_norm,
+        f"{field} is {degree}; it must be 1 for the family {shape.family!r}, whose norms of "
+        "queries and keys span all heads and are not sharded",
     )
 
 
@@ -167,6 +176,7 @@ def check_divides(field: str, degree: int, shape: ModelShape) -> None:
     """Raise ConfigError unless ``degree`` divides every size that the trainer's tensor parallelism
     divides.
     """
+    _check_norms(field, degree, shape)
     names = ("n_heads", "n_kv_heads", "vocab_size", _width(shape))
     sizes = {name: getattr(shape, name) for name in names}
     allowed = divisors(*sizes.values())

@@ -69,6 +69,11 @@ REFUSED: list[tuple[Edits, str]] = [
         | {"trainer.balance.bias_rate": 0.1},
         "0 unless trainer.training.dtype='float32'",
     ),
+    ({"model.family": "olmo2", TP: 2}, "1 for the family 'olmo2', whose norms of queries and keys"),
+    (
+        {"model.family": "olmo3", "generator.tensor_parallel_degree": 2},
+        "1 for the family 'olmo3', whose norms",
+    ),
     ({"model.n_kv_heads": 3}, "a divisor of model.n_heads=2"),
     ({"model.head_dim": 48}, r"one of \[32, 64"),
     (VARLEN, "'auto' or 'dense' on CPU"),

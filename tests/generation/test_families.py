@@ -24,7 +24,7 @@ from tests.training.model_folders import Folder, tensors_of, transformers_model
 PROMPTS = [[5], [*range(1, 20)], [7, 3] * 60]
 DISTINCT = {"llama 3.1, older keys", "qwen2, yarn", "smollm3, a list of layers"}
 DISTINCT |= {"gpt_oss, as the Hub has it", "granite", "hunyuan_v1_dense, alpha", "exaone4, windows"}
-DISTINCT |= {"ernie4_5", "mixtral"}
+DISTINCT |= {"ernie4_5", "mixtral", "olmo3"}
 """Folders whose options are computed in another way. Others are for the long tests."""
 TENSOR_PARALLEL = [
     "qwen2",

@@ -61,6 +61,7 @@ SCALES = {
     "residual_multiplier": 0.4,
     "logits_scaling": 2.0,
 }
+SCALED = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 FULL, NEAR = "full_attention", "sliding_attention"
 FP8 = torch.float8_e4m3fn
 
@@ -171,6 +172,13 @@ def gpt_oss(folder: Folder | None = None, **sizes: Any) -> Folder:
     """A gpt-oss whose window is shorter than the sequences of the tests."""
     folder = folder or Folder()
     return replace(folder, sizes=GPT_OSS | folder.sizes | sizes, family="gpt_oss")
+
+
+def olmo3(**sizes: Any) -> Folder:
+    """An OLMo 3 of which all layers but the last have a window and rotate in another way."""
+    ropes = {NEAR: {"rope_theta": 5e5}, FULL: {"rope_theta": 5e5, **SCALED}}
+    own = {"rope_parameters": ropes, "sliding_window": 8, "layer_types": [NEAR] * 3 + [FULL]}
+    return Folder(DEEP | own | sizes, family="olmo3")
 
 
 WINDOW = {"use_sliding_window": True, "sliding_window": 2048, "max_window_layers": 1}
@@ -354,6 +362,32 @@ FAMILIES: dict[str, Folder] = {
     "exaone4, a window as long as a sequence": Folder(
         DEEP | TIED | {"sliding_window": 2048}, family="exaone4", config={"layer_types": GONE}
     ),
+    "olmo2": Folder(family="olmo2"),
+    "olmo2, tied, biases, several files": replace(
+        shards(), sizes=TIED | {"attention_bias": True}, family="olmo2"
+    ),
+    "olmo2, as the Hub has it": Folder(family="olmo2", config=HUB | {"sliding_window": GONE}),
+    "olmo2, bfloat16": Folder(family="olmo2", dtype="bfloat16"),
+    "olmo3": olmo3(),
+    "olmo3, as the Hub has it": replace(
+        olmo3(rope_parameters={FULL: {"rope_theta": 5e5, **SCALED}}),
+        config={"rope_parameters": GONE, "rope_scaling": SCALED, "rope_theta": 500000},
+    ),
+    "olmo3, tied, two bases, biases": olmo3(
+        **TIED,
+        attention_bias=True,
+        rope_parameters={NEAR: {"rope_theta": 1e3}, FULL: {"rope_theta": 1e6}},
+    ),
+    "olmo3, no rope_parameters": replace(
+        olmo3(rope_parameters=GONE), config={"rope_parameters": GONE, "rope_theta": 1e6}
+    ),
+    "olmo3, a window as long as a sequence": olmo3(
+        sliding_window=2048, rope_parameters={NEAR: {"rope_theta": 1e3}}
+    ),
+    "olmo3, no layer with a window": olmo3(layer_types=[FULL] * 4),
+    "olmo3, no layer_types, bfloat16": replace(
+        olmo3(), config={"layer_types": GONE}, dtype="bfloat16"
+    ),
 }
 """Folders of all families from which Tiller and transformers make the same model."""
 EQUAL |= FAMILIES
@@ -432,11 +466,20 @@ REFUSED: dict[str, tuple[Folder, str]] = {
             ("qwen2", "layer_types", ["chunked_attention"] * 2),
             ("smollm3", "no_rope_layers", [1]),
             ("smollm3", "no_rope_layers", "all"),
+            ("olmo3", "rope_parameters", {"rope_type": "default", "rope_theta": 5e5}),
             ("gpt_oss", "swiglu_limit", 0),
             ("gpt_oss", "num_experts_per_tok", 200),
             ("gpt_oss", "layer_types", ["full_attention"]),
         )
     },
+    "olmo3, no window": (
+        replace(olmo3(), config={"sliding_window": None, "layer_types": GONE}),
+        "sliding_window .* is None",
+    ),
+    "olmo3, scaled layers with windows": (
+        olmo3(rope_parameters={NEAR: {"rope_theta": 5e5, **SCALED}}),
+        "rope_type of sliding_attention .* is {'rope_type': 'yarn'",
+    ),
     "gpt_oss, quantized": (
         replace(gpt_oss(), config={"quantization_config": {"quant_method": "mxfp4"}}),
         r"quantization_config .* is {'quant_method': 'mxfp4'}; .*Mxfp4Config\(dequantize=True\)",

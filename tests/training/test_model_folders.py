@@ -123,7 +123,8 @@ def test_the_written_config_is_the_one_that_transformers_reads(tmp_path, name):
     wanted, written = (each.to_dict() for each in (theirs, ours))
     wanted["hidden_act"] = wanted["hidden_act"].replace("swish", "silu")
     wanted["attention_dropout"] = wanted.get("attention_dropout") or 0.0
-    rope = wanted["rope_parameters"]
+    ropes = wanted["rope_parameters"]
+    rope = ropes.get("full_attention", ropes)
     rope.pop("type", None)
     length = "original_max_position_embeddings"
     if shape.rope_scaling:
@@ -132,7 +133,11 @@ def test_the_written_config_is_the_one_that_transformers_reads(tmp_path, name):
             if rope.get(name) == 0:  # as if it were missing
                 del rope[name]
     else:
-        wanted["rope_parameters"] = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+        plain = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+        wanted["rope_parameters"] = plain if rope is ropes else ropes | {"full_attention": plain}
+    if rope is not ropes and not shape.layers_with_local_rope:
+        for each in (wanted, written):
+            del each["rope_parameters"]["sliding_attention"]
     if "alpha" in rope:  # it becomes a part of the base
         del wanted["rope_parameters"], written["rope_parameters"]
     differ = {key for key in type(theirs)().to_dict() if wanted.get(key) != written.get(key)}

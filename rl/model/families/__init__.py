@@ -14,7 +14,8 @@ from rl.model.hugging_face_config import HuggingFaceConfig
 
 BUILT_IN = (
     *("cwm", "ernie4_5", "exaone4", "gpt_oss", "granite", "helium", "hunyuan_v1_dense", "llama"),
-    *("ministral", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "seed_oss", "smollm3"),
+    *("ministral", "mistral", "mixtral", "olmo2", "olmo3", "qwen2", "qwen3", "qwen3_moe"),
+    *("seed_oss", "smollm3"),
 )
 """Model types of the families in this package, which are also the names of their modules."""
 PAGE = "'A family of your own' in docs/your-model.md"

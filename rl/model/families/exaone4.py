@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from rl.model.families.family import Family
+from rl.model.families.family import OUTPUT_NORMS, Family
 from rl.model.hugging_face_config import HuggingFaceConfig
 
 
@@ -34,8 +34,5 @@ FAMILY = Exaone4(
     prefix="Exaone4",
     fixed={"post_norm": True, "norm_eps": 1e-5},
     has_windows=True,
-    tensors={
-        "layers.{}.attention_norm.weight": "model.layers.{}.post_attention_layernorm.weight",
-        "layers.{}.ffn_norm.weight": "model.layers.{}.post_feedforward_layernorm.weight",
-    },
+    tensors=OUTPUT_NORMS,
 )

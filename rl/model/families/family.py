@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl.model.hugging_face_config import HuggingFaceConfig
+from rl.model.hugging_face_config import FULL, NEAR, HuggingFaceConfig
 
 SIZES = {
     "vocab_size": "vocab_size",
@@ -30,6 +30,12 @@ LOCAL_EXPERT_SIZES = {
     "moe_hidden_dim": "intermediate_size",
 }
 """Additional keys of a model with experts of the width of a feed-forward layer."""
+
+OUTPUT_NORMS = {
+    "layers.{}.attention_norm.weight": "model.layers.{}.post_attention_layernorm.weight",
+    "layers.{}.ffn_norm.weight": "model.layers.{}.post_feedforward_layernorm.weight",
+}
+"""Names of the norms of a model with ``post_norm``."""
 
 REWARD_CLASS = "ForSequenceClassification"
 """Last part of the names of transformers' models with one score for a sequence in place of the
@@ -95,6 +101,9 @@ class Family:
     has_windows: bool = False
     """Whether ``sliding_window`` limits the attention of layers."""
 
+    two_ropes: bool = False
+    """Whether layers with a window have a rotary embedding of their own, which is not scaled."""
+
     tensors: Mapping[str, str] = field(default_factory=dict)
     """Names of tensors that Qwen3 lacks or names differently, by torchtitan's; {} is the layer. All
     experts are one tensor unless its name has a second {}."""
@@ -150,12 +159,21 @@ class Family:
         config.require(window is None or self.has_windows, "sliding_window", window, allowed)
         fields["norm_eps"] = config.number("rms_norm_eps")
         fields["tie_embeddings"] = bool(config.one_of("tie_word_embeddings", (True, False, None)))
-        fields["rope_theta"], fields["rope_scaling"] = config.rope()
+        fields["rope_theta"], fields["rope_scaling"] = config.rope(FULL if self.two_ropes else "")
         dtypes = (config.get(key) for key in ("dtype", "torch_dtype"))
         given = str(next((each for each in dtypes if each is not None), DTYPES[0]))
         fields["dtype"] = config.one_of("dtype", DTYPES, given.removeprefix("torch."))
-        if window is not None and window < length and (layers := config.windowed_layers()):
+        limits = window is not None and window < length
+        layers = config.windowed_layers() if limits or self.two_ropes else ()
+        if limits and layers:
             fields |= {"window": window, "layers_with_window": layers}
+        if self.two_ropes:
+            config.size("sliding_window")  # transformers needs it even if no layer does
+        if self.two_ropes and layers:
+            theta, scaling = config.rope(NEAR)
+            allowed = f"Tiller scales the rotary embedding of {FULL} only"
+            config.require(not scaling, f"rope_type of {NEAR}", dict(scaling), allowed)
+            fields |= {"local_rope_theta": theta, "layers_with_local_rope": layers}
         return fields
 
     def write(self, shape: Mapping[str, Any]) -> dict[str, Any]:
@@ -163,7 +181,11 @@ class Family:
         transformers reads it.
         """
         sizes = SIZES | dict(self.expert_sizes)
-        scaling = dict(shape["rope_scaling"]) or {"rope_type": "default"}
+        rope = {"rope_theta": shape["rope_theta"], **dict(shape["rope_scaling"])}
+        rope = {"rope_type": "default"} | rope
+        if self.two_ropes:
+            theta = shape["local_rope_theta"] or shape["rope_theta"]
+            rope = {FULL: rope, NEAR: {"rope_type": "default", "rope_theta": theta}}
         return {
             "architectures": [self.policy_class],
             "model_type": self.model_type,
@@ -172,22 +194,20 @@ class Family:
             **{key: shape[names[0]] for key, names in self.options.items()},
             **(self._windows(shape) if self.has_windows else {}),
             "tie_word_embeddings": shape["tie_embeddings"],
-            "rope_parameters": {"rope_theta": shape["rope_theta"], **scaling},
+            "rope_parameters": rope,
             "max_position_embeddings": shape["max_seq_len"],
             "rms_norm_eps": shape["norm_eps"],
             "dtype": shape["dtype"],
         }
 
     def _windows(self, shape: Mapping[str, Any]) -> dict[str, Any]:
-        limited = shape["layers_with_window"]
-        if not limited:
+        limited = shape["layers_with_local_rope"] or shape["layers_with_window"]
+        layers = [NEAR if layer in limited else FULL for layer in range(shape["n_layers"])]
+        if not limited and not self.two_ropes:
             return {"sliding_window": None}
-        layers = [
-            "sliding_attention" if layer in limited else "full_attention"
-            for layer in range(shape["n_layers"])
-        ]
         switch = {"use_sliding_window": True} if "use_sliding_window" in self.allowed else {}
-        return {"sliding_window": shape["window"], "layer_types": layers} | switch
+        window = shape["window"] or shape["max_seq_len"]
+        return {"sliding_window": window, "layer_types": layers} | switch
 
     def _sizes(self, config: HuggingFaceConfig) -> dict[str, int]:
         if self.has_experts:

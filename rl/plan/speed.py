@@ -7,7 +7,7 @@ efficiencies by measurements (``timing/*`` of a run). Use the estimate to compar
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
@@ -26,6 +26,12 @@ from rl.plan.push_cost import Push
 TRAFFIC = 30
 """Number of times that a training step on CPU reads or writes a result of a layer, as measured with
 a model of 135 million parameters. A forward pass has a third of it."""
+ROWS = 32
+"""Number of rows that a product of few rows costs more than its own on CPU, as measured."""
+SAMPLED = 11e-9
+"""Seconds in which vLLM samples from one logit on CPU, as measured."""
+DECODED = 4e-3
+"""Seconds of vLLM's own work in a decoding step on CPU, as measured."""
 STEPPED = 32
 """Bytes that an optimizer step reads or writes for each trained parameter."""
 MEAN_SHARE = 0.5
@@ -75,6 +81,18 @@ class Time:
 
 
 @dataclass(frozen=True, slots=True)
+class Load:
+    """Tokens of a batch that the ranks of a role compute."""
+
+    tokens: float
+    """Number of tokens that the layers compute. A prompt that sequences share counts once."""
+    heads: float
+    """Number of tokens whose logits ``forward_backward`` computes."""
+    length: float
+    """Mean length of a sequence."""
+
+
+@dataclass(frozen=True, slots=True)
 class Sizes:
     """Parameter counts of a model."""
 
@@ -103,7 +121,8 @@ def step_of(run: PlannedRun, push: Push | None) -> Step:
     if push is None or not isinstance(run.config, RLConfig):
         length = run.config.longest * MEAN_SHARE
         tokens = round(run.config.sequences * length)
-        time = _training(run, tokens, length)
+        load = Load(tokens, tokens, length)
+        time = _training(run, load)
         stages = (0.0, time.seconds, 0.0)
         seconds = time.seconds
         concurrency = 0
@@ -117,7 +136,8 @@ def step_of(run: PlannedRun, push: Push | None) -> Step:
         prompt, completion = _mean_lengths(run)
         length = prompt + completion
         tokens = round(run.config.sequences * length)
-        time = _training(run, tokens, length)
+        load = _rollouts(run, prompt, completion)
+        time = _training(run, load)
         generation, concurrency = _generation(run, prompt, completion)
         stages = (generation, time.seconds, push.seconds)
         lockstep = run.rl.rollout.max_staleness == 0
@@ -132,7 +152,7 @@ def step_of(run: PlannedRun, push: Push | None) -> Step:
         generators_idle=1 - stages[0] / seconds if concurrency else 0.0,
         concurrency=concurrency,
         tokens=tokens,
-        tflop=_flop(run, "trainer", tokens, length, train=True) / 1e12,
+        tflop=_flop(run, "trainer", load, train=True) / 1e12,
         assumptions=assumptions,
     )
 
@@ -154,18 +174,32 @@ def _mean_lengths(run: PlannedRun) -> tuple[float, float]:
     return whole - sampled, sampled
 
 
-def _flop(run: PlannedRun, name: str, tokens: float, length: float, *, train: bool) -> float:
-    """Return the operations of one pass over ``tokens`` tokens in sequences of mean ``length``, by
-    all ranks of a role together.
+def _rollouts(run: PlannedRun, prompt: float, completion: float) -> Load:
+    """Return the load of rollouts with these mean lengths. Context parallelism computes the logits
+    of all tokens.
+    """
+    trainer = run.config.trainer
+    sequences = run.config.sequences
+    sharing = min(trainer.prompt_sharing, run.rl.rollout.samples_per_prompt)
+    tokens = sequences * (prompt / sharing + completion)
+    whole = trainer.parallelism.context_parallel_degree > 1
+    heads = tokens if whole else sequences * completion
+    return Load(tokens, heads, prompt + completion)
+
+
+def _flop(run: PlannedRun, name: str, load: Load, *, train: bool) -> float:
+    """Return the operations of one pass over a batch, by all ranks of a role together. A pass
+    without gradients computes the logits of all tokens.
     """
     role = run.roles[name]
     shape = shape_of(role.model)
-    active = sizes_of(shape, fuse_qkv=role.model.fuse_qkv).active
-    if role.head == "values":
-        active -= shape.vocab_size * shape.dim
+    head = shape.vocab_size * shape.dim
+    layers = sizes_of(shape, fuse_qkv=role.model.fuse_qkv).active - head
     # causal: a token attends to half of the tokens on average
-    attention = 2 * shape.n_layers * shape.n_heads * shape.head_dim * length
-    forward = tokens * (2 * active + attention)
+    attention = 2 * shape.n_layers * shape.n_heads * shape.head_dim * load.length
+    forward = load.tokens * (2 * layers + attention)
+    if role.head != "values":
+        forward += (load.heads if train else load.tokens) * 2 * head
     if not train:
         return forward
     policy = role.trainer.activation_checkpoint
@@ -175,43 +209,41 @@ def _flop(run: PlannedRun, name: str, tokens: float, length: float, *, train: bo
     return forward * (1 + backward + again)
 
 
-def _training(run: PlannedRun, tokens: float, length: float) -> Time:
+def _training(run: PlannedRun, load: Load) -> Time:
     """Return the time of the forward passes for the batch's columns and of the gradients. Meshes on
     separate devices run in parallel.
     """
     asked, passes = _passes(run)
-    forward = [_pass(run, name, tokens, length, train=False) for name in asked]
-    learning = [
-        _pass(run, name, passes * tokens, length, train=True)
-        for name in run.roles
-        if name in LEARNING
-    ]
+    forward = [_pass(run, name, load, train=False) for name in asked]
+    load = replace(load, tokens=passes * load.tokens, heads=passes * load.heads)
+    learning = [_pass(run, name, load, train=True) for name in run.roles if name in LEARNING]
     rounds = [*forward, *learning]
     if not run.shared:
         rounds = [max(forward, default=Time()), max(learning)]
     return Time(sum(each.seconds for each in rounds), sum(each.waiting for each in rounds))
 
 
-def _pass(run: PlannedRun, name: str, tokens: float, length: float, *, train: bool) -> Time:
-    """Return the time of a role's passes over ``tokens`` tokens. Collectives that run beside the
-    computation take time only if they take longer.
+def _pass(run: PlannedRun, name: str, load: Load, *, train: bool) -> Time:
+    """Return the time of a role's passes over a batch. Collectives that run beside the computation
+    take time only if they take longer.
     """
     trainer = run.roles[name].trainer
     rate = run.rate(trainer.training.mixed_precision_param) * trainer.ranks
-    computing = _flop(run, name, tokens, length, train=train) / rate
+    computing = _flop(run, name, load, train=train) / rate
     if not run.cuda:
         shape = shape_of(run.roles[name].model)
         heads = (shape.n_heads + shape.n_kv_heads) * shape.head_dim
         layer = 6 * shape.dim + 4 * heads + 4 * feed_forward_width(shape)
-        results = shape.n_layers * layer + 2 * shape.vocab_size  # elements for a token
-        moved = TRAFFIC / (1 if train else 3) * 4 * tokens * results
+        results = load.tokens * shape.n_layers * layer  # elements
+        results += (load.heads if train else load.tokens) * 2 * shape.vocab_size
+        moved = TRAFFIC / (1 if train else 3) * 4 * results
         if train and trainer.lora is None:
             updates = run.config.updates_per_step
             size = sizes_of(run.shape, fuse_qkv=run.config.model.fuse_qkv).total
             moved += STEPPED * updates * size
         computing += moved / (run.device.memory_gb_s * 1e9 * trainer.ranks)
         computing /= run.threads
-    full = tokens / trainer.dp_degree / micro_batch_cells(run, trainer)
+    full = load.tokens / trainer.dp_degree / micro_batch_cells(run, trainer)
     beside = between = 0.0
     for each in collectives_of(run, name, train=train):
         if each.axis in HIDDEN:
@@ -246,7 +278,7 @@ def _generation(run: PlannedRun, prompt: float, completion: float) -> tuple[floa
 
     The time of prompts is that of their matrix products. With a prefix cache, a prompt is computed
     once for each group. A decoding step is limited by matrix products or by reading the weights,
-    keys and values.
+    keys and values. In lockstep, the longest completion decides the number of steps.
     """
     generator = run.rl.generator
     hardware = run.hardware
@@ -267,15 +299,19 @@ def _generation(run: PlannedRun, prompt: float, completion: float) -> tuple[floa
         shape = run.shape
         reached = 1 - (1 - shape.experts_per_token / shape.num_experts) ** concurrency
         weights -= round(sizes.experts / tp * run.transfer_bytes * (1 - reached))
-    cache = concurrency * (prompt + completion / 2) * kv_bytes_per_token(generator, run.shape)
     steps = max(requests * completion / concurrency, completion)
-    computing = concurrency * products
+    if run.rl.rollout.max_staleness == 0:
+        steps = max(steps, run.rl.rollout.max_tokens * _mean_turns(run))
+    rows = requests * completion / steps  # on average
+    cache = rows * (prompt + completion / 2) * kv_bytes_per_token(generator, run.shape)
+    computing = rows * products
     if run.cuda:
         rate = device.memory_gb_s * 1e9 * hardware.generation_efficiency
         step = max((weights + cache) / rate, computing)
-    else:  # products wait for the weights, and the logits of all words are read again and again
-        logits = TRAFFIC * 4 * concurrency * run.shape.vocab_size / tp
-        step = computing + (weights + cache + logits) / (device.memory_gb_s * 1e9 * threads)
+    else:
+        reading = (weights + cache) / (device.memory_gb_s * 1e9 * threads)
+        step = DECODED + (rows + ROWS) * products + reading
+        step += SAMPLED * rows * run.shape.vocab_size
     return prompts * prompt * products + steps * step, concurrency
 
 
@@ -320,6 +356,5 @@ def _assumptions(
         *_rates(run),
         "lockstep: stages one after another" if lockstep else parallel,
         COLLECTIVES,
-        "no time for optimizer, rewards, waits for long completions, or moves between host and "
-        "device",
+        "no time for optimizer, rewards, or moves between host and device",
     )

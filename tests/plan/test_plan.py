@@ -189,6 +189,20 @@ def test_parallel_stages_take_the_time_of_the_longest(capsys):
     )
 
 
+def test_a_shared_prompt_is_computed_once_and_its_logits_never():
+    options = "--config quickstart --task.max_prompt_tokens 40 --model.max_seq_len 48"
+    both = [options, f"{options} --trainer.prompt_sharing 8"]
+    config, shared = (parse_config(each.split(), program="plan")[1] for each in both)
+    shape = config.model
+    head = 2 * shape.vocab_size * shape.dim
+    tokens = config.sequences * 20
+    completions = config.sequences * config.rollout.max_tokens / 2
+    saved = (Plan(config).step.tflop - Plan(shared).step.tflop) * 1e12
+    layers = saved / 3 / (tokens * 7 / 8)  # operations for a token
+    whole = Plan(config).step.tflop * 1e12
+    assert whole == pytest.approx(3 * ((tokens + completions) * layers + completions * head))
+
+
 def test_the_report_fits_on_one_screen(capsys):
     assert main(["--config", "qwen3_8b"]) == 0
     text = capsys.readouterr().out

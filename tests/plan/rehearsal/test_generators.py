@@ -11,12 +11,20 @@ from tests.plan.rehearsal.test_recipes import GPUS, RECIPES
 
 G = "--generator"
 GRAPHS = f"{G}.no-enforce_eager {G}.dtype bfloat16"
-TINY = f"--config quickstart {GPUS} --model.n_layers 1 {GRAPHS} {G}.tensor_parallel_degree 2"
+TINY = f"--config quickstart {GPUS} --model.n_layers 1 {GRAPHS}"
 MIXTURE = "--model.num_experts 4 --model.experts_per_token 2 --model.moe_hidden_dim 64"
-FAMILIES = {
-    name: f"{TINY} --model.family {name} {MIXTURE if family_named(name).has_experts else ''}"
-    for name in BUILT_IN
-}
+
+
+def options_of(name):
+    family = family_named(name)
+    degree = 1 if name in UNSHARDED else 2
+    parallel = f"{G}.tensor_parallel_degree {degree}"
+    return f"{TINY} {parallel} --model.family {name} {MIXTURE if family.has_experts else ''}"
+
+
+UNSHARDED = ("olmo2", "olmo3")
+"""Families whose norms are not sharded."""
+FAMILIES = {name: options_of(name) for name in BUILT_IN}
 LAYOUTS = {
     "0.6B": DENSE,
     "8B, TP 2": f"{UNTIED} {G}.tensor_parallel_degree 2 {G}.replicas 4",
@@ -45,10 +53,11 @@ def long_unless_short(names):
 
 @pytest.mark.parametrize("name", long_unless_short([*FAMILIES, *LAYOUTS]))
 def test_a_generator_is_captured_with_the_planned_memory(name, rehearsals):
-    found = rehearsals.of({**FAMILIES, **LAYOUTS}[name], role="generator-0", rank=-1)
+    options = {**FAMILIES, **LAYOUTS}[name]
+    found = rehearsals.of(options, role="generator-0", rank=-1)
     check_generator(found)
     graphs = "NONE" if "eager" in name else "FULL_AND_PIECEWISE"
-    if "experts" in name or name in ("gpt_oss", "qwen3_moe"):
+    if "num_experts" in options or "30b_a3b" in options:
         graphs = graphs.replace("AND_PIECEWISE", "DECODE_ONLY")
     assert found["generator"]["graphs"] == graphs
     assert found["generator"]["attention"] == "FLASH_ATTN"

@@ -16,6 +16,14 @@ MODEL = ModelConfig(**SIZES, dim=512, n_layers=8, hidden_dim=1536, max_seq_len=3
 ENGINE = GeneratorConfig(block_size=64, max_batched_tokens=512, max_running_requests=8)
 
 
+def test_a_generator_of_bitwise_parity_packs_no_weights():
+    named = []
+    for parity in ("close", "bitwise"):
+        ranks = all_ranks(PlannedRun(replace(config_of(MODEL), parity=parity)))
+        named.append({item.name for rank in ranks for item in rank.items})
+    assert named[0] - named[1] == {"packed weights"}
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_generator_with_the_minimum_kv_cache_has_the_planned_memory(dtype):

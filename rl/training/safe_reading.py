@@ -14,10 +14,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, metadata
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
+from torchtitan.components.checkpointer.base import LR_SCHEDULER, OPTIMIZER
 
 from rl.compat.torch_checkpoint import METADATA_PARTS, set_element
 from rl.errors import RunError
 from rl.host.disk import restore_folder
+from rl.training.hugging_face_files import require_finite
 
 _CLASSES = (
     metadata.BytesStorageMetadata,
@@ -50,6 +52,18 @@ def read_metadata(folder: Path) -> Metadata:
     """
     restore_folder(folder)
     return _Reader(folder).read_metadata()
+
+
+def check_checkpoint(folder: Path) -> None:
+    """Raise ConfigError, naming the tensor, if weights of a checkpoint hold NaN or infinity. Reads
+    all of them. Raises RunError as :func:`read_metadata` does.
+    """
+    for name, entry in read_metadata(folder).state_dict_metadata.items():
+        is_tensor = isinstance(entry, metadata.TensorStorageMetadata)
+        if is_tensor and not name.startswith((f"{OPTIMIZER}.", f"{LR_SCHEDULER}.")):
+            values = torch.empty(entry.size, dtype=entry.properties.dtype)
+            dcp.load({name: values}, storage_reader=_Reader(folder), no_dist=True)
+            require_finite(folder, name, values)
 
 
 class _Reader(FileSystemReader):

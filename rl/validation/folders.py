@@ -8,10 +8,11 @@ from typing import Any
 
 from rl.config import RLConfig, RunConfig
 from rl.config.frozen import read_config_file
-from rl.errors import ConfigError, require_value
+from rl.errors import ConfigError, RunError, require_value
 from rl.model.hub import Snapshot, is_name, locate
 from rl.model.shape import ModelConfig, ModelShape, shape_of
 from rl.training.hugging_face_files import check_finite, check_folder
+from rl.training.safe_reading import check_checkpoint
 from rl.types import Head
 from rl.validation.values import value_of, values
 
@@ -34,8 +35,8 @@ def models_of(config: RunConfig) -> dict[str, ModelConfig]:
 
 
 def check_numbers(config: RunConfig) -> None:
-    """Raise ConfigError, naming file and tensor, if the Hugging Face weights that a model starts
-    from hold NaN. Reads all of them: a run finds NaN when it loads them.
+    """Raise ConfigError, naming file and tensor, if the weights that a model starts from hold NaN.
+    Reads all of them: a run finds NaN when it loads them.
     """
     found = {f"{name}.hf_path": (each.hf_path, each) for name, each in models_of(config).items()}
     start = config.trainer.checkpoint.initial_load_path
@@ -45,13 +46,15 @@ def check_numbers(config: RunConfig) -> None:
         for name, role in config.roles.items():
             found[f"roles.{name}.checkpoint"] = role.checkpoint, role.model
     for field, (path, model) in found.items():
-        is_missing = isinstance(path, Snapshot) and path.missing()
-        if not path or is_missing or not Path(path, "config.json").is_file():  # that is DCP's
+        if not path or (isinstance(path, Snapshot) and path.missing()):
             continue
         try:
-            check_finite(Path(path), tied=shape_of(model).tie_embeddings)
-        except ConfigError as error:
-            raise error.inside(field) from None
+            if Path(path, "config.json").is_file():
+                check_finite(Path(path), tied=shape_of(model).tie_embeddings)
+            else:
+                check_checkpoint(Path(path))
+        except (ConfigError, RunError) as error:
+            raise ConfigError(str(error)).inside(field) from None
 
 
 def find_models(config: RunConfig) -> None:

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 
+from configs.quickstart import quickstart
 from rl.compat.torch_checkpoint import METADATA_PARTS
-from rl.errors import RunError
+from rl.errors import ConfigError, RunError
 from rl.training.checkpoint import _TrainState
 from rl.training.safe_reading import read_metadata
+from rl.validation.folders import check_numbers
 
 MEMORY_FORMAT = METADATA_PARTS[1]
 """Enum in the metadata of a checkpoint."""
@@ -79,6 +81,11 @@ def test_weights_that_are_no_numbers_are_refused(one, read):
     message = f"step-1 is refused: .*{re.escape(name)} holds NaN or infinity"
     with pytest.raises(RunError, match=message):
         READS[read](checkpointer, checkpoints / "step-1")
+    config = quickstart()
+    config.trainer.checkpoint.initial_load_path = str(checkpoints / "step-1")
+    message = f"initial_load_path: .*step-1: {re.escape(name)} holds NaN"
+    with pytest.raises(ConfigError, match=message):
+        check_numbers(config)  # of plan and doctor
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from tests.bench.programs import module, python
-from tests.training.ranks import rank_environment
+from tests.training.ranks import loopback_store, rank_environment
 
 SCRIPT = "scripts/run_engine.py"
 TINY = ["--config", "quickstart", "--steps", "3", "--rollout.prompts_per_step", "2"]
@@ -44,7 +44,8 @@ def test_two_ranks_of_torchrun_train_as_one_does_and_are_traced(tmp_path, monkey
         names = {event.get("name") for event in trace["traceEvents"]}
         assert {"aten::mm", "c10d::_reduce_scatter_base_"} <= names
 
-    for name, value in rank_environment(0, 1).items():
+    store = loopback_store()
+    for name, value in rank_environment(0, 1, store.port).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("sys.argv", ["run_engine.py", *TINY])
     assert module(SCRIPT, monkeypatch).main() == 0

@@ -14,7 +14,6 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
-from torch.distributed import TCPStore
 
 from rl.compat.vllm_internals import kv_caches
 from rl.generation.generator_config import GeneratorConfig, environment
@@ -22,6 +21,7 @@ from rl.model.parity import Parity
 from rl.model.shape import ModelConfig
 from rl.model.shards import Box
 from rl.types import Completion, GenerationRequest, Sampling
+from tests.training.ranks import loopback_store
 from tests.warm import FORK
 
 DEADLINE_S = 180
@@ -46,7 +46,7 @@ class GeneratorRanks:
         tp = config.tensor_parallel_degree
         self.config = config
         self.model = model
-        self._store = new_store()
+        self._store = loopback_store()
         self.folder = tempfile.TemporaryDirectory(prefix="tiller-ranks-")
         self.processes = []
         self.pipes = []
@@ -94,7 +94,7 @@ class GeneratorRanks:
         """Close the engine of every rank and build one for ``model`` in the same processes, with a
         new port and ``changes`` of the config.
         """
-        store = new_store()
+        store = loopback_store()
         for pipe in self.pipes:
             pipe.send((GeneratorRanks.rebuild, (model, store.port), changes))
         self._replies()
@@ -112,11 +112,6 @@ class GeneratorRanks:
             process.kill()
         assert not left, f"ranks {left} did not end"
         assert [process.exitcode for process in self.processes] == [0] * len(self.processes)
-
-
-def new_store() -> TCPStore:
-    """Return a store at which ranks meet; the store keeps its port."""
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def host(

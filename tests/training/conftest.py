@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.training.ranks import in_layout, rank_environment
+from tests.training.ranks import in_layout, loopback_store, rank_environment
 from tests.training.scenes import (
     CUTS,
     KINDS,
@@ -20,8 +20,9 @@ from tests.training.scenes import (
 @pytest.fixture(scope="module", autouse=True)
 def lone_rank():
     """pytest's process is a world of one rank; engines of a module share its process group."""
+    store = loopback_store()
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in rank_environment(0, 1).items():
+        for name, value in rank_environment(0, 1, store.port).items():
             patch.setenv(name, value)
         yield
         if dist.is_initialized():

@@ -13,13 +13,12 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any, Self
 
-from torch.distributed import TCPStore
-
+from rl.compat.torch_pairs import open_store
+from rl.host.listening import listen
 from tests.training.layouts import LAYOUTS
 from tests.warm import FORK
 
 DEADLINE_S = 600.0
-STORE_OF_PARENT = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
 
 
 def on_ranks(
@@ -51,15 +50,14 @@ class Ranks:
     """
 
     def __init__(self, count: int, function: Callable[..., Any], *args: Any):
-        # on a port that stays its own
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = loopback_store()
         self._readers: list[Connection] = []
         self._stacks: list[Connection] = []
         self._processes: list[Any] = []
         for rank in range(count):
             reader, writer = FORK.Pipe(duplex=False)
             stack, stack_writer = FORK.Pipe(duplex=False)
-            environment = rank_environment(rank, count, self._store.port) | STORE_OF_PARENT
+            environment = rank_environment(rank, count, self._store.port)
             given = (writer, stack_writer, environment, function, args)
             process = FORK.Process(target=_rank, args=given, daemon=True)
             process.start()
@@ -117,17 +115,21 @@ class Ranks:
             process.join()
 
 
-def rank_environment(rank: int, count: int, port: int = 0) -> dict[str, str]:
-    """Variables that torch.distributed reads.
+def loopback_store():
+    """Return a store at which ranks meet, on a port that stays its own."""
+    return open_store("127.0.0.1", listen("127.0.0.1", 0), DEADLINE_S)
 
-    A lone rank connects to no other, so any port will do.
-    """
+
+def rank_environment(rank: int, count: int, port: int) -> dict[str, str]:
+    """Variables that torch.distributed reads, of ranks that meet at the store on ``port``."""
     values = {
         "RANK": rank,
         "LOCAL_RANK": rank,
         "WORLD_SIZE": count,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+        "TORCHELASTIC_RESTART_COUNT": 0,
     }
     return {name: str(value) for name, value in values.items()}
 

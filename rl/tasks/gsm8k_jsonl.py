@@ -15,11 +15,11 @@ from rl.types import Completion, Prompt
 from rl.types.rules import Fixed
 
 SIGN = r"(?:(?<![\w)}])[+-])?"
-DIGITS = r"(?:(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)(?:\.\d+)?|(?<!\d)\.\d+)"
+DIGITS = r"(?:(?:\d{1,3}(?:,\d{3}){1,14}(?![\d,])|\d+)(?:\.\d+)?|(?<!\d)\.\d+)"
 NUMBER = rf"{DIGITS}(?:[eE][+-]?\d{{1,3}}(?!\w))?"
 FRACTION = r"\\[dtc]?frac\s*(?:\{\s*-?\d+\s*\}|\d)\s*(?:\{\s*\d+\s*\}|\d)|\d+\s*/\s*\d+"
 VALUE = re.compile(rf"{SIGN}(?:{FRACTION}|{NUMBER})(?:\s*\\?%)?")
-BOX = r"\\+(?:boxed|fbox)\s*\{"
+BOX = r"\\{1,8}(?:boxed|fbox)\s*\{"
 TOKEN = re.compile(rf"(?P<line>####)|(?P<box>{BOX})|\\.|(?P<brace>\{{)|(?P<end>\}})", re.DOTALL)
 SPACE_IN_NUMBER = re.compile(r"(?<=\d)(?:\\[,!:; ]|~)+(?=\d)")
 WORD = re.compile(r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}|\\(?:quad|[,!:; ])")

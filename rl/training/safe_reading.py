@@ -59,8 +59,8 @@ def check_checkpoint(folder: Path) -> None:
     all of them. Raises RunError as :func:`read_metadata` does.
     """
     for name, entry in read_metadata(folder).state_dict_metadata.items():
-        is_tensor = isinstance(entry, metadata.TensorStorageMetadata)
-        if is_tensor and not name.startswith((f"{OPTIMIZER}.", f"{LR_SCHEDULER}.")):
+        is_weight = not name.startswith((f"{OPTIMIZER}.", f"{LR_SCHEDULER}."))
+        if is_weight and isinstance(entry, metadata.TensorStorageMetadata):
             values = torch.empty(entry.size, dtype=entry.properties.dtype)
             dcp.load({name: values}, storage_reader=_Reader(folder), no_dist=True)
             require_finite(folder, name, values)

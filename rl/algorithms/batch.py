@@ -66,8 +66,10 @@ def make_batch(
 def _checked(advantages: Any, rollouts: int, sampled: int) -> torch.Tensor:
     """Return ``advantages`` as float32 [rollouts] or [sampled]; raise RunError if they are none."""
     try:
+        if isinstance(advantages, np.ndarray):  # which may be reversed, or hold objects
+            advantages = np.ascontiguousarray(advantages, dtype=np.float32)
         values = torch.as_tensor(advantages, dtype=torch.float32)
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         raise RunError(f"advantages are {shown(advantages)}; they must be numbers") from None
     if values.shape not in ((rollouts,), (sampled,)):
         raise RunError(

@@ -12,7 +12,7 @@ from rl.actors.policy_trainer import TrainerMesh
 from rl.actors.worker import ModelWorker, Outputs
 from rl.actors.worker_group import Roles, WorkerGroup
 from rl.algorithms.batch import reduced_for
-from rl.errors import RunError, require
+from rl.errors import RunError, require, require_value
 from rl.metrics import Metrics
 from rl.model.activations import Activations
 from rl.model.digest import merge_digests, policy_digest
@@ -201,9 +201,10 @@ class Models:
                 "use one reduction"
             )
         self._reductions.pop((role, adapter), None)
+        eps = options.get("eps")
+        fix = "less is 0 in float32, and a gradient of 0 would be divided by 0"
+        require_value(eps is None or eps >= 1e-30, "eps", eps, "at least 1e-30", fix)
         if adapter is not None:
-            fix = "a gradient of 0, as of a rank that the adapter lacks, would be divided by 0"
-            require(options.get("eps") != 0, "eps is 0; it must be above 0", field="eps", fix=fix)
             options["adapter"] = adapter
         else:
             if role == "trainer":

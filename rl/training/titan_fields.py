@@ -69,7 +69,7 @@ HONOURED: dict[type, Rules] = {
         "optimizer_kwargs",
         dict.fromkeys(("lr", "weight_decay"), at_least(0, 1000))
         | dict.fromkeys(("betas", "momentum"), _BETA)
-        | {"eps": at_least(0, 1)},
+        | {"eps": at_least(1e-30, 1)},
     ),
     base.BaseCheckpointManager.Config: _rules(
         COSMETIC, "enable folder enable_first_step_checkpoint"

@@ -273,11 +273,18 @@ def completion(length):
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, list])
+REVERSED = "reversed array"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, list, REVERSED])
 def test_advantages_of_any_numbers_become_float32(dtype):
     rollouts = episodes(3)
     given = torch.arange(len(rollouts))
-    batch = make_batch(rollouts, given.tolist() if dtype is list else given.to(dtype))
+    if dtype is REVERSED:
+        numbers = given.flip(0).numpy()[::-1]
+    else:
+        numbers = given.tolist() if dtype is list else given.to(dtype)
+    batch = make_batch(rollouts, numbers)
     found = batch.columns["advantages"]
     assert found.dtype == torch.float32
     assert found[batch.loss_mask].tolist() == given.repeat_interleave(counts_of(rollouts)).tolist()
@@ -293,6 +300,7 @@ def test_advantages_of_any_numbers_become_float32(dtype):
         ([float("inf")] * 6, r"advantages.0 is inf"),
         (["good"] * 6, "they must be numbers"),
         ([[1.0], [2.0, 3.0]], "they must be numbers"),
+        ([10**400] * 6, "they must be numbers"),
     ],
 )
 def test_advantages_that_do_not_belong_to_the_rollouts_are_refused(advantages, said):

@@ -159,6 +159,7 @@ async def test_what_a_session_cannot_do_with_adapters_is_refused(sessions, sessi
         "tied to the embedding": session.create_adapter("c", AdapterConfig(rank=4)),
         "adapter and weights are given": session.forward(batch(), adapter="c", weights="base"),
         "eps is 0": session.optim_step(adapter=next(iter(session.adapters)), eps=0),
+        "eps is 1e-40; it must be at least 1e-30": session.optim_step(eps=1e-40),
         "reference has no adapters": session.forward(batch(), role="reference", weights="base"),
     }
     for message, call in refused.items():

@@ -159,7 +159,7 @@ def test_a_value_of_another_type_is_refused_by_name(config, name, content, messa
         ("algorithm.adaptive_kl.clip", 10.0, "adaptive_kl.rate=0.1 times .*clip=10.0 is 1.0"),
         ("trainer.lr_scheduler.decay_ratio", 5, "decay_ratio is 5; it must be at most 1"),
         ("trainer.checkpoint.keep_latest_k", 1, "keep_latest_k is 1; it must be 0, or at least 2"),
-        (f"critic.{KWARGS}.eps", -1, f"critic.{KWARGS}.eps is -1; it must be at least 0"),
+        (f"critic.{KWARGS}.eps", 0, f"critic.{KWARGS}.eps is 0; it must be at least 1e-30"),
         (f"trainer.{KWARGS}.betas", [0.9, 1.0], f"{KWARGS}.betas.1 is 1.0; it must be below 1"),
         ("rollout.prompts_per_step", 10**12, "prompts_per_step is 1000000000000; .* at most"),
         ("rollout.temperature", 2.1, "rollout.temperature is 2.1; it must be at most 2"),

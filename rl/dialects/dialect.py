@@ -144,7 +144,7 @@ class Dialect(Protocol):
 
 def checked_messages(messages: Messages) -> list[dict[str, Any]]:
     """Return the messages with only the keys that dialects read. ``reasoning`` is read as
-    ``reasoning_content``, and arguments of a call that are None or empty as no arguments.
+    ``reasoning_content``, and arguments of a call that are None, null or empty as no arguments.
 
     Each has ``role`` and ``content`` (text), an assistant's also ``reasoning_content`` (text or
     None) and ``tool_calls`` (a list of ``{"function": {"name": …, "arguments": …}}``). Raises
@@ -299,7 +299,10 @@ def _call(where: str, call: Any) -> dict[str, Any]:
             f'{where} is {shown(call)}; write {{"function": {{"name": …, "arguments": …}}}}'
         )
     arguments = function.get("arguments")
-    if arguments in (None, ""):  # as some clients write a call without arguments
+    if arguments is None or str(arguments).strip() in (
+        "",
+        "null",
+    ):  # as some clients write a call without arguments
         arguments = {}
     parsed = arguments
     if isinstance(arguments, str):

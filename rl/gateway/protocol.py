@@ -33,6 +33,16 @@ NEUTRAL = {
     "detokenize": (True, False),
     "skip_special_tokens": (True, False),
     "spaces_between_special_tokens": (True, False),
+    "include_obfuscation": (True, False),
+    "return_tokens_as_token_ids": (False,),
+    "include_stop_str_in_output": (False,),
+    "ignore_eos": (False,),
+    "min_tokens": (0,),
+    "bad_words": ([],),
+    "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
 }
 """Parameters that are not supported, with the values that change nothing."""
 

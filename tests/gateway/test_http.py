@@ -134,15 +134,20 @@ def test_requests_that_cannot_be_served_get_typed_errors():
 
 
 def test_forms_that_clients_send_are_read():
-    """Null for a default, -1 and other negative seeds, and calls without arguments."""
-    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": ""}}
+    """Null for a default, -1 and other negative seeds, parameters that change nothing, and calls
+    without arguments."""
+    functions = [{"name": "add", "arguments": none} for none in ("", " ", "null", None)]
+    call, *others = ({"id": "c", "type": "function", "function": each} for each in functions)
     told = {"role": "assistant", "content": None, "reasoning": "Hm.", "tool_calls": [call]}
     history = [*MESSAGES, told, {"role": "tool", "tool_call_id": "c", "content": "3"}]
+    further = [*MESSAGES, told | {"tool_calls": others}]
     usage = {"stream_options": {"include_usage": None}}
+    neutral = {"ignore_eos": False, "min_tokens": 0, "add_generation_prompt": True}
     requests = {
         ("/v1/completions", "cmpl-"): {"prompt": "a", "echo": None, "seed": -1},
         ("/v1/chat/completions", "chatcmpl-"): CHAT | usage | {"seed": -(2**63)},
         ("/v1/chat/completions", "chatcmpl-", "history"): CHAT | {"messages": history},
+        ("/v1/chat/completions", "chatcmpl-", "further"): CHAT | neutral | {"messages": further},
         (GENERATE, "gen-"): {"token_ids": [1], "sampling_params": None},
     }
     answers = post([(path, body) for (path, *_), body in requests.items()])

@@ -56,6 +56,7 @@ Samples = Annotated[int, Field(ge=1, le=1024)]
 Tokens = Annotated[list[Token], Field(max_length=64)]
 Texts = Annotated[list[Text], Field(max_length=64)]
 Size = Annotated[float, Field(ge=0)]
+Rate = Annotated[float, Field(ge=0, le=1000)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -86,11 +87,11 @@ class Optimizer(Body):
 class Adam(Body):
     """Options of a step of AdamW. A ``grad_clip_norm`` of 0 does not clip."""
 
-    learning_rate: Size = 1e-4
+    learning_rate: Rate = 1e-4
     beta1: Share = 0.9
     beta2: Share = 0.95
-    eps: Size = 1e-12
-    weight_decay: Size = 0.0
+    eps: Annotated[float, Field(ge=1e-30)] = 1e-12
+    weight_decay: Rate = 0.0
     grad_clip_norm: Size = 0.0
 
 

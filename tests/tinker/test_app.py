@@ -436,7 +436,10 @@ async def test_requests_that_cannot_be_promised_are_refused_with_a_sentence(tmp_
             assert (await running.post("create_session", {}, **headers)).status_code == 403
         text = await running.post("create_session", b"{}", **{"content-type": "text/plain"})
         assert text.status_code == 415
-        for wrong in ({"learning_rate": -1}, {"beta1": 1.0}, {"novelty": 1}):
+        for wrong in (
+            *({"learning_rate": -1}, {"learning_rate": 1e308}, {"weight_decay": 1e300}),
+            *({"beta1": 1.0}, {"eps": 0}, {"eps": 1e-300}, {"novelty": 1}),
+        ):
             found = await client.done(await client.call("optim_step", adam_params=wrong))
             assert found["category"] == "user"
         found = await client.done(

@@ -19,9 +19,11 @@ EXPERTS = ".moe.router.experts"
 KINDS = {
     "tok_embeddings": "embedding",
     "attention_norm": "norm",
+    "attention_post_norm": "norm",
     "q_norm": "norm",
     "k_norm": "norm",
     "ffn_norm": "norm",
+    "ffn_post_norm": "norm",
     "norm": "norm",
     "rope": "position encoding",
     "inner_attention": "attention",

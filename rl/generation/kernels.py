@@ -14,7 +14,7 @@ from torchtitan.models.common import FeedForward, Linear, RMSNorm
 from torchtitan.models.qwen3 import Qwen3Model
 
 from rl.compat.vllm_kernels import PackedWeight, rms_norm, rotary_embedding
-from rl.model.decoder import RotaryEmbedding
+from rl.model.decoder import GeluFeedForward, RotaryEmbedding
 
 JOINED = ("w1", "w3")
 """Layers of a feed-forward that are packed together and multiplied in one product."""
@@ -79,10 +79,11 @@ class PackedFeedForward(FeedForward):
 
     @dataclass(kw_only=True, slots=True)
     class Config(FeedForward.Config):
-        pass
+        activation: Any = F.silu
 
     def __init__(self, config: Config):
         super().__init__(config)
+        self.activation = config.activation
         self.packed = PackedWeight()
 
     def pack(self) -> None:
@@ -92,11 +93,15 @@ class PackedFeedForward(FeedForward):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self.packed(x, self.bias).chunk(2, dim=-1)
-        return self.w2(F.silu(gate) * up)
+        return self.w2(self.activation(gate) * up)
 
 
 FUSED: dict[Any, Any] = {RMSNorm: KernelRMSNorm, RotaryEmbedding: KernelRoPE}
-PACKED: dict[Any, Any] = {Linear: PackedLinear, FeedForward: PackedFeedForward}
+PACKED: dict[Any, Any] = {
+    Linear: PackedLinear,
+    FeedForward: PackedFeedForward,
+    GeluFeedForward: PackedFeedForward,
+}
 
 
 def use_kernels(config: Qwen3Model.Config, *, compiled: bool, packed: bool) -> None:

@@ -20,10 +20,12 @@ PARTS = (
     "attention.rope",
     "attention.inner_attention",
     "attention.wo",
+    "attention_post_norm",
     "ffn_norm",
     "feed_forward",
     "moe.router",
     "moe",
+    "ffn_post_norm",
     "norm",
 )
 """Modules of which outputs are kept, in the order of a layer; trainer and generator have all."""

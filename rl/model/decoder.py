@@ -9,8 +9,9 @@ from itertools import groupby
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import nn
-from torchtitan.models.common import CosSinRoPE, Embedding, Linear, RMSNorm
+from torchtitan.models.common import CosSinRoPE, Embedding, FeedForward, Linear, RMSNorm
 from torchtitan.models.common.attention import GQAttention, ScaledDotProductAttention
 from torchtitan.models.common.moe import MoE
 from torchtitan.models.qwen3 import Qwen3Model
@@ -23,6 +24,11 @@ from rl.model.shape import ModelShape
 from rl.model.shards import local_of
 
 T = TypeVar("T")
+
+gelu = partial(F.gelu, approximate="tanh")
+
+POST_NORMS = ("attention_post_norm", "ffn_post_norm")
+"""Norms of outputs of a layer that normalizes inputs too."""
 
 
 class Attention(GQAttention):
@@ -85,32 +91,64 @@ class WideNorm(RMSNorm):
         return super().forward(x.flatten(2)).view(x.shape)
 
 
+class OffsetNorm(RMSNorm):
+    """Norm that multiplies by 1 + weight, in float32."""
+
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class Config(RMSNorm.Config):
+        pass
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the normalized ``x`` [..., D]."""
+        weight = self.weight.float() + 1.0
+        return F.rms_norm(x.float(), self.normalized_shape, weight, self.eps).type_as(x)
+
+
+class GeluFeedForward(FeedForward):
+    """Feed-forward whose gate is GELU's approximation by tanh."""
+
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class Config(FeedForward.Config):
+        activation: Any = gelu
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the outputs [..., D] of inputs [..., D]."""
+        return self.w2(gelu(self.w1(x)) * self.w3(x))  # type: ignore[no-any-return]
+
+
 class Layer(Qwen3TransformerBlock):
-    """torchtitan's layer that scales what it adds, or normalizes outputs in place of inputs."""
+    """torchtitan's layer that scales what it adds, and normalizes outputs too or alone."""
 
     @dataclasses.dataclass(kw_only=True, slots=True)
     class Config(Qwen3TransformerBlock.Config):
         scale: float
         """Factor of the outputs of attention and feed-forward."""
-        post_norm: bool
+        outputs_alone: bool
+        attention_post_norm: RMSNorm.Config | None = None
+        """Norm of outputs, in addition to that of inputs."""
+        ffn_post_norm: RMSNorm.Config | None = None
 
     def __init__(self, config: Config):
         super().__init__(config)
         self.scale = config.scale
-        self.post_norm = config.post_norm
+        self.outputs_alone = config.outputs_alone
+        for name in POST_NORMS:
+            norm = getattr(config, name)
+            setattr(self, name, norm and norm.build())
 
     def forward(
         self, x: torch.Tensor, attention_masks: Any, positions: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return the outputs [B, L, D] of inputs [B, L, D]."""
-        x = x + self._output(self.attention_norm, self.attention, x, attention_masks, positions)
-        return x + self._output(
-            self.ffn_norm, self.moe if self.moe_enabled else self.feed_forward, x
-        )
+        norms = (self.attention_norm, self.attention_post_norm)
+        x = x + self._output(norms, self.attention, x, attention_masks, positions)
+        part = self.moe if self.moe_enabled else self.feed_forward
+        return x + self._output((self.ffn_norm, self.ffn_post_norm), part, x)
 
-    def _output(self, norm: nn.Module, part: nn.Module, x: torch.Tensor, *rest: Any) -> Any:
-        out = norm(part(x, *rest)) if self.post_norm else part(norm(x), *rest)
-        return out * self.scale
+    def _output(self, norms: Any, part: nn.Module, x: torch.Tensor, *rest: Any) -> Any:
+        norm, post_norm = norms
+        out = norm(part(x, *rest)) if self.outputs_alone else part(norm(x), *rest)
+        return (post_norm(out) if post_norm is not None else out) * self.scale
 
 
 class ScaledEmbedding(Embedding):
@@ -222,8 +260,10 @@ def decoder_config(shape: ModelShape, *, fuse_qkv: bool, inner_attention: Any) -
         if layer.moe is not None:
             layer.moe = _with_tiller_experts(layer.moe, shape)
         _set_options(layer, shape)
-        if shape.residual_scale != 1.0 or shape.post_norm:
-            own = {"scale": shape.residual_scale, "post_norm": shape.post_norm}
+        if shape.residual_scale != 1.0 or shape.normalized != "inputs":
+            own = {"scale": shape.residual_scale, "outputs_alone": shape.normalized == "outputs"}
+            if shape.normalized == "both":
+                own |= {name: dataclasses.replace(layer.ffn_norm) for name in POST_NORMS}
             layers[index] = Layer.Config(**_fields(layer) | own)
     config = titan.qwen3_config(
         layers, vocab_size=shape.vocab_size, dim=shape.dim, tie_embeddings=shape.tie_embeddings
@@ -231,8 +271,11 @@ def decoder_config(shape: ModelShape, *, fuse_qkv: bool, inner_attention: Any) -
     if shape.embedding_scale != 1.0:
         embedding = _fields(config.tok_embeddings) | {"scale": shape.embedding_scale}
         config.tok_embeddings = ScaledEmbedding.Config(**embedding)
-    for _, norm, _, _ in config.traverse(RMSNorm.Config):
+    for _, norm, parent, name in [*config.traverse(RMSNorm.Config)]:
         norm.eps = shape.norm_eps
+        if shape.norm_offset:
+            drawn = {"weight": nn.init.zeros_}
+            setattr(parent, name, OffsetNorm.Config(**_fields(norm) | {"param_init": drawn}))
     return config
 
 
@@ -243,6 +286,8 @@ def _set_options(layer: Any, shape: ModelShape) -> None:
         attention.qk_norm = None
     biases = [(attention.qkv_linear, shape.qkv_bias), (attention.wo, shape.output_bias)]
     if layer.moe is None:
+        if shape.activation == "gelu_tanh":
+            layer.feed_forward = GeluFeedForward.Config(**_fields(layer.feed_forward))
         biases.append((layer.feed_forward, shape.feed_forward_bias))
     else:
         biases.append((layer.moe.router.gate, shape.router_bias))

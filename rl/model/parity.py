@@ -9,7 +9,7 @@ thread.
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -46,7 +46,7 @@ def use_bitwise_kernels() -> None:
     global _registered
     if _registered is None:
         _registered = torch.library.Library("aten", "IMPL")
-        for kernel in (_mm, _addmm, _silu, _sigmoid):
+        for kernel in (_mm, _addmm, _silu, _sigmoid, _gelu):
             _registered.impl(kernel.__name__[1:], kernel, "CPU", allow_override=True)
 
 
@@ -76,6 +76,10 @@ def _silu(x: torch.Tensor) -> torch.Tensor:
 
 def _sigmoid(x: torch.Tensor) -> torch.Tensor:
     return _in_lanes(torch.ops.aten.sigmoid.out, x)
+
+
+def _gelu(x: torch.Tensor, *, approximate: str = "none") -> torch.Tensor:
+    return _in_lanes(partial(torch.ops.aten.gelu.out, approximate=approximate), x)
 
 
 def _in_lanes(compute: Any, x: torch.Tensor) -> torch.Tensor:

@@ -138,8 +138,12 @@ class ModelShape:
     """Whether the rotary embedding rotates neighbours, in place of the halves of a head."""
     norm_after_rope: bool = False
     """Whether queries and keys are normalized after the rotary embedding."""
-    post_norm: bool = False
-    """Whether outputs of attention and feed-forward are normalized, in place of their inputs."""
+    normalized: Literal["inputs", "outputs", "both"] = "inputs"
+    """What of attention and feed-forward is normalized."""
+    norm_offset: bool = False
+    """Whether norms multiply by 1 + weight, in place of their weight."""
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    """Gate of dense feed-forward layers."""
     embedding_scale: float = 1.0
     """Factor of the embeddings."""
     attention_scale: float | None = None

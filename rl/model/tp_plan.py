@@ -57,7 +57,8 @@ TP_PLAN: tuple[tuple[str, Cut], ...] = (
     (rf"{EXPERTS}(w2_EDF|gate_up_EDG)", Cut.EXPERTS_DIM_2),
     (rf"{EXPERTS}down_bias", Cut.EXPERTS_FIRST_RANK),
     (r"layers\.\d+\.moe\.router\.(gate\.(weight|bias)|expert_bias)", Cut.REPLICATED),
-    (r"(layers\.\d+\.(attention_norm|ffn_norm|attention\.[qk]_norm)|norm)\.weight", Cut.REPLICATED),
+    (r"layers\.\d+\.((attention|ffn)_(post_)?norm|attention\.[qk]_norm)\.weight", Cut.REPLICATED),
+    (r"norm\.weight", Cut.REPLICATED),
 )
 
 

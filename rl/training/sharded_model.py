@@ -27,7 +27,7 @@ from rl.compat import titan
 from rl.compat.torch_internals import local_part, local_tensor, wait_for_local
 from rl.errors import require_value
 from rl.host.platform import device_type
-from rl.model.decoder import decoder_config
+from rl.model.decoder import POST_NORMS, Layer, decoder_config
 from rl.model.experts import ClampedExperts
 from rl.model.parity import Parity, use_bitwise_kernels
 from rl.model.router import Router
@@ -182,6 +182,9 @@ def sharded_model(
 def _set_own_layout(model: Qwen3Model.Config, config: TrainerConfig) -> None:
     """Set how parameters that torchtitan's Qwen3 lacks are sharded."""
     for layer in model.layers:
+        for name in POST_NORMS if isinstance(layer, Layer.Config) else ():
+            if (norm := getattr(layer, name)) is not None:
+                norm.sharding_config = layer.attention_norm.sharding_config
         placements = layer.attention.sharding_config.state_shardings
         placements["sinks"] = dense_param_placement(tp=spmd.S(0))
         if layer.moe:

@@ -15,6 +15,7 @@ READ = {
     *("sliding_window", "layer_types", "no_rope_layers", "no_rope_layer_interval"),
     *("swiglu_alpha", "swiglu_limit"),
     *("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"),
+    "query_pre_attn_scalar",
 }
 """Keys that the readers take beside sizes, options and allowed values."""
 WITHOUT_EFFECT = {
@@ -29,7 +30,7 @@ WINDOWS = {"max_window_layers", "sliding_window_pattern"}
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_every_key_of_transformers_config_is_read_or_without_effect(name):
     family = family_named(name)
-    config_class = getattr(transformers, f"{family.prefix}Config")
+    config_class = getattr(transformers, family.config_class)
     of_all_models = {each.name for each in fields(transformers.PreTrainedConfig)}
     keys = {each.name for each in fields(config_class)} - of_all_models
     known = {*SIZES.values(), *family.expert_sizes.values(), *ALLOWED}

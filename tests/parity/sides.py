@@ -40,6 +40,7 @@ MODELS = {
     "windows, sinks, clamped experts": ModelConfig(
         **SIZES, num_experts=4, experts_per_token=2, moe_hidden_dim=40, family="gpt_oss"
     ),
+    "norms of inputs and outputs, gelu": ModelConfig(**SIZES, family="gemma3_text"),
 }
 """Models of all kinds of layers, by name."""
 

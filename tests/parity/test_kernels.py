@@ -2,11 +2,14 @@
 alone. They are called directly here: registered kernels would stay in pytest's process.
 """
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 
 from rl.model import parity
+from rl.model.decoder import gelu
 from rl.model.parity import Stretch, attend, groups_of
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -42,6 +45,7 @@ def test_an_activation_does_not_depend_on_the_place_of_its_number(dtype):
     for kernel, plain in (
         (parity._silu, torch.nn.functional.silu),
         (parity._sigmoid, torch.sigmoid),
+        (partial(parity._gelu, approximate="tanh"), gelu),
     ):
         whole = kernel(x)
         torch.testing.assert_close(whole, plain(x))

@@ -62,6 +62,7 @@ SCALES = {
     "logits_scaling": 2.0,
 }
 SCALED = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LINEAR = {"rope_type": "linear", "factor": 8.0}
 FULL, NEAR = "full_attention", "sliding_attention"
 FP8 = torch.float8_e4m3fn
 
@@ -179,6 +180,14 @@ def olmo3(**sizes: Any) -> Folder:
     ropes = {NEAR: {"rope_theta": 5e5}, FULL: {"rope_theta": 5e5, **SCALED}}
     own = {"rope_parameters": ropes, "sliding_window": 8, "layer_types": [NEAR] * 3 + [FULL]}
     return Folder(DEEP | own | sizes, family="olmo3")
+
+
+def gemma3(**sizes: Any) -> Folder:
+    """A Gemma 3 of which all layers but the last have a window and rotate in another way."""
+    ropes = {NEAR: {"rope_theta": 1e3}, FULL: {"rope_theta": 1e6, **LINEAR}}
+    own = {"rope_parameters": ropes, "sliding_window": 8, "layer_types": [NEAR] * 3 + [FULL]}
+    scale = {"query_pre_attn_scalar": 24}
+    return Folder(DEEP | TIED | own | scale | sizes, family="gemma3_text")
 
 
 WINDOW = {"use_sliding_window": True, "sliding_window": 2048, "max_window_layers": 1}
@@ -388,6 +397,24 @@ FAMILIES: dict[str, Folder] = {
     "olmo3, no layer_types, bfloat16": replace(
         olmo3(), config={"layer_types": GONE}, dtype="bfloat16"
     ),
+    "gemma3_text": gemma3(),
+    "gemma3_text, as the Hub has it": replace(
+        gemma3(rope_parameters={NEAR: {"rope_theta": 1e4}, FULL: {"rope_theta": 1e6, **LINEAR}}),
+        config={
+            **{"rope_parameters": GONE, "layer_types": GONE, "rope_theta": 1000000},
+            **{"rope_local_base_freq": 10000, "rope_scaling": LINEAR, "sliding_window_pattern": 4},
+            **{"tie_word_embeddings": GONE, "dtype": GONE, "torch_dtype": "float32"},
+        },
+    ),
+    "gemma3_text, untied, biases": gemma3(tie_word_embeddings=False, attention_bias=True),
+    "gemma3_text, no bases": replace(
+        gemma3(rope_parameters=GONE), config={"rope_parameters": GONE}
+    ),
+    "gemma3_text, a window as long as a sequence": gemma3(sliding_window=2048),
+    "gemma3_text, no layer with a window": gemma3(layer_types=[FULL] * 4),
+    "gemma3_text, one key head": gemma3(num_key_value_heads=1),
+    "gemma3_text, bfloat16": replace(gemma3(), dtype="bfloat16"),
+    "gemma3_text, several files": replace(gemma3(), max_shard_size="20KB"),
 }
 """Folders of all families from which Tiller and transformers make the same model."""
 EQUAL |= FAMILIES
@@ -412,7 +439,7 @@ VALUES: tuple[tuple[str, Any], ...] = (
     ("auto_map", {"AutoModelForCausalLM": "m.M"}),
     ("transformers_weights", "other.safetensors"),
     ("architectures", ["Qwen3ForSequenceClassification"]),
-    ("model_type", "gemma2"),
+    ("model_type", "gemma9"),
     ("dtype", "float8_e4m3fn"),
     ("hidden_size", "64"),
     ("num_hidden_layers", 2.0),
@@ -467,11 +494,27 @@ REFUSED: dict[str, tuple[Folder, str]] = {
             ("smollm3", "no_rope_layers", [1]),
             ("smollm3", "no_rope_layers", "all"),
             ("olmo3", "rope_parameters", {"rope_type": "default", "rope_theta": 5e5}),
+            ("gemma3_text", "final_logit_softcapping", 30.0),
+            ("gemma3_text", "attn_logit_softcapping", 50.0),
+            ("gemma3_text", "use_bidirectional_attention", True),
+            ("gemma3_text", "hidden_activation", "silu"),
             ("gpt_oss", "swiglu_limit", 0),
             ("gpt_oss", "num_experts_per_tok", 200),
             ("gpt_oss", "layer_types", ["full_attention"]),
         )
     },
+    "gemma 2": (
+        Folder(config={"model_type": "gemma2"}),
+        "model_type .* is 'gemma2'; Tiller computes no attn_logit_softcapping",
+    ),
+    "gemma 3 with vision": (
+        Folder(config={"model_type": "gemma3"}),
+        "model_type .* is 'gemma3'; Tiller trains no vision",
+    ),
+    "gemma3_text, no scale": (
+        replace(gemma3(), config={"query_pre_attn_scalar": 0}),
+        "query_pre_attn_scalar .* is 0",
+    ),
     "olmo3, no window": (
         replace(olmo3(), config={"sliding_window": None, "layer_types": GONE}),
         "sliding_window .* is None",

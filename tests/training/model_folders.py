@@ -83,6 +83,8 @@ class Folder:
             for name, parameter in model.named_parameters():
                 if "norm" in name:
                     parameter.uniform_(0.5, 1.5)
+                    if "gemma" in family:  # its norms add 1
+                        parameter.sub_(1.0)
                 elif "bias" in name:
                     parameter.normal_(std=0.3)
                 elif "sinks" in name:

@@ -13,11 +13,16 @@ from rl.model.families.family import Family
 from rl.model.hugging_face_config import HuggingFaceConfig
 
 BUILT_IN = (
-    *("cwm", "ernie4_5", "exaone4", "gpt_oss", "granite", "helium", "hunyuan_v1_dense", "llama"),
-    *("ministral", "mistral", "mixtral", "olmo2", "olmo3", "qwen2", "qwen3", "qwen3_moe"),
-    *("seed_oss", "smollm3"),
+    *("cwm", "ernie4_5", "exaone4", "gemma3_text", "gpt_oss", "granite", "helium"),
+    *("hunyuan_v1_dense", "llama", "ministral", "mistral", "mixtral", "olmo2", "olmo3", "qwen2"),
+    *("qwen3", "qwen3_moe", "seed_oss", "smollm3"),
 )
 """Model types of the families in this package, which are also the names of their modules."""
+REASONS = {
+    "gemma2": "Tiller computes no attn_logit_softcapping: attention on CPU bounds no products",
+    "gemma3": "Tiller trains no vision; save its language model, a 'gemma3_text', in a folder",
+}
+"""Why models of other types are not trained."""
 PAGE = "'A family of your own' in docs/your-model.md"
 
 
@@ -57,7 +62,7 @@ def family_of_folder(config: HuggingFaceConfig, own: str | None) -> str:
             f"Tiller trains {' or '.join(map(repr, BUILT_IN))}, and with model.family a module of "
             f"your own: {PAGE}{fits}"
         )
-        config.require(False, "model_type", given, allowed)
+        config.require(False, "model_type", given, REASONS.get(str(given), allowed))
     return given  # type: ignore[return-value]
 
 

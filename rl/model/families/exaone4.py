@@ -32,7 +32,7 @@ class Exaone4(Family):
 FAMILY = Exaone4(
     model_type="exaone4",
     prefix="Exaone4",
-    fixed={"post_norm": True, "norm_eps": 1e-5},
+    fixed={"normalized": "outputs", "norm_eps": 1e-5},
     has_windows=True,
     tensors=OUTPUT_NORMS,
 )

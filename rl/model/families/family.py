@@ -35,7 +35,7 @@ OUTPUT_NORMS = {
     "layers.{}.attention_norm.weight": "model.layers.{}.post_attention_layernorm.weight",
     "layers.{}.ffn_norm.weight": "model.layers.{}.post_feedforward_layernorm.weight",
 }
-"""Names of the norms of a model with ``post_norm``."""
+"""Names of the norms of a model that normalizes outputs alone."""
 
 REWARD_CLASS = "ForSequenceClassification"
 """Last part of the names of transformers' models with one score for a sequence in place of the
@@ -114,6 +114,11 @@ class Family:
         return bool(self.expert_sizes)
 
     @property
+    def config_class(self) -> str:
+        """Name of transformers' config."""
+        return f"{self.prefix}Config"
+
+    @property
     def policy_class(self) -> str:
         """Name of transformers' language model."""
         return f"{self.prefix}ForCausalLM"
@@ -136,7 +141,7 @@ class Family:
         Raises ConfigError, naming the key, for a value that Tiller does not compute. An attention
         window that holds the longest sequence changes nothing, and is left out.
         """
-        config.config_class = f"{self.prefix}Config"
+        config.config_class = self.config_class
         config.setdefault("head_dim", self.head_dim)
         is_set = config.get("sliding_window") is not None
         if not self.has_windows and not (is_set and hasattr(config.defaults, "sliding_window")):
@@ -190,7 +195,11 @@ class Family:
             "architectures": [self.policy_class],
             "model_type": self.model_type,
             **{key: shape[name] for name, key in sizes.items()},
-            **{key: values[0] for key, values in {**ALLOWED, **self.allowed}.items()},
+            **{
+                key: values[0]
+                for key, values in {**ALLOWED, **self.allowed}.items()
+                if values[0] is not None
+            },
             **{key: shape[names[0]] for key, names in self.options.items()},
             **(self._windows(shape) if self.has_windows else {}),
             "tie_word_embeddings": shape["tie_embeddings"],

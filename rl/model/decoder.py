@@ -194,7 +194,13 @@ class RotaryEmbedding(CosSinRoPE):
     def apply_rotary_emb(  # type: ignore[override]
         self, query: torch.Tensor, key: torch.Tensor, rope_cache: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``query`` and ``key`` [B, L, heads, dim] rotated by ``rope_cache``."""
+        """Return ``query`` and ``key`` [B, L, heads, head_dim], the first ``dim`` numbers of each
+        head rotated by ``rope_cache``.
+        """
+        if (width := self.config.dim) < query.shape[-1]:
+            rest = (query[..., width:], key[..., width:])
+            q, k = self.apply_rotary_emb(query[..., :width], key[..., :width], rope_cache)
+            return torch.cat([q, rest[0]], dim=-1), torch.cat([k, rest[1]], dim=-1)
         if not self.config.interleaved:
             return super().apply_rotary_emb(query, key, rope_cache)
         halves = (x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for x in (query, key))
@@ -233,7 +239,7 @@ def decoder_config(shape: ModelShape, *, fuse_qkv: bool, inner_attention: Any) -
         "fuse_qkv": fuse_qkv,
         "attn_backend": "flex",
         "rope": RotaryEmbedding.Config(
-            dim=shape.head_dim,
+            dim=int(shape.head_dim * shape.rope_share),
             max_seq_len=shape.max_seq_len,
             theta=shape.rope_theta,
             parameters=shape.rope_scaling,

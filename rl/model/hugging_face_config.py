@@ -128,6 +128,19 @@ class HuggingFaceConfig(dict[str, Any]):
             layers = self.get("layer_types") or self.defaults.from_dict(dict(self)).layer_types
         return tuple(layer for layer, kind in enumerate(layers) if kind == NEAR)
 
+    def rope_share(self, default: float | None) -> float:
+        """Return the share of a head that is rotated; None as the ``default`` allows 1 only."""
+        key = "partial_rotary_factor"
+        places = [self.get("rope_scaling") or self.get("rope_parameters"), self]
+        given = [each[key] for each in places if isinstance(each, dict) and key in each]
+        share = next((each for each in given if each is not None), default or 1.0)
+        if default is None:
+            return float(self.one_of(key, (1.0, 1), share))
+        numbers = self.number(key, share) * self["head_dim"]
+        holds = share <= 1 and int(numbers) % 2 == 0 and numbers >= 2
+        self.require(holds, key, share, "it must be at most 1, and rotate an even number of a head")
+        return float(share)
+
     def rope(self, layers: str = "") -> tuple[float, tuple[tuple[str, Any], ...]]:
         """Return the base of the rotary embedding, and the items of transformers' parameters of a
         scaled one; none for the default kind. If each kind of layers has its own, it is that of
@@ -147,8 +160,6 @@ class HuggingFaceConfig(dict[str, Any]):
         self.require(is_flat, place, rope, allowed)
         kind = rope.get("rope_type", rope.get("type", "default"))
         self.one_of(f"rope_type of {place}", ROPE_KINDS, kind)
-        whole = (1.0, 1, None)
-        self.one_of("partial_rotary_factor", whole, rope.get("partial_rotary_factor"))
         default = "rope_local_base_freq" if layers == NEAR else "rope_theta"
         theta = rope["rope_theta"] if "rope_theta" in rope else self[default]
         base = float(self.number("rope_theta", theta))

@@ -134,6 +134,8 @@ class ModelShape:
     layers_with_local_rope: tuple[int, ...] = ()
     """Layers whose rotary embedding has the base ``local_rope_theta`` and no scaling."""
     local_rope_theta: float | None = None
+    rope_share: float = 1.0
+    """Share of a head, from its first number on, that the rotary embedding rotates."""
     rope_interleaved: bool = False
     """Whether the rotary embedding rotates neighbours, in place of the halves of a head."""
     norm_after_rope: bool = False

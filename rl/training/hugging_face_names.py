@@ -67,6 +67,9 @@ class HuggingFaceNames:
         attention = model.first_attention
         head = attention.head_dim
         queries = attention.n_heads // attention.n_kv_heads * head
+        self._joined = family.joined
+        self._rows = dict.fromkeys(("k_proj", "v_proj"), attention.n_kv_heads * head)
+        self._rows["q_proj"] = attention.n_heads * head
         self._group_rows = {"wq": queries, "wk": head, "wv": head}
 
     def tensors(self, parameters: Mapping[str, tuple[int, ...]]) -> Shapes:
@@ -95,6 +98,22 @@ class HuggingFaceNames:
 
         Raises RunError if Hugging Face's model has no such parameter.
         """
+        for block in self._blocks(name, shape):
+            yield self._in_joined(block)
+
+    def _in_joined(self, block: Block) -> Block:
+        """Return ``block`` as a part of the tensor that its tensor is joined in, if any."""
+        *place, part, kind = block.tensor.split(".")
+        for whole, parts in self._joined.items():
+            if part in parts:
+                # gate and up projections have as many rows
+                rows = [self._rows.get(each, block.shape[0]) for each in parts]
+                start = sum(rows[: parts.index(part)]) + block.offset[0]
+                offset, shape = (start, *block.offset[1:]), (sum(rows), *block.shape[1:])
+                return Block(".".join([*place, whole, kind]), shape, block.box, offset)
+        return block
+
+    def _blocks(self, name: str, shape: tuple[int, ...]) -> Iterator[Block]:
         whole = Box.whole(shape)
         if "qkv_linear.wqkv." in name:
             groups = shape[0] // sum(self._group_rows.values())

@@ -161,19 +161,22 @@ def peft_adapter(
 
 def _add_linear(adapter: PeftAdapter, blocks: list[Block], a: Tensor, b: Tensor) -> None:
     """Add the linear layers that ``blocks`` of B belong to. Those of a fused weight have the same
-    A; each has its own rows of B. Each expert is a layer.
+    A; each has its own rows of B. Each expert is a layer. In a layer that several weights are
+    joined in, each weight has numbers of the rank of its own.
     """
-    for block in blocks:
-        layer = block.tensor.removesuffix(".weight")
+    for tensor in dict.fromkeys(block.tensor for block in blocks):
+        own = [block for block in blocks if block.tensor == tensor]
+        layer = tensor.removesuffix(".weight")
         adapter.modules.add(layer.rpartition(".")[-1])
-        expert = block.box.offset[: b.ndim - len(block.shape)]
-        # safetensors refuses to write shared memory
-        whole = a[expert].mT.clone(memory_format=torch.contiguous_format)
-        adapter.tensors[f"base_model.model.{layer}.lora_A.weight"] = whole
-        key = f"base_model.model.{layer}.lora_B.weight"
-        rows = adapter.tensors.setdefault(key, torch.empty(block.shape))
-        target = Box(block.offset, block.box.shape[len(expert) :]).slices_in(Box.whole(block.shape))
-        rows[target] = b[block.box.slices_in(Box.whole(tuple(b.shape)))]
+        expert = own[0].box.offset[: b.ndim - len(own[0].shape)]
+        rows = torch.zeros(own[0].shape)
+        for _, shape, box, offset in own:
+            target = Box(offset, box.shape[len(expert) :]).slices_in(Box.whole(shape))
+            rows[target] = b[box.slices_in(Box.whole(tuple(b.shape)))]
+        for factor, part, dim in (("A", a[expert].mT, 0), ("B", rows, 1)):
+            key = f"base_model.model.{layer}.lora_{factor}.weight"
+            others = [adapter.tensors[key]] if key in adapter.tensors else []
+            adapter.tensors[key] = torch.cat([*others, part], dim)  # a copy: not shared memory
 
 
 def base_of(checkpoint: CheckpointManager.Config, hf_path: str | None) -> str | None:
@@ -215,6 +218,13 @@ def write_peft(
         "bias": "none",
         "inference_mode": True,
     }
+    ranks = {key.split(".")[-3]: len(a) for key, a in adapter.tensors.items() if "lora_A" in key}
+    own = {name: ranks[name] for name in sorted(adapter.modules)}
+    joined = {name: rank for name, rank in own.items() if rank != config.rank}
+    if joined:
+        scale = config.alpha / config.rank
+        alphas = {name: rank * scale for name, rank in joined.items()}
+        described |= {"rank_pattern": joined, "alpha_pattern": alphas}
     if adapter.parameters:
         described["target_parameters"] = sorted(adapter.parameters)
     folder.mkdir()

@@ -24,7 +24,7 @@ from tests.training.model_folders import Folder, tensors_of, transformers_model
 PROMPTS = [[5], [*range(1, 20)], [7, 3] * 60]
 DISTINCT = {"llama 3.1, older keys", "qwen2, yarn", "smollm3, a list of layers"}
 DISTINCT |= {"gpt_oss, as the Hub has it", "granite", "hunyuan_v1_dense, alpha", "exaone4, windows"}
-DISTINCT |= {"ernie4_5", "mixtral", "olmo3", "gemma3_text"}
+DISTINCT |= {"ernie4_5", "mixtral", "olmo3", "gemma3_text", "glm4", "phi3"}
 """Folders whose options are computed in another way. Others are for the long tests."""
 TENSOR_PARALLEL = [
     "qwen2",
@@ -33,7 +33,15 @@ TENSOR_PARALLEL = [
     "gpt_oss",
     "granite, tied, biases",
 ]
-TENSOR_PARALLEL += ["mixtral", "hunyuan_v1_dense", "exaone4", "ernie4_5", "gemma3_text"]
+TENSOR_PARALLEL += [
+    "mixtral",
+    "hunyuan_v1_dense",
+    "exaone4",
+    "ernie4_5",
+    "gemma3_text",
+    "glm4",
+    "phi3",
+]
 
 
 def weights_of(folder: Path, shape: ModelShape, *, fuse_qkv: bool) -> dict[str, torch.Tensor]:

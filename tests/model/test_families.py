@@ -15,7 +15,7 @@ READ = {
     *("sliding_window", "layer_types", "no_rope_layers", "no_rope_layer_interval"),
     *("swiglu_alpha", "swiglu_limit"),
     *("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"),
-    "query_pre_attn_scalar",
+    *("query_pre_attn_scalar", "original_max_position_embeddings"),
 }
 """Keys that the readers take beside sizes, options and allowed values."""
 WITHOUT_EFFECT = {

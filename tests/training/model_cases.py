@@ -63,6 +63,11 @@ SCALES = {
 }
 SCALED = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 LINEAR = {"rope_type": "linear", "factor": 8.0}
+FACTORS = {
+    "short_factor": [1.0 + 0.1 * n for n in range(12)],
+    "long_factor": [2.0 + n for n in range(12)],
+}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, **FACTORS}
 FULL, NEAR = "full_attention", "sliding_attention"
 FP8 = torch.float8_e4m3fn
 
@@ -188,6 +193,12 @@ def gemma3(**sizes: Any) -> Folder:
     own = {"rope_parameters": ropes, "sliding_window": 8, "layer_types": [NEAR] * 3 + [FULL]}
     scale = {"query_pre_attn_scalar": 24}
     return Folder(DEEP | TIED | own | scale | sizes, family="gemma3_text")
+
+
+def phi3(**sizes: Any) -> Folder:
+    """A Phi-3 whose sequences were at most 2,048 tokens before they were scaled to 8,192."""
+    lengths = {"original_max_position_embeddings": 2048, "max_position_embeddings": 8192}
+    return Folder({"hidden_size": 128, **lengths} | sizes, family="phi3")
 
 
 WINDOW = {"use_sliding_window": True, "sliding_window": 2048, "max_window_layers": 1}
@@ -415,6 +426,38 @@ FAMILIES: dict[str, Folder] = {
     "gemma3_text, one key head": gemma3(num_key_value_heads=1),
     "gemma3_text, bfloat16": replace(gemma3(), dtype="bfloat16"),
     "gemma3_text, several files": replace(gemma3(), max_shard_size="20KB"),
+    "glm4": Folder(family="glm4"),
+    "glm4, as the Hub has it": Folder(
+        {"partial_rotary_factor": 0.5},
+        family="glm4",
+        config=OLD_ROPE | {"partial_rotary_factor": 0.5, "rope_scaling": GONE},
+    ),
+    "glm4, a quarter of a head, tied, no biases": Folder(
+        TIED | {"partial_rotary_factor": 0.25, "attention_bias": False}, family="glm4"
+    ),
+    "glm4, whole heads": Folder({"partial_rotary_factor": 1.0}, family="glm4"),
+    "glm4, yarn": scaled("glm4", rope_type="yarn", factor=4.0, **OLD_LENGTH),
+    "glm4, one key head, bfloat16": Folder(
+        {"num_key_value_heads": 1}, family="glm4", dtype="bfloat16"
+    ),
+    "glm4, several files": replace(shards(), family="glm4"),
+    "glm4, another epsilon": Folder({"rms_norm_eps": 1e-3}, family="glm4"),
+    "phi3": phi3(),
+    "phi3, as the Hub has it": replace(
+        phi3(rope_parameters=LONGROPE, partial_rotary_factor=0.75, **TIED),
+        config=OLD_ROPE
+        | {"rope_theta": 1e4, "partial_rotary_factor": 0.75, "sliding_window": 262144}
+        | {"rope_scaling": {"type": "longrope", **FACTORS}},
+    ),
+    "phi3, a factor": phi3(rope_parameters=LONGROPE | {"factor": 4.0}, partial_rotary_factor=0.75),
+    "phi3, longrope, several files": replace(
+        phi3(rope_parameters=LONGROPE, partial_rotary_factor=0.75),
+        max_shard_size="20KB",
+    ),
+    "phi3, half of a head": phi3(partial_rotary_factor=0.5),
+    "phi3, windows, one key head": phi3(sliding_window=8, num_key_value_heads=1),
+    "phi3, no num_key_value_heads": phi3(num_attention_heads=2, num_key_value_heads=GONE),
+    "phi3, tied, bfloat16": replace(phi3(**TIED), dtype="bfloat16"),
 }
 """Folders of all families from which Tiller and transformers make the same model."""
 EQUAL |= FAMILIES
@@ -498,6 +541,7 @@ REFUSED: dict[str, tuple[Folder, str]] = {
             ("gemma3_text", "attn_logit_softcapping", 50.0),
             ("gemma3_text", "use_bidirectional_attention", True),
             ("gemma3_text", "hidden_activation", "silu"),
+            ("glm4", "hidden_act", "gelu"),
             ("gpt_oss", "swiglu_limit", 0),
             ("gpt_oss", "num_experts_per_tok", 200),
             ("gpt_oss", "layer_types", ["full_attention"]),
@@ -514,6 +558,32 @@ REFUSED: dict[str, tuple[Folder, str]] = {
     "gemma3_text, no scale": (
         replace(gemma3(), config={"query_pre_attn_scalar": 0}),
         "query_pre_attn_scalar .* is 0",
+    ),
+    **{
+        f"glm4, {share} of a head": (
+            Folder(
+                family="glm4",
+                config={"rope_parameters": GONE, "partial_rotary_factor": share},
+            ),
+            f"partial_rotary_factor .* is {share!r}; it must be",
+        )
+        for share in (1.5, 0, 0.1, "0.5")
+    },
+    "phi3, sequences beyond the original length": (
+        replace(
+            phi3(rope_parameters=LONGROPE, partial_rotary_factor=0.75),
+            config={"original_max_position_embeddings": 512},
+        ),
+        "original_max_position_embeddings .* is 512; longer sequences rotate in another way; set "
+        "model.max_seq_len",
+    ),
+    "phi3, too few factors": (
+        replace(phi3(), config={"rope_parameters": LONGROPE | {"short_factor": [1.0] * 3}}),
+        r"short_factor .* is \[1.0, 1.0, 1.0\]; it must be a list of 16 numbers",
+    ),
+    "phi3, another scaling": (
+        replace(phi3(), config={"rope_parameters": {"rope_type": "linear", "factor": 2.0}}),
+        "rope_type of rope_parameters .* is 'linear'; Tiller trains 'default' or 'longrope'",
     ),
     "olmo3, no window": (
         replace(olmo3(), config={"sliding_window": None, "layer_types": GONE}),

@@ -109,7 +109,7 @@ def test_log_probs_are_those_of_scaled_logits(tmp_path):
 
 
 WITHOUT_EFFECT = {"_name_or_path", "architectures", "initializer_range", "pad_token_id"}
-WITHOUT_EFFECT |= {"dtype", "pretraining_tp", "no_rope_layer_interval"}
+WITHOUT_EFFECT |= {"dtype", "pretraining_tp", "no_rope_layer_interval", "partial_rotary_factor"}
 WINDOW = {"layer_types", "max_window_layers", "sliding_window", "use_sliding_window"}
 """Keys of a window that holds the longest sequence."""
 
@@ -127,6 +127,10 @@ def test_the_written_config_is_the_one_that_transformers_reads(tmp_path, name):
     ropes = wanted["rope_parameters"]
     rope = ropes.get("full_attention", ropes)
     rope.pop("type", None)
+    if "long_factor" in rope:
+        ratio = wanted["max_position_embeddings"] / wanted["original_max_position_embeddings"]
+        rope.setdefault("factor", ratio)
+    wanted["max_position_embeddings"] = shape.max_seq_len
     length = "original_max_position_embeddings"
     if shape.rope_scaling:
         rope |= {length: wanted[length]} if length in wanted else {}
@@ -135,6 +139,8 @@ def test_the_written_config_is_the_one_that_transformers_reads(tmp_path, name):
                 del rope[name]
     else:
         plain = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+        if "partial_rotary_factor" in written["rope_parameters"]:
+            plain["partial_rotary_factor"] = rope["partial_rotary_factor"]
         wanted["rope_parameters"] = plain if rope is ropes else ropes | {"full_attention": plain}
     if rope is not ropes and not shape.layers_with_local_rope:
         for each in (wanted, written):

@@ -12,7 +12,7 @@ from rl.training.checkpoint import Checkpointer
 from rl.training.lora import rename_base
 from rl.types import Batch
 from tests.training.batches import VOCAB_SIZE, ragged_batch
-from tests.training.model_cases import TIED, gpt_oss
+from tests.training.model_cases import TIED, gemma3, gpt_oss, phi3
 from tests.training.model_folders import (
     Folder,
     tensors_of,
@@ -31,6 +31,18 @@ FORMS: dict[str, tuple[Folder, set[str], set[str], int]] = {
     "split": (Folder(), ATTENTION | FEED_FORWARD, set(), 7),
     "experts": (Folder(experts=True), ATTENTION, {"gate_up_proj", "down_proj"}, 4 + 3 * 4),
     "clamped": (gpt_oss(), ATTENTION, FUSED, 4 + 2),
+    "joined": (
+        phi3(hidden_size=64, num_attention_heads=2),
+        {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"},
+        set(),
+        4,
+    ),
+    "gelu": (
+        gemma3(num_hidden_layers=2, layer_types=["full_attention"] * 2),
+        ATTENTION | FEED_FORWARD,
+        set(),
+        7,
+    ),
 }
 """Folders, the modules and parameters that PEFT adapts, and stored A's of a layer."""
 

@@ -13,9 +13,9 @@ from rl.model.families.family import Family
 from rl.model.hugging_face_config import HuggingFaceConfig
 
 BUILT_IN = (
-    *("cwm", "ernie4_5", "exaone4", "gemma3_text", "gpt_oss", "granite", "helium"),
+    *("cwm", "ernie4_5", "exaone4", "gemma3_text", "glm4", "gpt_oss", "granite", "helium"),
     *("hunyuan_v1_dense", "llama", "ministral", "mistral", "mixtral", "olmo2", "olmo3", "qwen2"),
-    *("qwen3", "qwen3_moe", "seed_oss", "smollm3"),
+    *("phi3", "qwen3", "qwen3_moe", "seed_oss", "smollm3"),
 )
 """Model types of the families in this package, which are also the names of their modules."""
 REASONS = {

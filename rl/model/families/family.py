@@ -53,7 +53,6 @@ ALLOWED_IF_PRESENT: dict[str, tuple[Any, ...]] = {
     "configuration_files": (None,),
     "dual_chunk_attention_config": (None,),
     "is_causal": (True, None),
-    "partial_rotary_factor": (1.0, 1, None),
     "per_layer_config": (None,),
     "quantization_config": (None,),
     "shared_expert_intermediate_size": (0, None),
@@ -101,12 +100,18 @@ class Family:
     has_windows: bool = False
     """Whether ``sliding_window`` limits the attention of layers."""
 
+    rope_share: float | None = None
+    """Share of a head that is rotated if config.json lacks it; None if it is always 1."""
+
     two_ropes: bool = False
     """Whether layers with a window have a rotary embedding of their own, which is not scaled."""
 
     tensors: Mapping[str, str] = field(default_factory=dict)
     """Names of tensors that Qwen3 lacks or names differently, by torchtitan's; {} is the layer. All
     experts are one tensor unless its name has a second {}."""
+
+    joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Tensors of a layer that have the rows of several tensors of Qwen3, one after the other."""
 
     @property
     def has_experts(self) -> bool:
@@ -157,6 +162,7 @@ class Family:
         fields = {**self.fixed, **sizes}
         for key, names in self.options.items():
             fields |= dict.fromkeys(names, config.one_of(key, (True, False)))
+        fields["rope_share"] = config.rope_share(self.rope_share)
         length = min(max_seq_len, config.size("max_position_embeddings"))
         fields["max_seq_len"] = length
         window = config.window(switched="use_sliding_window" in self.allowed)
@@ -188,6 +194,8 @@ class Family:
         sizes = SIZES | dict(self.expert_sizes)
         rope = {"rope_theta": shape["rope_theta"], **dict(shape["rope_scaling"])}
         rope = {"rope_type": "default"} | rope
+        if self.rope_share:
+            rope["partial_rotary_factor"] = shape["rope_share"]
         if self.two_ropes:
             theta = shape["local_rope_theta"] or shape["rope_theta"]
             rope = {FULL: rope, NEAR: {"rope_type": "default", "rope_theta": theta}}

@@ -237,7 +237,7 @@ def _generator_items(run: PlannedRun, staging: int) -> list[Item]:
     generator = run.rl.generator
     weights = generator_weights(run)
     items = [Item("parameters", weights), Item("push staging", staging, on_host=True)]
-    if not run.cuda and run.config.parity == "close":
+    if not run.cuda and run.rl.parity == "close":
         # oneDNN's copies of the linear layers and the output head
         shapes = local_shapes(run.wanted[0])
         head = shapes.get("lm_head.weight", shapes["tok_embeddings.weight"])

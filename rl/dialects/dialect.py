@@ -299,10 +299,8 @@ def _call(where: str, call: Any) -> dict[str, Any]:
             f'{where} is {shown(call)}; write {{"function": {{"name": …, "arguments": …}}}}'
         )
     arguments = function.get("arguments")
-    if arguments is None or str(arguments).strip() in (
-        "",
-        "null",
-    ):  # as some clients write a call without arguments
+    # some clients write a call without arguments so
+    if arguments is None or str(arguments).strip() in ("", "null"):
         arguments = {}
     parsed = arguments
     if isinstance(arguments, str):

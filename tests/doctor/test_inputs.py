@@ -308,7 +308,7 @@ def inputs_of(good_inputs, tmp_path):
     preferences = chats(tmp_path / "pairs.jsonl", pairs)
 
     def files(name: str) -> tuple[Path, Path]:
-        if name in ("sft_jsonl", "tool_demonstrations"):
+        if name in ("sft_jsonl", "smollm2_sft", "tool_demonstrations"):
             return longer, conversations
         if name in ("dpo_jsonl", "reward_model_jsonl"):
             return longer, preferences

@@ -27,7 +27,7 @@ tokens per CPU second, of all processes, change less on a busy host.
 All threads wait for each other as trainer.threads has them wait, with which TRL's step is fastest.
 
 TRL is installed, once, into an environment of its own from the package index that pip is configured
-for; nothing else is downloaded.
+for. The real kinds download the published model, and run only if --only names them.
 """
 
 import argparse
@@ -402,7 +402,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", nargs="+", choices=WORKS, default=[*WORKS], help="kinds of work")
+    made = [kind for kind, work in WORKS.items() if not work.published]
+    parser.add_argument("--only", nargs="+", choices=WORKS, default=made, help="kinds of work")
     parser.add_argument("--rounds", type=int, default=7, help="turns that each side takes")
     parser.add_argument("--steps", type=int, default=16, help="steps of each turn that count")
     parser.add_argument(

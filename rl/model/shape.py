@@ -141,7 +141,7 @@ class ModelShape:
     norm_after_rope: bool = False
     """Whether queries and keys are normalized after the rotary embedding."""
     normalized: Literal["inputs", "outputs", "both"] = "inputs"
-    """What of attention and feed-forward is normalized."""
+    """Sides of attention and feed-forward that are normalized."""
     norm_offset: bool = False
     """Whether norms multiply by 1 + weight, in place of their weight."""
     activation: Literal["silu", "gelu_tanh"] = "silu"

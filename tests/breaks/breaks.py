@@ -177,8 +177,8 @@ BREAKS = (
     ),
     Break(
         "rl/training/lora.py",
-        "whole = a[expert].mT",
-        "whole = a[0].mT if expert else a.mT",
+        '("A", a[expert].mT, 0)',
+        '("A", a[0].mT if expert else a.mT, 0)',
         "training/test_peft.py",
     ),
     Break(

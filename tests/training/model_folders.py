@@ -4,6 +4,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,7 @@ class Folder:
         torch.manual_seed(0)
         family = "qwen3_moe" if self.experts else self.family
         sizes = SIZES | (EXPERTS if self.experts else {}) | self.sizes
-        fields = {name: value for name, value in sizes.items() if value is not GONE}
+        fields = {name: deepcopy(value) for name, value in sizes.items() if value is not GONE}
         config = AutoConfig.for_model(family, **fields, initializer_range=0.1, dtype=self.dtype)
         model = AutoModelForCausalLM.from_config(config)
         with torch.no_grad():

@@ -8,6 +8,8 @@ import json
 import re
 from collections.abc import Callable, Sequence
 
+from rl.dialects.answers import between
+
 CHOICES = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 FENCES = ("```json", "```Json", "```JSON", "```")
 POSTSCRIPTS = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}
@@ -120,11 +122,11 @@ RULES: dict[str, Callable[..., bool]] = {
     ),
     "length_constraints:nth_paragraph_first_word": _first_word,
     "detectable_content:number_placeholders": lambda text, num_placeholders: (
-        _count(r"\[.*?\]", text) >= num_placeholders
+        sum(len(between(line, "[", "]")) for line in text.split("\n")) >= num_placeholders
     ),
     "detectable_content:postscript": _has_postscript,
     "detectable_format:number_bullet_lists": lambda text, num_bullets: (
-        _count(r"(?m)^\s*\*[^\*].*$", text) + _count(r"(?m)^\s*-.*$", text) == num_bullets
+        _count(r"(?m)^[^\S\n]*\*[^\*].*$", text) + _count(r"(?m)^[^\S\n]*-.*$", text) == num_bullets
     ),
     "detectable_format:constrained_response": lambda text: any(each in text for each in CHOICES),
     "detectable_format:number_highlighted_sections": lambda text, num_highlights: (
@@ -135,7 +137,9 @@ RULES: dict[str, Callable[..., bool]] = {
     ),
     "detectable_format:json_format": _is_json,
     "detectable_format:title": lambda text: any(
-        title.lstrip("<").rstrip(">").strip() for title in re.findall(r"<<[^\n]+>>", text)
+        line[line.find("<<") : line.rfind(">>") + 2].lstrip("<").rstrip(">").strip()
+        for line in text.split("\n")
+        if "<<" in line
     ),
     "combination:two_responses": lambda text: (
         len(parts := _parts(text.split("******"))) == 2 and parts[0] != parts[1]

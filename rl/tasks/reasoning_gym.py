@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -10,14 +9,13 @@ from functools import lru_cache
 from typing import Annotated, Any, ClassVar
 
 from rl.data.jsonl import tell_progress
-from rl.dialects.answers import without_thoughts
+from rl.dialects.answers import between, without_thoughts
 from rl.environments.task import Score
 from rl.errors import ConfigError, nearest, require, shown
 from rl.tasks.chat import ChatTask, Problem
 from rl.types import Completion, Prompt
 from rl.types.rules import at_least
 
-ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 SOLVED = 0.99  # a score of 1, up to rounding
 COMPARED = 32  # items that another process makes again
 PROCESS_S = 300.0
@@ -87,7 +85,7 @@ class ReasoningGym(ChatTask):
         """Return the score. Metric ``answered``: the text has an answer; ``scorer_failed``: the
         scorer raised.
         """
-        answers = ANSWER.findall(without_thoughts(text, prompt))
+        answers = between(without_thoughts(text, prompt), "<answer>", "</answer>")
         reward = 0.0
         failed = False
         if answers:

@@ -98,6 +98,19 @@ def test_each_instruction_has_answers_that_follow_it_and_answers_that_do_not(pac
     assert follows("12.", "language:response_language", {"language": "de"})  # no language at all
 
 
+@pytest.mark.parametrize(
+    ("instruction", "text"),
+    [
+        ("detectable_content:number_placeholders", "["),
+        ("detectable_format:number_bullet_lists", "\n"),
+        ("detectable_format:title", "<"),
+    ],
+)
+def test_rules_read_a_megabyte_of_one_character(instruction, text):
+    """A pattern whose time grows with the square of the length would take an hour."""
+    assert not follows(text * 2**20 + "x", instruction, CASES[instruction][0])
+
+
 def test_a_variant_without_first_and_last_line_and_asterisks_follows_loosely():
     assert loosened("*a*\nb\nc") == [
         "*a*\nb\nc",

@@ -18,9 +18,10 @@ FORM = '{"question": …, "choices": [text, …], "answer": 0}'
 STYLE = r"\\(?:[(,;:! ]|(?:\w?box|text|math|bold|under|operator|bf|it|rm|[Ll]arge)[a-z]*\b)"
 OPEN = rf"(?:[\s*_~`\"'“‘$(\[{{]|{STYLE}){{0,40}}"
 """Markup before a letter."""
-NO_CHOICE = r"['’]\w|[ \t]+(?!(?:is|because|since)\b)[a-z]"  # "I believe", "A dog"
-OTHERS = r"[\s,]{0,9}(?:[,&]|\b(?:or|and)\b|\\text\{\W*(?:or|and))\W*[A-Z]\b"
-LETTER = rf"{OPEN}([A-Z])(?=[`*_\"'”’~)\]}}.,:;$\s\\]|$)(?!(?<=[AI])(?:{NO_CHOICE})|{OTHERS})"
+NO_CHOICE = r"(?:['’]\w|[ \t]+(?!(?:is|because|since)\b)[a-z])"  # "I believe", "A dog"
+BETWEEN = r"[\s,)\]*_]{0,9}(?:[,&]|\b(?:or|and)\b|\\text\{\W*(?:or|and))\W*|[ \t]{1,9}"
+OTHERS = rf"(?:{BETWEEN})[A-Z]\b(?!(?<=[AI]){NO_CHOICE})"
+LETTER = rf"{OPEN}([A-Z])(?=[`*_\"'”’~)\]}}.,:;$\s\\]|$)(?!(?<=[AI]){NO_CHOICE}|{OTHERS})"
 MARKED = re.compile(
     rf"\b(?i:answer)[*_\s]*(?:\b(?i:is)\b[*_\s]*)?[:：]{LETTER}|\\(?:boxed|fbox)\s?\{{{LETTER}"
 )

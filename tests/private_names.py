@@ -194,6 +194,12 @@ RELIES_ON["vllm_internals"] = (
     " drop_stale_output)",
     "vllm.v1.engine:EngineCoreOutput.prefill_stats",
     "vllm.v1.metrics.stats:PrefillStats.num_prompt_tokens num_cached_tokens",
+    # generators of CPUs cannot be rewound
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.sampler input_batch discard_request_mask",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._bookkeeping_sync(scheduler_output,"
+    " sampler_output, logits, hidden_states, num_scheduled_tokens)",
+    "vllm.v1.sample.sampler:Sampler.sample(logits, sampling_metadata)",
+    "vllm.v1.worker.gpu_input_batch:InputBatch.num_reqs generators",
     "vllm.v1.core.sched.scheduler:Scheduler.kv_cache_manager",
     "vllm.v1.core.kv_cache_manager:KVCacheManager.evict_blocks(block_ids) block_pool coordinator",
     "vllm.v1.core.block_pool:BlockPool.blocks cached_block_hash_to_block",

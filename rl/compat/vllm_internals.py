@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
 
@@ -116,6 +117,34 @@ def on_preemption(engine: Any, call: Callable[[], None]) -> None:
             call()
 
     scheduler._preempt_request = preempt_and_call
+
+
+def keep_generators(engine: Any) -> None:
+    """Sample the rows whose token is discarded, at the end of every chunk of a prompt but the last,
+    without the generator of their request.
+
+    Model Runner V1 rewinds these generators afterwards, which CPU generators cannot do.
+    """
+    runner = runner_of(engine)
+    sample = runner.sampler.sample
+    bookkeep = runner._bookkeeping_sync
+    kept = dict[int, torch.Generator]()
+
+    def sample_without(*args: Any, **options: Any) -> Any:
+        batch = runner.input_batch
+        for row in np.flatnonzero(runner.discard_request_mask.np[: batch.num_reqs]).tolist():
+            if row in batch.generators:  # greedy requests have none
+                kept[row] = batch.generators.pop(row)
+        return sample(*args, **options)
+
+    def bookkeep_and_return(*args: Any) -> Any:
+        result = bookkeep(*args)
+        runner.input_batch.generators.update(kept)
+        kept.clear()
+        return result
+
+    runner.sampler.sample = sample_without
+    runner._bookkeeping_sync = bookkeep_and_return
 
 
 def forget_prefixes(engine: Any) -> bool:

@@ -44,8 +44,7 @@ class GeneratorConfig:
     """Maximum number of requests that are decoded together; more wait in the engine's queue."""
 
     max_batched_tokens: Annotated[int, at_least(1), PERFORMANCE] = 8192
-    """Maximum number of tokens in one engine step. Longer prompts are prefilled in chunks. On CPU,
-    which cannot do this, a step takes at least one whole sequence."""
+    """Maximum number of tokens in one engine step. Longer prompts are prefilled in chunks."""
 
     kv_cache_gib: Annotated[float, above(0, 1e6), PERFORMANCE] = 1.0
     """Size of the KV cache of each rank in GiB, on CPU."""

@@ -33,6 +33,7 @@ def start_vllm(config: GeneratorConfig, shape: ModelShape, **options: Any) -> An
     from vllm.config import CompilationMode
 
     from rl.compat.vllm_executor import RankExecutor
+    from rl.compat.vllm_internals import keep_generators
 
     with TemporaryFolder("tiller-model-") as folder:
         chosen = vllm_config(config, shape, Path(folder), **options)
@@ -41,7 +42,10 @@ def start_vllm(config: GeneratorConfig, shape: ModelShape, **options: Any) -> An
         torch.compiler.set_stance("default" if compiles else "force_eager")
         if compiles:
             set_unique_cache_keys()
-        return LLMEngine(chosen, RankExecutor, log_stats=False, multiprocess_mode=False)
+        engine = LLMEngine(chosen, RankExecutor, log_stats=False, multiprocess_mode=False)
+        if not chosen.use_v2_model_runner:
+            keep_generators(engine)
+        return engine
 
 
 def vllm_config(
@@ -70,8 +74,6 @@ def vllm_config(
     register()
     on_cpu = device_type() == "cpu"
     runs_v2 = _choose_runner()
-    # after a chunk V1 rewinds the request's generator, which CPU generators cannot do
-    takes_chunks = runs_v2 or not on_cpu
     # V1 samples from generators of requests; records of experts are read before the next step
     runs_ahead = runs_v2 and not config.record_experts
     # the number of an expert's tokens is no constant of compiled code; vLLM captures without it
@@ -100,10 +102,8 @@ def vllm_config(
         cpu_distributed_timeout_seconds=math.ceil(timeout_s),
         distributed_timeout_seconds=math.ceil(timeout_s),
         max_num_seqs=config.max_running_requests,
-        max_num_batched_tokens=max(
-            config.max_batched_tokens, 0 if takes_chunks else shape.max_seq_len
-        ),
-        enable_chunked_prefill=takes_chunks,
+        max_num_batched_tokens=config.max_batched_tokens,
+        enable_chunked_prefill=True,
         kv_cache_memory_bytes=int(config.kv_cache_gib * 2**30) if on_cpu else None,
         gpu_memory_utilization=config.gpu_memory_utilization,
         enforce_eager=config.enforce_eager,

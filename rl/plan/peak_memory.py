@@ -321,7 +321,6 @@ def engine_step(run: PlannedRun) -> int:
     tokens = generator.max_batched_tokens
     sampled = generator.max_running_requests  # the step with which vLLM profiles GPU memory
     if not run.cuda:
-        tokens = max(tokens, shape.max_seq_len)
         sampled = min(sampled, math.ceil(run.sequences_sampled / generator.replicas))
     logits = sampled * shape.vocab_size * (p + 8)
     if shape.float32_head and p < 4:

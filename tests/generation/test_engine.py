@@ -16,6 +16,7 @@ from rl.generation.generator_config import GeneratorConfig
 from rl.generation.start_vllm import RUNNER, vllm_config
 from tests.generation.policies import EXPERTS, TIED_SPLIT, UNTIED_SPLIT, Policy, error
 from tests.generation.ranks import generate, push, request
+from tests.generation.test_swap import scheduler_of
 from tests.plan.resident import resident
 
 PROMPTS = [[5], list(range(1, 20)), [7] * 40, list(range(60, 0, -1)) * 2]
@@ -127,6 +128,22 @@ def test_more_prompt_tokens_than_fit_a_step_take_several_steps(generator, policy
     assert completions[3].tokens == alone[0].tokens
     for each, completion in zip(requests, completions, strict=True):
         assert error(policy, each.prompt_tokens, completion) <= 1e-5
+
+
+def test_chunks_prefixes_and_preemption_change_no_token(one_or_two_ranks, policy):
+    asks = [
+        *asked(max_tokens=60),
+        request("twin", PROMPTS[3], max_tokens=60, seed=3, prompt_logprobs=2),
+        request("cold", PROMPTS[3][:100], max_tokens=60, temperature=0.0),
+    ]
+    (whole, _), *_ = one_or_two_ranks.run(in_chunks, asks, tokens=256, room=None)
+    for tokens, room in ((48, None), (37, 10)):  # the second time with hits in the prefix cache
+        (cut, preemptions), *_ = one_or_two_ranks.run(in_chunks, asks, tokens=tokens, room=room)
+        assert (preemptions > 0) == (room is not None)
+        for each, before, after in zip(asks, whole, cut, strict=True):
+            assert after.tokens == before.tokens
+            assert error(policy, each.prompt_tokens, after) <= 1e-5
+        assert cut[4].prompt_logprobs[1:] == pytest.approx(whole[4].prompt_logprobs[1:], abs=1e-5)
 
 
 @pytest.mark.long
@@ -276,6 +293,24 @@ def test_the_cache_of_compiled_models_is_found_at_the_next_start(generator):
 
 
 # Run on the ranks.
+
+
+def in_chunks(engine, requests, *, tokens: int, room: int | None):
+    """Return completions of ``requests`` from steps of at most ``tokens`` tokens and ``room`` free
+    blocks of the cache, and the number of preemptions.
+    """
+    scheduler = scheduler_of(engine)
+    pool = scheduler.kv_cache_manager.block_pool
+    usual = scheduler.max_num_scheduled_tokens
+    scheduler.max_num_scheduled_tokens = tokens
+    taken = pool.get_new_blocks(0 if room is None else pool.get_num_free_blocks() - room)
+    before = engine._requests.counts["preemptions"]
+    try:
+        completions = generate(engine, requests)
+    finally:
+        pool.free_blocks(taken)
+        scheduler.max_num_scheduled_tokens = usual
+    return completions, engine._requests.counts["preemptions"] - before
 
 
 def compiled_frames(engine) -> int:

@@ -40,7 +40,9 @@ TRAINERS = [
 
 
 def engine_config(dtype: str) -> GeneratorConfig:
-    return GeneratorConfig(dtype=dtype, threads=1, kv_cache_gib=0.006, max_running_requests=24)
+    """Steps take longer prompts in chunks."""
+    small = {"kv_cache_gib": 0.006, "max_running_requests": 24, "max_batched_tokens": 200}
+    return GeneratorConfig(dtype=dtype, threads=1, **small)
 
 
 def schedules(ranks: GeneratorRanks, rng: np.random.Generator, rounds: int) -> list:

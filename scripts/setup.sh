@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Creates or refreshes .venv, from Python 3.11 and nothing else. Does nothing where it is current.
+# Creates or refreshes .venv, from Python 3.11 or 3.12 and nothing else. Does nothing where it is current.
 # PYTHON names another interpreter; TILLER_DEVICE=cpu|cuda overrides what the host seems to have.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 fail() { echo "setup: $1" >&2; exit 1; }
 
-python=${PYTHON:-$(command -v python3.11 || true)}
-[ -n "$python" ] || fail "no python3.11 on PATH; install it, or set PYTHON to its path"
-"$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null ||
-    fail "$python does not run Python 3.11; set PYTHON to the path of one that does"
+python=${PYTHON:-$(command -v python3.11 || command -v python3.12 || true)}
+[ -n "$python" ] || fail "no python3.11 or python3.12 on PATH; install one, or set PYTHON to its path"
+"$python" -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null ||
+    fail "$python does not run Python 3.11 or 3.12; set PYTHON to the path of one that does"
 
 device=${TILLER_DEVICE:-$([ -e /dev/nvidia0 ] && echo cuda || echo cpu)}
 case $device in cpu | cuda) ;; *) fail "TILLER_DEVICE is '$device'; allowed are cpu and cuda" ;; esac

@@ -23,7 +23,11 @@ from rl.model.shape import ModelConfig
 from rl.model.shards import Shards
 from rl.training import gradient, sharded_model
 from rl.training.adapters import Adapters
-from rl.training.attention import attention_masks, micro_batch_limits
+from rl.training.attention import (
+    attention_masks,
+    compile_flex_attention,
+    micro_batch_limits,
+)
 from rl.training.context import SequenceShard
 from rl.training.kept_logits import kept_logits
 from rl.training.matmul import kernel_in_use
@@ -73,6 +77,7 @@ class TrainingEngine:
         self.device = get_local_device()
         if device_type() == "cuda":
             torch.cuda.set_device(self.device)
+            compile_flex_attention(tune=config.tune_attention)
         world = titan_dist.init_distributed(config.comm, base_folder=folder)
         self.dims = ParallelDims.from_config(config.parallelism, world)
         titan_dist.set_spmd_backend(config.parallelism.spmd_backend)

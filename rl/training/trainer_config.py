@@ -20,7 +20,7 @@ from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 
 from rl.errors import ConfigError, require
 from rl.model.shape import ModelConfig, shape_of
-from rl.types.rules import COSMETIC, MAX_NODES, NUMERICS, PERFORMANCE, at_least
+from rl.types.rules import COSMETIC, MAX_NODES, NUMERICS, PERFORMANCE, NeedsCuda, at_least
 
 Float8Config = (
     Annotated[Float8LinearConverter.Config, tyro.conf.subcommand("linear")]
@@ -252,6 +252,10 @@ class TrainerConfig:
 
     compile: titan.CompileConfig = field(default_factory=titan.CompileConfig)
     """Use of torch.compile."""
+
+    tune_attention: Annotated[bool, PERFORMANCE, NeedsCuda((True,), "False")] = False
+    """Whether torch.compile tries several kernels of flex attention and keeps the fastest. That
+    takes minutes for each graph."""
 
     checkpoint: Annotated[CheckpointManager.Config, COSMETIC] = field(
         default_factory=lambda: CheckpointManager.Config(

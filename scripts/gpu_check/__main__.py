@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rl.cli.program import begin, exit_code
 from rl.errors import end_program, require
-from scripts.gpu_check.checks import CHECKS, Check
+from scripts.gpu_check.checks import CHECKS, WIDTH, Check
 from scripts.gpu_check.processes import run_check
 from scripts.gpu_check.report import Report
 from scripts.gpu_check.verdicts import Verdict
@@ -84,7 +84,7 @@ def _check(own: Namespace, given: Sequence[str]) -> int:
     chosen = choose(own.only)
     if own.list:
         for check in chosen:
-            print(f"{check.name:<24}{counted_gpus(check)}  {check.what}")
+            print(f"{check.name:<{WIDTH}}{counted_gpus(check)}  {check.what}")
         return 0
     require(not own.hf_path or Path(own.hf_path).is_dir(), f"--hf-path {own.hf_path} is no folder")
     gpus = own.device == "cuda" and _gpus()

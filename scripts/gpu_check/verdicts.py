@@ -9,6 +9,10 @@ Numbers = dict[str, float]
 LOGPROB_BOUNDS = {"float32": 1e-3, "bfloat16": 0.5}
 """Difference of a log-prob of trainer and generator, in nats, that rounding may cause."""
 
+STEP_BOUNDS = {"float32": (1e-3, 1e-3), "bfloat16": (0.5, 0.1), "float8": (2.0, 0.4)}
+"""Differences of a log-prob, in nats, and of the gradient, of its norm, that rounding may cause in
+one trainer."""
+
 MEAN_SHARE = 0.1
 """Share of that bound which the mean over all tokens may reach."""
 
@@ -59,6 +63,35 @@ def of_parity(gaps: Sequence[float], dtype: str, findings: Sequence[str]) -> Ver
         said=f"max |Δ| {largest:.1e}, mean {mean:.1e} over {len(gaps)} tokens",
         numbers={"logprob_error_max": largest, "logprob_error_mean": mean, "tokens": len(gaps)},
     )
+
+
+def of_step(
+    gaps: Sequence[float], gradient: float, kind: str, exact: Sequence[float] | None, same: bool
+) -> Verdict:
+    """Judge a trainer's step against the CPU in float32.
+
+    ``gaps`` are the differences of log-probs, ``gradient`` the norm of the gradient's difference
+    over that of the gradient, ``exact`` the differences of log-probs from float64, and ``same``
+    says whether the device's digests of the weights are those of the host. ``kind`` is a dtype, or
+    float8.
+    """
+    largest, most = max(gaps), STEP_BOUNDS[kind]
+    wrong = []
+    if not largest <= most[0]:
+        wrong.append(
+            f"log-probs differ by up to {largest:.2g} from the CPU; {most[0]:g} is allowed"
+        )
+    if not gradient <= most[1]:
+        wrong.append(f"the gradient differs by {gradient:.2g} of its norm; {most[1]:g} is allowed")
+    if exact is not None and not max(exact) <= most[0]:
+        wrong.append(f"log-probs differ by up to {max(exact):.2g} from transformers in float64")
+    if not same:
+        wrong.append("the digests of the weights are others on the device than on the host")
+    numbers = {"logprob_error_max": largest, "gradient_error": gradient}
+    if exact is not None:
+        numbers["from_float64_max"] = max(exact)
+    said = f"max |Δ| {largest:.1e} from the CPU, gradient {gradient:.1e}"
+    return Verdict(wrong="; ".join(wrong), said=said, numbers=numbers)
 
 
 def of_push(differing: Sequence[str], seconds: Sequence[float], size: float) -> Verdict:
@@ -126,26 +159,6 @@ def of_changed_weights(moved: float, gaps: Sequence[float]) -> Verdict:
         wrong=wrong,
         said=f"max |Δ| {largest:.1e} after a push that moved log-probs by {moved:.1e}",
         numbers={"logprob_error_max": largest, "moved": moved},
-    )
-
-
-def of_float8(gaps: Sequence[float], losses: Sequence[float]) -> Verdict:
-    """Judge a float8 model by its log-probs against those of the same weights in bfloat16, and by
-    its losses on one batch.
-    """
-    largest = max(gaps)
-    mean = sum(gaps) / len(gaps)
-    wrong = ""
-    if largest == 0:
-        wrong = "log-probs are those of bfloat16, bit for bit: float8 is not used"
-    elif not mean <= LOGPROB_BOUNDS["bfloat16"]:
-        wrong = f"log-probs differ from those of bfloat16 by {mean:.2g} on average"
-    elif not losses[-1] < losses[0]:
-        wrong = f"the loss on one batch went from {losses[0]:.4g} to {losses[-1]:.4g}"
-    return Verdict(
-        wrong=wrong,
-        said=f"mean |Δ| {mean:.1e} from bfloat16, loss {losses[0]:.3f} to {losses[-1]:.3f}",
-        numbers={"logprob_error_max": largest, "logprob_error_mean": mean, "loss": losses[-1]},
     )
 
 

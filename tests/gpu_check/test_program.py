@@ -14,7 +14,7 @@ from rl.session.session_config import DeadlineConfig
 from rl.validation import validate
 from scripts.gpu_check import __main__ as program
 from scripts.gpu_check import report
-from scripts.gpu_check.checks import CHECKS, Check
+from scripts.gpu_check.checks import CHECKS, WIDTH, Check
 from scripts.gpu_check.processes import marked, run_check
 from scripts.gpu_check.runs import devices, failure_of
 from scripts.gpu_check.setting import Setting
@@ -104,7 +104,7 @@ def run(tmp_path, monkeypatch, capsys):
 def test_a_check_that_fails_does_not_end_the_others(run):
     code, lines, written = run({"push-rdma": Verdict(wrong="a digest differs")})
     assert code == 1
-    assert f"FAIL    {'push-rdma':<24}     0 s  a digest differs" in lines
+    assert f"FAIL    {'push-rdma':<{WIDTH}}     0 s  a digest differs" in lines
     assert lines[-1].startswith(f"1 FAIL, {len(CHECKS) - 1} ok, 0 skipped; mail ")
     assert [each["name"] for each in written["checks"]] == [each.name for each in CHECKS]
     assert written["checks"][0]["numbers"] == {"a": 1.0}
@@ -158,10 +158,13 @@ def test_a_run_that_is_interrupted_keeps_its_lines(run):
 
 
 def test_checks_are_chosen_by_the_beginning_of_their_names(run, capsys):
-    _, lines, _ = run({}, "--only", "speed-16k", "parity-float32")
-    assert [line.split()[1] for line in lines[1:3]] == ["parity-float32-flex", "speed-16k"]
+    _, lines, _ = run({}, "--only", "offload", "parity-float32")
+    assert [line.split()[1] for line in lines[1:3]] == ["offload", "offload-graphs"]
+    assert lines[3].split()[1] == "parity-float32-flex"
     assert program.main(["--only", "sped"]) == 2
-    assert "--only sped is no check; there are host, parity-" in capsys.readouterr().err
+    assert (
+        "--only sped is no check; there are host, engine-float32" in capsys.readouterr().err
+    )
 
 
 def test_a_host_without_a_gpu_is_told_so(monkeypatch, capsys):

@@ -38,9 +38,23 @@ FAILING: list[tuple[Verdict, str]] = [
         "log-probs differ by 2.5 after a push that moved them by 3: the graphs compute with other",
     ),
     (verdicts.of_changed_weights(0.05, [0.01]), "moved log-probs by 0.05 only, so that nothing"),
-    (verdicts.of_float8([0.0, 0.0], [2.0, 1.0]), "bit for bit: float8 is not used"),
-    (verdicts.of_float8([1.0, 0.5], [2.0, 1.0]), "from those of bfloat16 by 0.75 on average"),
-    (verdicts.of_float8([0.1], [2.0, 2.1]), "the loss on one batch went from 2 to 2.1"),
+    (
+        verdicts.of_step([0.1, 0.01], 1e-4, "float32", None, True),
+        "log-probs differ by up to 0.1 from the CPU; 0.001 is allowed",
+    ),
+    (
+        verdicts.of_step([0.1], 0.2, "bfloat16", None, True),
+        "the gradient differs by 0.2 of its norm; 0.1 is allowed",
+    ),
+    (
+        verdicts.of_step([0.0], 0.0, "float32", [0.01], True),
+        "log-probs differ by up to 0.01 from transformers in float64",
+    ),
+    (verdicts.of_step([math.nan], 0.0, "float8", None, True), "nan"),
+    (
+        verdicts.of_step([0.0], 0.0, "float32", None, False),
+        "the digests of the weights are others on the device than on the host",
+    ),
     (
         verdicts.of_run([GRPO[0], GRPO[2]], 3, "bfloat16"),
         "metrics.jsonl has the steps [1, 3]; they should be 1 to 3, once each",
@@ -62,7 +76,10 @@ PASSING: list[tuple[Verdict, str]] = [
         "GiB used: idle 0.5, generator 35.0, trainer 11.0",
     ),
     (verdicts.of_changed_weights(3.0, [0.1]), "moved log-probs by 3.0e+00"),
-    (verdicts.of_float8([0.1, 0.3], [2.0, 1.5]), "loss 2.000 to 1.500"),
+    (
+        verdicts.of_step([1e-5], 1e-6, "float32", [1e-5], True),
+        "max |Δ| 1.0e-05 from the CPU, gradient 1.0e-06",
+    ),
     (verdicts.of_run(GRPO, 3, "bfloat16"), "reward 0.1"),
 ]
 

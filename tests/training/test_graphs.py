@@ -9,7 +9,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torchtitan.models.common import attention as titan
 
-from rl.training.attention import MaskedAttention, tree_mask
+from rl.training.attention import MaskedAttention, compile_flex_attention, tree_mask
 from rl.training.micro_batches import lay_out
 from rl.training.packing import MicroBatchLimits, plan
 from rl.training.trainer_config import TrainerConfig
@@ -55,3 +55,14 @@ def test_batches_of_any_lengths_have_few_graphs(graphs, windows, wanted):
                         inner(q, k, k, attention_masks=mask, enable_gqa=True)
     assert widths == {256, 512, 768, 1024}
     assert graphs() == wanted
+
+
+@pytest.mark.parametrize("tune", [False, True])
+def test_a_field_decides_whether_kernels_of_flex_attention_are_tuned(monkeypatch, tune):
+    flex = titan.FlexAttention
+    for name in ("inductor_configs", "_compiled_flex_attn"):
+        monkeypatch.setattr(flex, name, vars(flex)[name])  # restored afterwards
+    compile_flex_attention(tune=tune)
+    options = flex._compiled_flex_attn.get_compiler_config()
+    assert options["max_autotune"] is options["coordinate_descent_tuning"] is tune
+    assert options["wrap_inductor_compiled_regions"] is True

@@ -76,7 +76,6 @@ def fake_device(run: PlannedRun, *, generates: bool = False) -> FakeCuda:
     device = FakeCuda(name, int(run.device.memory_gib * GIB), capability, run.hardware.gpus)
     pretend(device)
     tell_device("cuda", torch.cuda)
-    fake_flex.use_stand_ins()
     if generates:
         fake_vllm.believe(device.count)
     draw = model_module.titan.initializers
@@ -157,7 +156,9 @@ def _engine(run: PlannedRun, name: str, rank: int, folder: str) -> TrainingEngin
     comm = dataclasses.replace(role.trainer.comm, mode="fake_backend")
     trainer = dataclasses.replace(role.trainer, comm=comm, compile=CompileConfig())
     steps = 10 * STEPS
-    return TrainingEngine(trainer, role.model, head=role.head, seed=0, steps=steps, folder=folder)
+    engine = TrainingEngine(trainer, role.model, head=role.head, seed=0, steps=steps, folder=folder)
+    fake_flex.use_stand_ins()  # in place of what the engine compiles
+    return engine
 
 
 def _steps(

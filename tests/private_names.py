@@ -40,6 +40,10 @@ RELIES_ON["fake_flex"] = (
     "torch.distributed.tensor.experimental._context_parallel._attention:"
     "_compiled_create_block_mask",
 )
+RELIES_ON["flex_attention"] = (
+    # torchtitan compiles it at import, with options that no config has
+    "torchtitan.models.common.attention:FlexAttention._compiled_flex_attn inductor_configs",
+)
 RELIES_ON["fake_vllm"] = (
     # vLLM looks for the platform once, and each module keeps a copy of it
     "vllm.platforms:_current_platform",

@@ -32,7 +32,7 @@ def test_word_problems_are_distinct_right_and_the_same_on_every_machine(script, 
         assert row["answer"].endswith(f" #### {right}")
     messages = [row["messages"] for row in solved]
     asked = {user["content"].partition("\n")[0] for user, _ in messages}
-    assert len(asked - {*questions}) == len(messages) == 300
+    assert len(asked - {*questions}) == len(messages) == 3200
     assert all("####" in assistant["content"] for _, assistant in messages)
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.flex_attention import flex_attention
 from torchtitan.models.common.attention import FlexAttention, create_attention_mask
 from torchtitan.models.common.config_utils import get_attention_config
 from torchtitan.models.qwen3 import Qwen3Model
@@ -94,17 +93,6 @@ class DenseAttention(MaskedAttention):
             q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
         )
         return out.transpose(1, 2)
-
-
-def compile_flex_attention(*, tune: bool) -> None:
-    """Compile flex attention in this process, with the kernels that torch.compile tries out if
-    ``tune``, which torchtitan always does. No test covers CUDA.
-    """
-    tried = dict.fromkeys(("max_autotune", "coordinate_descent_tuning"), tune)
-    FlexAttention.inductor_configs = FlexAttention.inductor_configs | tried
-    FlexAttention._compiled_flex_attn = torch.compile(
-        flex_attention, options=FlexAttention.inductor_configs
-    )
 
 
 def tree_mask(positions: torch.Tensor, window: int = 0) -> Callable[..., torch.Tensor]:

@@ -13,6 +13,7 @@ from torchtitan.tools.utils import get_local_device
 
 from rl.algorithms.loss_results import PerToken, check_loss_result, learning_sequences
 from rl.algorithms.tokens import Tokens
+from rl.compat.flex_attention import compile_flex_attention
 from rl.errors import GradientNotFinite
 from rl.host.platform import device_type, trim_heap
 from rl.metrics import Metrics, Value
@@ -23,11 +24,7 @@ from rl.model.shape import ModelConfig
 from rl.model.shards import Shards
 from rl.training import gradient, sharded_model
 from rl.training.adapters import Adapters
-from rl.training.attention import (
-    attention_masks,
-    compile_flex_attention,
-    micro_batch_limits,
-)
+from rl.training.attention import attention_masks, micro_batch_limits
 from rl.training.context import SequenceShard
 from rl.training.kept_logits import kept_logits
 from rl.training.matmul import kernel_in_use

@@ -64,7 +64,7 @@ TRAINERS: dict[str, dict[str, Any]] = {
 
 
 class Step(NamedTuple):
-    """What a trainer computes for one batch."""
+    """Results of a trainer for one batch."""
 
     logprobs: torch.Tensor
     entropy: torch.Tensor
@@ -201,7 +201,8 @@ def reference(variant: str, setting: Setting) -> Step:
 
 async def parity(setting: Setting, *, variant: str) -> Verdict:
     """Compare one step of a variant with the CPU in float32."""
-    models = [word for word in variant.split("-") if word in (*MODELS, "lora")]
+    dtype, *words = variant.split("-")
+    models = [word for word in words if word in (*MODELS, "lora")]
     theirs = reference("-".join(["float32", *models]), setting)
     begin = time.perf_counter()
     ours = take_step(variant, setting.folder, large=setting.cuda)
@@ -212,9 +213,10 @@ async def parity(setting: Setting, *, variant: str) -> Verdict:
     exact = None
     if ours.exact is not None:
         exact = (ours.logprobs - ours.exact).abs()[ours.counts].tolist()
-    kind = "float8" if "float8" in variant else variant.partition("-")[0]
+    is_coarse = dtype == "bfloat16" and not {"float8", "experts", "gpt_oss"}.isdisjoint(words)
+    kind = "coarse" if is_coarse else dtype
     verdict = verdicts.of_step(gaps.tolist(), error, kind, exact, ours.same_digests)
-    if kind == "float8":
+    if "float8" in words:
         plain_step = take_step("bfloat16", setting.folder, large=setting.cuda)
         if torch.equal(ours.logprobs, plain_step.logprobs):
             wrong = "log-probs are those of bfloat16, bit for bit: float8 is not used"

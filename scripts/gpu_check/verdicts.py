@@ -9,9 +9,9 @@ Numbers = dict[str, float]
 LOGPROB_BOUNDS = {"float32": 1e-3, "bfloat16": 0.5}
 """Difference of a log-prob of trainer and generator, in nats, that rounding may cause."""
 
-STEP_BOUNDS = {"float32": (1e-3, 1e-3), "bfloat16": (0.5, 0.1), "float8": (2.0, 0.4)}
+STEP_BOUNDS = {"float32": (1e-3, 1e-3), "bfloat16": (0.5, 0.1), "coarse": (2.0, 0.4)}
 """Differences of a log-prob, in nats, and of the gradient, of its norm, that rounding may cause in
-one trainer."""
+one trainer. ``coarse`` is float8, or experts in bfloat16, where some tokens go to others."""
 
 MEAN_SHARE = 0.1
 """Share of that bound which the mean over all tokens may reach."""
@@ -72,8 +72,8 @@ def of_step(
 
     ``gaps`` are the differences of log-probs, ``gradient`` the norm of the gradient's difference
     over that of the gradient, ``exact`` the differences of log-probs from float64, and ``same``
-    says whether the device's digests of the weights are those of the host. ``kind`` is a dtype, or
-    float8.
+    says whether the device's digests of the weights are those of the host. ``kind`` is a key of
+    STEP_BOUNDS.
     """
     largest, most = max(gaps), STEP_BOUNDS[kind]
     wrong = []

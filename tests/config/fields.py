@@ -316,6 +316,8 @@ training/test_gradient.py
 training/test_hugging_face.py
   test_a_policy_from_random_weights_is_one_that_transformers_loads:
     ModelConfig experts_per_token rope_theta
+training/test_graphs.py
+  test_a_field_decides_whether_kernels_of_flex_attention_are_tuned: TrainerConfig tune_attention
 training/test_layouts.py
   test_model_parallel_ranks_share_rows_and_data_parallel_ranks_divide_them:
     ParallelismConfig data_parallel_replicate_degree data_parallel_shard_degree

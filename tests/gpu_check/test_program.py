@@ -162,9 +162,7 @@ def test_checks_are_chosen_by_the_beginning_of_their_names(run, capsys):
     assert [line.split()[1] for line in lines[1:3]] == ["offload", "offload-graphs"]
     assert lines[3].split()[1] == "parity-float32-flex"
     assert program.main(["--only", "sped"]) == 2
-    assert (
-        "--only sped is no check; there are host, engine-float32" in capsys.readouterr().err
-    )
+    assert "--only sped is no check; there are host, engine-float32" in capsys.readouterr().err
 
 
 def test_a_host_without_a_gpu_is_told_so(monkeypatch, capsys):

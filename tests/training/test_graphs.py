@@ -9,7 +9,8 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torchtitan.models.common import attention as titan
 
-from rl.training.attention import MaskedAttention, compile_flex_attention, tree_mask
+from rl.compat.flex_attention import compile_flex_attention
+from rl.training.attention import MaskedAttention, tree_mask
 from rl.training.micro_batches import lay_out
 from rl.training.packing import MicroBatchLimits, plan
 from rl.training.trainer_config import TrainerConfig
@@ -59,6 +60,7 @@ def test_batches_of_any_lengths_have_few_graphs(graphs, windows, wanted):
 
 @pytest.mark.parametrize("tune", [False, True])
 def test_a_field_decides_whether_kernels_of_flex_attention_are_tuned(monkeypatch, tune):
+    """``trainer.tune_attention``, which an engine passes on if it is on a GPU."""
     flex = titan.FlexAttention
     for name in ("inductor_configs", "_compiled_flex_attn"):
         monkeypatch.setattr(flex, name, vars(flex)[name])  # restored afterwards

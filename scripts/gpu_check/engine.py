@@ -202,6 +202,8 @@ def reference(variant: str, setting: Setting) -> Step:
 async def parity(setting: Setting, *, variant: str) -> Verdict:
     """Compare one step of a variant with the CPU in float32."""
     dtype, *words = variant.split("-")
+    if not setting.cuda and {"float8", "compiled"} <= {*words}:
+        return Verdict(skipped="needs a GPU: emulated float8 is not compiled")
     models = [word for word in words if word in (*MODELS, "lora")]
     theirs = reference("-".join(["float32", *models]), setting)
     begin = time.perf_counter()

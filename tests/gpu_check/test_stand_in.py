@@ -10,10 +10,20 @@ import pytest
 from scripts.gpu_check.checks import CHECKS
 from tests import warm
 
-NEED_A_GPU = {"parity-bfloat16-varlen", "push-cuda_ipc", "engine-push-cuda_ipc"}
+NEED_A_GPU = {
+    "parity-bfloat16-varlen",
+    "push-cuda_ipc",
+    "engine-push-cuda_ipc",
+    "engine-bfloat16-float8-compiled",
+}
 SHARDED = {"parity-fsdp4-tp4"}
 """Checks of more ranks than a small host runs within their deadlines."""
-ENGINES = {"engine-float32-qwen3", "engine-float32-lora", "engine-bfloat16-float8-compiled"}
+ENGINES = {
+    "engine-float32-qwen3",
+    "engine-float32-lora",
+    "engine-bfloat16-float8",
+    "engine-bfloat16-float8-compiled",
+}
 """Variants of the trainer that stand for the others here."""
 WITHOUT = """
 import sys

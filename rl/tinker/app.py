@@ -31,8 +31,8 @@ from rl.tinker.protocol import (
     Seconds,
     Text,
     read,
+    sample_head,
 )
-from rl.tinker.samplers import sample_head
 from rl.tinker.server import Server
 from rl.tinker.store import Accepted, Answer, Record
 from rl.tinker.wire import MEDIA_TYPE, parse_forward_backward
@@ -45,26 +45,29 @@ MAX_BODY = 64 * 2**20
 INLINE = 2**20
 """Size of a result that a client gets without being told the size first."""
 COPIES = "it holds copies of checkpoints; create a model from one of them"
-FLAGS = {
-    "parallel_fwdbwd_chunks": True,
-    "proto_compress_fwdbwd": True,
-    "fwdbwd_max_chunk_len": 1024,
-    "fwdbwd_max_chunk_bytes_count": 5_000_000,
-    "sample_use_retrieve_futures": True,
-    "sample_dispatch_bytes_semaphore_size": 16 * 1024,
-    "custom_loss_server_side": True,
-    "sample_join_sampling_session": True,
+FIXED = {
+    "client/config": {
+        "parallel_fwdbwd_chunks": True,
+        "proto_compress_fwdbwd": True,
+        "fwdbwd_max_chunk_len": 1024,
+        "fwdbwd_max_chunk_bytes_count": 5_000_000,
+        "sample_use_retrieve_futures": True,
+        "sample_dispatch_bytes_semaphore_size": 16 * 1024,
+        "custom_loss_server_side": True,
+        "sample_join_sampling_session": True,
+    },
+    "client/dynamic_config": {"refresh_interval_sec": 300, "sample_cancel_enabled": True},
+    "telemetry": {"status": "accepted"},
+    "healthz": {"status": "ok"},
 }
-"""Ways of the SDK, which the server chooses. The size of samples that are sent at once bounds the
-number of connections."""
-POSTED = """client/config client/dynamic_config telemetry create_session session_heartbeat
-    create_model get_info forward_backward create_custom_loss optim_step load_weights save_weights
-    save_weights_for_sampler save_weights_external weights_info copy_weights
-    create_sampling_session join_sampling_session asample retrieve_future retrieve_futures
-    cancel_future"""
+"""Answers that are the same for all clients, by path. The first has ways of the SDK, which the
+server chooses; the size of samples that are sent at once bounds the number of connections."""
+POSTED = """create_session session_heartbeat create_model get_info forward_backward
+    create_custom_loss optim_step load_weights save_weights save_weights_for_sampler
+    save_weights_external weights_info copy_weights create_sampling_session join_sampling_session
+    asample retrieve_future retrieve_futures cancel_future"""
 """Paths of POST, each of the handler with its name."""
 OTHERS = [
-    ("GET", "healthz", "healthz"),
     ("GET", "get_server_capabilities", "capabilities"),
     ("GET", "sessions", "sessions"),
     ("GET", "sessions/{session}", "session"),
@@ -76,7 +79,8 @@ OTHERS = [
 
 def routes_of(server: Server, key: str | None) -> list[Route]:
     """Return the routes of ``server``. With a ``key``, requests need it."""
-    posted = [("POST", path, path.replace("/", "_")) for path in POSTED.split()]
+    posted = [("POST", path, path) for path in POSTED.split()]
+    posted += [("GET" if path == "healthz" else "POST", path, "fixed") for path in FIXED]
     return [
         Route(f"/api/v1/{path}", _endpoint(server, key, getattr(owner, name)), methods=[verb])
         for owner, rows in ((_Handlers(server), [*posted, *OTHERS]), (Catalog(server), LISTED))
@@ -100,7 +104,7 @@ def _endpoint(
             if request.method != "GET":
                 server.parts.store.require_written()
             given = {}
-            if handler.__name__ not in ("forward_backward", "asample", "telemetry"):
+            if handler.__name__ not in ("forward_backward", "asample", "fixed"):
                 body, whole = request.state.body, handler.__name__ != "_in_order"
                 given = await aside(len(body), lambda: read(handler, body, whole=whole))
             answer = handler(request, **request.path_params, **given)
@@ -138,17 +142,8 @@ class _Handlers:
 
     # The server and its sessions.
 
-    def client_config(self, request: Request) -> Any:
-        return FLAGS
-
-    def client_dynamic_config(self, request: Request) -> Any:
-        return {"refresh_interval_sec": 300, "sample_cancel_enabled": True}
-
-    def healthz(self, request: Request) -> Any:
-        return {"status": "ok"}
-
-    def telemetry(self, request: Request) -> Any:
-        return {"status": "accepted"}
+    def fixed(self, request: Request) -> Any:
+        return FIXED[request.url.path.removeprefix("/api/v1/")]
 
     def capabilities(self, request: Request) -> Any:
         longest = self._server.parts.longest

@@ -30,7 +30,7 @@ LISTED = [
     ("GET", "checkpoints", "checkpoints"),
     ("DELETE", CHECKPOINT, "delete_checkpoint"),
     ("POST", f"{CHECKPOINT}/publish", "publish"),
-    ("DELETE", f"{CHECKPOINT}/publish", "unpublish"),
+    ("DELETE", f"{CHECKPOINT}/publish", "publish"),
     ("PUT", f"{CHECKPOINT}/ttl", "set_ttl"),
     ("GET", f"{CHECKPOINT}/external_weights_urls", "external_weights_urls"),
     ("GET", "files/{key}/{file:path}", "file"),
@@ -88,10 +88,7 @@ class Catalog:
         self._store.put("checkpoint", path, self._checkpoints.find(path) | fields)
 
     def publish(self, request: Request, **place: str) -> None:
-        self._change(place, public=True)
-
-    def unpublish(self, request: Request, **place: str) -> None:
-        self._change(place, public=False)
+        self._change(place, public=request.method == "POST")
 
     def set_ttl(self, request: Request, *, ttl_seconds: Seconds = None, **place: str) -> None:
         self._change(place, expires=until(ttl_seconds))

@@ -38,7 +38,8 @@ class Futures:
 
     def __init__(self) -> None:
         self._all: dict[str, Future] = {}
-        self._digests: dict[str, bytes] = {}
+        self.digests: dict[str, bytes] = {}
+        """Digests of requests, with which later requests of the same ids are compared."""
         self._done: dict[str, int] = {}  # sizes
         self._bytes = 0
 
@@ -51,20 +52,16 @@ class Futures:
         """Return a future; None if it is unknown, or was forgotten."""
         return self._all.get(id)
 
-    def remember(self, id: str, digest: bytes) -> None:
-        """Compare later requests ``id`` with one that a process before has accepted."""
-        self._digests[id] = digest
-
     def require_same(self, id: str, content: bytes) -> bytes:
         """Return the digest of the request ``id``. Raises BadRequest if the request has come with
         other content.
         """
         digest = hashlib.blake2b(content, digest_size=16).digest()
-        if self._digests.setdefault(id, digest) != digest:
+        if self.digests.setdefault(id, digest) != digest:
             problem = f"request {id} has come before with other content"
             raise BadRequest(400, f"{problem}; another client uses the same ids and numbers")
-        while len(self._digests) > MAX_DIGESTS:
-            del self._digests[next(iter(self._digests))]
+        while len(self.digests) > MAX_DIGESTS:
+            del self.digests[next(iter(self.digests))]
         return digest
 
     def open(self, id: str, **more: Any) -> Future:

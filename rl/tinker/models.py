@@ -71,8 +71,7 @@ class Models:
 
     async def load(self) -> None:
         """Read the models, and the requests that wait, from the store."""
-        for id, digest in await self._store.digests():
-            self._parts.futures.remember(id, digest)
+        self._parts.futures.digests |= await self._store.digests()
         for id in self._store.facts["model"]:
             model = self._models[id] = Model(id, await self._store.progress(id))
             if self._verbs.fact(model)["failed"].startswith(UNRESTORED):  # of an older server
@@ -253,7 +252,11 @@ class Models:
         """Have the trainer hold the adapter of a model as its requests so far have left it."""
         is_here = self._here.pop(model.id, None) is not None
         while len(self._here) >= MAX_ADAPTERS:
-            await self._send_away(next(iter(self._here.values())))
+            oldest = next(iter(self._here.values()))
+            changed = oldest.changed > self._verbs.fact(oldest)["state_seq"]
+            if changed and not self._has_finished(oldest):
+                await self._try_write_state(oldest)
+            await self._forget(oldest)
         self._here[model.id] = model
         if is_here or model.failed:
             return
@@ -278,13 +281,6 @@ class Models:
             model.failed = f"{UNRESTORED}: {error_text(error)}; a restart of the server tries again"
             self._warn(model, model.failed)
         model.is_restoring = False
-
-    async def _send_away(self, model: Model) -> None:
-        """Have the trainer forget the adapter of a model, whose state is on disk then."""
-        changed = model.changed > self._verbs.fact(model)["state_seq"]
-        if changed and not self._has_finished(model):
-            await self._try_write_state(model)
-        await self._forget(model)
 
     async def _forget(self, model: Model) -> None:
         """Have the trainer forget the adapter of a model. The next use brings it again."""

@@ -1,18 +1,62 @@
 """Parts of a server that its models and samplers share."""
 
+import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rl.config.serve import ServeConfig
 from rl.model.shape import shape_of
 from rl.observe.events import Events
+from rl.observe.rollout_files import Chunk, RolloutFolder, delete_oldest
 from rl.session.session import Session
 from rl.tinker.checkpoints import Checkpoints
 from rl.tinker.custom_losses import CustomLosses
 from rl.tinker.forward_backward import Limits
 from rl.tinker.futures import Futures
-from rl.tinker.samples import Samples
 from rl.tinker.store import Store
+from rl.types import Completion, Prompt, Rollout
+
+MOST = 64
+"""Number of samples that a step of a model has: the first ones after the step before."""
+MAX_BYTES = 2**28
+"""Disk space of the samples of a model. The oldest files make room."""
+
+
+class Samples:
+    """Samples that clients drew from models, by model. A kill loses those since the last step. ::
+
+    samples.add("sess-1:train:0", prompt_tokens, completions)
+    samples.write("sess-1:train:0", step=3)
+    """
+
+    def __init__(self, folder: Path, decode: Callable[[Sequence[int]], str]):
+        self._folder = folder
+        self._decode = decode
+        self._waiting = defaultdict[str, list[Rollout]](list)
+        self._folders: dict[str, RolloutFolder] = {}
+
+    def add(self, model: str, prompt: list[int], completions: Sequence[Completion]) -> None:
+        """Keep completions of a prompt until the next step of the model."""
+        waiting = self._waiting[model]
+        kept = completions[: MOST - len(waiting)]
+        if not kept:
+            return
+        number = len({each.prompt.prompt_id for each in waiting})
+        text = self._decode(prompt)
+        asked = Prompt(prompt_id=number, tokens=prompt, text=text, answer="")
+        for sample, each in enumerate(kept):
+            answer = self._decode(each.tokens)
+            drawn = Rollout.single_turn(asked, each, sample=sample, text=answer, reward=math.nan)
+            waiting.append(drawn)
+
+    def write(self, model: str, step: int) -> None:
+        """Write the samples since the step before as those of ``step``."""
+        if drawn := self._waiting.pop(model, None):
+            own = self._folder / model / "rollouts"
+            folder = self._folders.setdefault(model, RolloutFolder(own))
+            folder.write(step, [Chunk(rollouts=drawn, columns={})], version=step)
+            delete_oldest([folder], MAX_BYTES, keep=folder.path(step))
 
 
 class Parts:

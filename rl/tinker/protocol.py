@@ -143,6 +143,10 @@ class Client(Body):
     cloned_sampler_id: Number = 0
 
 
+def sample_head(*, sampling_session_id: Text, seq_id: Number, num_samples: Samples = 1) -> None:
+    """Have the fields of a sample without which it cannot be promised."""
+
+
 @cache
 def _kind(function: Callable[..., Any]) -> type[Body]:
     """Return the class of bodies with the keyword arguments of ``function``."""

@@ -21,13 +21,11 @@ from rl.tinker.forward_backward import batch_of, target_logprobs
 from rl.tinker.futures import Future
 from rl.tinker.parts import Parts
 from rl.tinker.protocol import (
-    Number,
     Positive,
     Prompt,
     Samples,
     SamplingParams,
     Targets,
-    Text,
     Tops,
     read,
 )
@@ -64,10 +62,6 @@ LOST = Answer(b"", "lost")
 """Answer of a sample that was given up. Its client, if it is there, asks again."""
 
 
-def sample_head(*, sampling_session_id: Text, seq_id: Number, num_samples: Samples = 1) -> None:
-    """Have the fields of a sample without which it cannot be promised."""
-
-
 class Samplers:
     """Samplers of all clients. ::
 
@@ -94,9 +88,8 @@ class Samplers:
 
     async def load(self) -> None:
         """Note the samples that a process before promised, and that no client has fetched."""
-        for name, seq in await self._store.of_verb("sample"):
-            future = self._futures.open(f"{name}:{seq}", sample_sequence_ids=[])
-            self._resolve(future, LOST)
+        for id in await self._store.samples():
+            self._resolve(self._futures.open(id, sample_sequence_ids=[]), LOST)
 
     # Samplers.
 
@@ -249,9 +242,8 @@ class Samplers:
     async def _work(self, future: Future, fact: Record, body: bytes) -> None:
         try:
             ids = future.promise["sample_sequence_ids"]
-            content = await self._sample(
-                ids, fact, **await asyncio.to_thread(read, self._sample, body)
-            )
+            given = await asyncio.to_thread(read, self._sample, body)
+            content = await self._sample(ids, fact, **given)
             answer = Answer(content, MEDIA_TYPE)
         except (UserError, ConfigError) as error:
             answer = Answer.failure(str(error), "user")
@@ -260,11 +252,12 @@ class Samplers:
             answer = LOST if is_lost else Answer.failure("the sample was cancelled", "user")
         except Exception as error:  # the server goes on
             answer = Answer.failure(error_text(error), "server")
-        session = _session_of(future.promise["request_id"])
-        self._working[session].discard(future)
-        if not self._working[session]:
-            del self._working[session]
-            self.hear(_client_of(future.promise["request_id"]))
+        id = future.promise["request_id"]
+        working = self._working[_session_of(id)]
+        working.discard(future)
+        if not working:
+            del self._working[_session_of(id)]
+            self.hear(_client_of(id))
         self._resolve(future, answer)
 
     def _resolve(self, future: Future, answer: Answer) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +43,10 @@ class Server:
         self.parts.store.make_room = self.make_room
         self._began = time.monotonic()
         self._drops: dict[str, Callable[[str], object]] = {
-            "session": self._drop_session,
+            "session": partial(self._drop, "session"),
             "model": self.models.drop,
             "sampler": self.samplers.drop,
-            "loss": self._drop_loss,
+            "loss": partial(self._drop, "loss"),
         }
 
     async def run(self) -> None:
@@ -100,13 +101,10 @@ class Server:
         for id in over[: len(over) // 10 + 1]:
             self._drops[kind](id)
 
-    def _drop_session(self, id: str) -> None:
-        self.parts.store.drop("session", id)
-        self.parts.heard.pop(id, None)
-
-    def _drop_loss(self, id: str) -> None:
-        self.parts.store.drop("loss", id)
+    def _drop(self, kind: str, id: str) -> None:
+        self.parts.store.drop(kind, id)
         self.parts.store.forget(id)
+        self.parts.heard.pop(id, None)
 
     async def _expire(self) -> None:
         while True:

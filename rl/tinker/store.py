@@ -232,9 +232,10 @@ class Store:
         sql = "SELECT owner || ':' || seq, digest FROM requests WHERE digest NOT NULL"
         return await self._select(sql)
 
-    async def of_verb(self, verb: str) -> list[tuple[str, int]]:
-        """Return owner and number of all requests of a verb."""
-        return await self._select("SELECT owner, seq FROM requests WHERE verb = ?", verb)
+    async def samples(self) -> list[str]:
+        """Return the ids of all requests for samples."""
+        sql = "SELECT owner || ':' || seq FROM requests WHERE verb = 'sample'"
+        return [id for (id,) in await self._select(sql)]
 
     async def _select(self, sql: str, *values: Any) -> list[Any]:
         await self.settled()

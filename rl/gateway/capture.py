@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rl.dialects.dialect import AssistantTurn, ConversationError, Dialect, joined_text
@@ -32,6 +32,7 @@ class _Turn:
     end: int
 
 
+@dataclass(eq=False)
 class Capture:
     """Answers of a session, and the prompts that continue them. ::
 
@@ -50,20 +51,19 @@ class Capture:
     names of their own, since clients take equal ids for the same call.
     """
 
-    def __init__(self, dialect: Dialect, name: str = ""):
-        self._dialect = dialect
-        self._name = name
-        self._turns: dict[bytes, _Turn] = {}
-        self._texts: dict[str, _Turn] = {}
-        self.log = SequenceLog()
-        self.turns = 0
-        """Number of answers."""
-        self.tokens = 0
-        """Number of tokens of all prompts and answers."""
-        self.malformed = 0
-        """Number of tool calls that could not be read."""
-        self.rewritten = 0
-        """Number of requests after the first answer that continue none."""
+    dialect: Dialect
+    name: str = ""
+    log: SequenceLog = field(default_factory=SequenceLog, init=False)
+    turns: int = field(default=0, init=False)
+    """Number of answers."""
+    tokens: int = field(default=0, init=False)
+    """Number of tokens of all prompts and answers."""
+    malformed: int = field(default=0, init=False)
+    """Number of tool calls that could not be read."""
+    rewritten: int = field(default=0, init=False)
+    """Number of requests after the first answer that continue none."""
+    _turns: dict[bytes, _Turn] = field(default_factory=dict, init=False)
+    _texts: dict[str, _Turn] = field(default_factory=dict, init=False)
 
     def open(
         self,
@@ -82,14 +82,14 @@ class Capture:
             keys.append(_hash(keys[-1], key_of(message)))
         tokens = self._continued(own, keys, enable_thinking)
         if tokens is None:
-            rendered = self._dialect.render(
+            rendered = self.dialect.render(
                 own, tools or None, add_generation_prompt=True, enable_thinking=enable_thinking
             )
             self.rewritten += bool(self.turns)
             tokens = rendered.tokens.tolist()
         if forced is None:
             return Opened(tokens, keys[-1])
-        begin = self._dialect.call_begin(*forced, enable_thinking=enable_thinking)
+        begin = self.dialect.call_begin(*forced, enable_thinking=enable_thinking)
         return Opened([*tokens, *begin], keys[-1], len(begin))
 
     def _continued(
@@ -105,7 +105,7 @@ class Capture:
                 prompt = turn.sequence.tokens[: turn.begin]
                 answer = turn.sequence.tokens[turn.begin : turn.end]
                 with suppress(ConversationError):  # then the whole conversation is rendered
-                    more = self._dialect.continuation(
+                    more = self.dialect.continuation(
                         prompt, answer, messages[known:], enable_thinking=enable_thinking
                     )
                     return [*prompt, *answer, *more]
@@ -124,7 +124,7 @@ class Capture:
         content, reasoning = before(whole.content, stops), before(whole.reasoning, stops)
         turn = replace(whole, content=content, reasoning=reasoning)
         self.malformed += sum(bool(call.error) for call in turn.tool_calls)
-        message = _message(turn, f"call_{self._name}{self.turns}")
+        message = _message(turn, f"call_{self.name}{self.turns}")
         noted = self.add(opened.tokens, completion)
         noted = replace(noted, begin=noted.begin - opened.begun)
         if turn == whole:
@@ -134,11 +134,11 @@ class Capture:
     def parse(self, opened: Opened, answer: Sequence[int]) -> AssistantTurn:
         """Return the parts of an answer, of which ``opened`` may have the begin."""
         place = len(opened.tokens) - opened.begun
-        return self._dialect.parse(opened.tokens[:place], [*opened.tokens[place:], *answer])
+        return self.dialect.parse(opened.tokens[:place], [*opened.tokens[place:], *answer])
 
     def open_text(self, text: str) -> list[int]:
         """Return the prompt for a completion of ``text``; the control tokens in it count."""
-        encode = self._dialect.tokenizer.encode
+        encode = self.dialect.tokenizer.encode
         known = max(filter(text.startswith, [*self._texts]), key=len, default=None)
         if known is None:
             self.rewritten += bool(self.turns)
@@ -162,8 +162,8 @@ class Capture:
     def decode(self, completion: Completion) -> str:
         """Return the text of a completion without its stop token."""
         tokens = completion.tokens
-        ends = bool(tokens) and tokens[-1] in self._dialect.stop_token_ids
-        return self._dialect.tokenizer.decode(tokens[:-1] if ends else tokens)
+        ends = bool(tokens) and tokens[-1] in self.dialect.stop_token_ids
+        return self.dialect.tokenizer.decode(tokens[:-1] if ends else tokens)
 
     def add(self, prompt: Sequence[int], completion: Completion) -> _Turn:
         """Note an answer in tokens."""

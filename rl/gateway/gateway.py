@@ -6,7 +6,7 @@ import itertools
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 from rl.dialects.dialect import ConversationError, Dialect, joined_text
@@ -79,6 +79,7 @@ class Reply:
     """Whether the choices are sampled on if the client goes."""
 
 
+@dataclass(eq=False)
 class Gateway:
     """Endpoints of the API over a function that samples. ::
 
@@ -93,27 +94,19 @@ class Gateway:
     their client has gone.
     """
 
-    def __init__(
-        self,
-        sample: Sample,
-        dialect: Dialect,
-        *,
-        sampling: Sampling,
-        longest: int,
-        vocab_size: int,
-        model: str | None = None,
-        enable_thinking: bool = True,
-        limits: Limits | None = None,
-    ):
-        self.model = model
-        self.longest = longest
-        self.limits = limits or Limits()
-        self._sample = sample
-        self._dialect = dialect
-        self._sampling = replace(sampling, stop_token_ids=dialect.stop_token_ids)
-        self._vocab_size = vocab_size
-        self._most_text = longest * max(map(len, dialect.tokenizer.get_vocab()))
-        self._enable_thinking = enable_thinking
+    sample: Sample
+    dialect: Dialect
+    _: KW_ONLY
+    sampling: Sampling
+    longest: int
+    vocab_size: int
+    model: str | None = None
+    enable_thinking: bool = True
+    limits: Limits = field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        self.sampling = replace(self.sampling, stop_token_ids=self.dialect.stop_token_ids)
+        self._most_text = self.longest * max(map(len, self.dialect.tokenizer.get_vocab()))
         self._sessions: dict[str, _Session] = {}
         self._waiting = 0
         self.is_stopping = False
@@ -130,7 +123,7 @@ class Gateway:
             message = f"{len(self._sessions)} sessions are open; delete those that have ended"
             raise ApiError(429, message, code="too_many_sessions")
         name = name or secrets.token_hex(12)
-        self._sessions[name] = _Session(name, Capture(self._dialect))
+        self._sessions[name] = _Session(name, Capture(self.dialect))
         return name
 
     def capture(self, name: str) -> Capture:
@@ -221,7 +214,7 @@ class Gateway:
 
     def _session(self, name: str) -> _Session:
         if not name:
-            return _Session(name, Capture(self._dialect, f"{secrets.token_hex(6)}_"))
+            return _Session(name, Capture(self.dialect, f"{secrets.token_hex(6)}_"))
         self._forget_idle()
         if name not in self._sessions:
             idle = f"deleted, or had no request for {self.limits.session_s:g} s"
@@ -250,7 +243,7 @@ class Gateway:
         self._require_short(*(str(joined_text(each.get("content"))) for each in users))
         options = request.chat_template_kwargs
         given = options.enable_thinking if options else None
-        thinks = self._enable_thinking if given is None else given
+        thinks = self.enable_thinking if given is None else given
         tools = request.tools if request.tool_choice != "none" else None
         forced = request.forced_tool()
         try:
@@ -276,7 +269,7 @@ class Gateway:
         return Form(
             name=f"{ID_OF.get(type(request), 'gen')}-{next(self._names)}",
             model=request.model or self.model or "policy",
-            dialect=self._dialect,
+            dialect=self.dialect,
             logprobs=logprobs,
             token_ids=asked and bool(getattr(request, "return_token_ids", False)),
             usage=options is not None and bool(options.include_usage),
@@ -291,7 +284,7 @@ class Gateway:
         tokens = capture.open_text(prompt) if isinstance(prompt, str) else prompt
         lead = ""
         if isinstance(request, CompletionRequest) and request.echo:
-            lead = prompt if isinstance(prompt, str) else self._dialect.tokenizer.decode(prompt)
+            lead = prompt if isinstance(prompt, str) else self.dialect.tokenizer.decode(prompt)
 
         def choose(completion: Completion) -> Choice:
             if isinstance(prompt, str):
@@ -316,15 +309,15 @@ class Gateway:
     ) -> Work:
         """Return the answers to sample after the prompt ``tokens``. Raises ApiError."""
         left = self.longest - len(tokens)
-        if not tokens or not all(0 <= token < self._vocab_size for token in tokens):
-            message = f"the prompt must have tokens, each below {self._vocab_size}"
+        if not tokens or not all(0 <= token < self.vocab_size for token in tokens):
+            message = f"the prompt must have tokens, each below {self.vocab_size}"
             raise ApiError(400, message, code="invalid_value", param="prompt")
         if left < 1:
             raise context_exceeded(f"{len(tokens)} tokens", self.longest)
         if session.capture.tokens >= self.limits.session_tokens:
             message = f"the session has {session.capture.tokens} tokens; open another one"
             raise ApiError(429, message, code="session_full")
-        default = self._sampling
+        default = self.sampling
         if 0 < (request.temperature or 0) < MIN_TEMPERATURE:
             message = f"temperature must be 0 or at least {MIN_TEMPERATURE}"
             raise ApiError(400, message, code="invalid_value", param="temperature")
@@ -359,20 +352,17 @@ class Gateway:
             if known and not (known.done() and (known.cancelled() or known.exception())):
                 return known
             work = await aside(len(body), prepare)
-            return self._begin(session, digest, work)
-
-    def _begin(self, session: _Session, digest: bytes, work: Work) -> asyncio.Future[list[Choice]]:
-        if self._waiting + len(work) > self.limits.waiting:
-            message = f"{self._waiting} answers are being sampled; try again later"
-            raise ApiError(429, message, code="too_many_requests")
-        self._waiting += len(work)
-        future = asyncio.ensure_future(self._choices(session, work))
-        self._work.add(future)
-        future.add_done_callback(self._done)
-        session.answers[digest] = future
-        while len(session.answers) > REMEMBERED:
-            del session.answers[next(iter(session.answers))]
-        return future
+            if self._waiting + len(work) > self.limits.waiting:
+                message = f"{self._waiting} answers are being sampled; try again later"
+                raise ApiError(429, message, code="too_many_requests")
+            self._waiting += len(work)
+            future = asyncio.ensure_future(self._choices(session, work))
+            self._work.add(future)
+            future.add_done_callback(self._done)
+            session.answers[digest] = future
+            while len(session.answers) > REMEMBERED:
+                del session.answers[next(iter(session.answers))]
+            return future
 
     def _done(self, future: asyncio.Future[list[Choice]]) -> None:
         self._work.discard(future)
@@ -381,7 +371,7 @@ class Gateway:
 
     async def _choices(self, session: _Session, work: Work) -> list[Choice]:
         try:
-            completions = await asyncio.gather(*(self._sample(ask) for ask, _ in work))
+            completions = await asyncio.gather(*(self.sample(ask) for ask, _ in work))
         finally:
             self._waiting -= len(work)
         pairs = [*zip(work, completions, strict=True)]

@@ -49,11 +49,7 @@ def make_app(gateway: Gateway | None, key: str | None, more: Sequence[BaseRoute]
     """
     return Starlette(
         routes=[Route("/health", _health), *more, *(_routes(gateway, key) if gateway else ())],
-        exception_handlers={
-            ApiError: _refused,
-            HTTPException: _unknown_route,
-            Exception: _unexpected,
-        },
+        exception_handlers=dict.fromkeys((ApiError, HTTPException, Exception), _refused),
     )
 
 
@@ -290,16 +286,10 @@ def _records_of(sequence: Tokens) -> dict[str, Any]:
 
 
 async def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError), "the only kind of this handler"
+    if isinstance(error, HTTPException):  # of a route that does not exist
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        error = ApiError(error.status_code, message, code="unknown_url")
+    elif not isinstance(error, ApiError):
+        message = f"{request.url.path} failed: {error_text(error)}"
+        error = ApiError(500, message, code="internal_error")
     return JSONResponse(error.body, error.status)
-
-
-async def _unknown_route(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException), "the only kind of this handler"
-    message = f"{request.method} {request.url.path}: {error.detail}"
-    return await _refused(request, ApiError(error.status_code, message, code="unknown_url"))
-
-
-async def _unexpected(request: Request, error: Exception) -> Response:
-    message = f"{request.url.path} failed: {error_text(error)}"
-    return await _refused(request, ApiError(500, message, code="internal_error"))

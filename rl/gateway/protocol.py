@@ -183,10 +183,12 @@ class ChatRequest(Asked):
             raise ApiError(400, message, code="invalid_value", param="top_logprobs")
         return self.top_logprobs or 0
 
-    @property
-    def tool_names(self) -> list[str]:
-        """Names of the tools. Raises ApiError if a tool is no function with a name."""
-        names = []
+    def forced_tool(self) -> tuple[str | None] | None:
+        """Return the name of the tool that an answer has to call, None in it for any of them; None
+        if it need not call any. Raises ApiError if there is no such tool, or if a tool is no
+        function with a name.
+        """
+        given = []
         for index, tool in enumerate(self.tools or []):
             function = tool.get("function")
             name = function.get("name") if isinstance(function, dict) else None
@@ -195,15 +197,8 @@ class ChatRequest(Asked):
                 form = '{"type": "function", "function": {"name": …}}'
                 message = f"{param} is {shown(tool)}; only functions are tools: write {form}"
                 raise ApiError(400, message, code="invalid_value", param=param)
-            names.append(name)
-        return names
-
-    def forced_tool(self) -> tuple[str | None] | None:
-        """Return the name of the tool that an answer has to call, None in it for any of them; None
-        if it need not call any. Raises ApiError if there is no such tool.
-        """
+            given.append(name)
         choice = self.tool_choice
-        given = self.tool_names
         if choice in (None, "auto", "none"):
             return None
         name = choice.function.name if isinstance(choice, ToolChoice) else None

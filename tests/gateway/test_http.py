@@ -380,7 +380,7 @@ async def test_a_large_request_holds_up_no_other(monkeypatch):
     """
     encoding, may_go = threading.Event(), threading.Event()
     gateway = make_gateway(Policy(["plain"]))
-    render = gateway._dialect.render
+    render = gateway.dialect.render
 
     def slow(messages, *args, **options):
         if len(messages[0]["content"]) > protocol.LARGE:
@@ -388,8 +388,8 @@ async def test_a_large_request_holds_up_no_other(monkeypatch):
             assert may_go.wait(60)
         return render(messages, *args, **options)
 
-    monkeypatch.setattr(gateway._dialect, "render", slow)
-    longest = max(map(len, gateway._dialect.tokenizer.get_vocab()))
+    monkeypatch.setattr(gateway.dialect, "render", slow)
+    longest = max(map(len, gateway.dialect.tokenizer.get_vocab()))
     most = longest * LONGEST
     async with serving(gateway) as url, httpx.AsyncClient(timeout=60) as http:
         name = gateway.open_session()

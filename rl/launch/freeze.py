@@ -59,6 +59,13 @@ class Launch:
             with failing_loudly(path):
                 path.write_text(text, encoding="utf-8")
 
+    def show(self, *, end: str, follow: str = "") -> None:
+        """Print the run's folder and the commands that follow and end the run."""
+        print(f"run folder: {self.folder}")
+        if follow:
+            print(f"follow it:  {follow}")
+        print(f"end it:     {end}")
+
 
 def environment() -> dict[str, object]:
     """Return the versions of code and packages, and the names of the environment's variables.

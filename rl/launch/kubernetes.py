@@ -37,10 +37,13 @@ def manifests(launch: Launch) -> str:
     return as_json({"apiVersion": "v1", "kind": "List", "items": items})
 
 
-def submit(launch: Launch) -> None:
+def start(launch: Launch, wait: bool) -> int:
     """Apply the manifests by kubectl. Raises RunError with its message. No test covers this."""
     remedy = "install it, or --dry-run and apply the manifests elsewhere"
-    run_command("kubectl", "apply", "-f", str(launch.files / "manifests.json"), remedy=remedy)
+    path = launch.files / "manifests.json"
+    run_command("kubectl", "apply", "-f", str(path), remedy=remedy)
+    launch.show(end=f"kubectl delete -f {path}")
+    return 0
 
 
 def _mesh(launch: Launch) -> Manifest:

@@ -68,10 +68,16 @@ def options(launch: Launch) -> list[str]:
     return [*given, *exclusive, "--requeue", "--open-mode=append", "--export=ALL", *slurm.extra]
 
 
-def submit(launch: Launch) -> str:
-    """Submit the job and return its number. Raises RunError with the message of sbatch."""
-    (launch.folder / "logs").mkdir(exist_ok=True)
-    return _slurm("sbatch", "--parsable", str(launch.files / "job.sh")).partition(";")[0]
+def start(launch: Launch, wait: bool) -> int:
+    """Submit the job, and :func:`follow` it if ``wait``. Raises RunError with the message of
+    sbatch.
+    """
+    logs = launch.folder / "logs"
+    logs.mkdir(exist_ok=True)
+    job = _slurm("sbatch", "--parsable", str(launch.files / "job.sh")).partition(";")[0]
+    print(f"job:        {job}")
+    launch.show(end=f"scancel {job}", follow=f"tail -F {logs / f'slurm-{job}.log'}")
+    return follow(launch, job) if wait else 0
 
 
 def follow(launch: Launch, job: str) -> int:

@@ -44,34 +44,13 @@ def _local(launch: Launch, wait: bool) -> int:
             "stderr": subprocess.STDOUT,
         }
         process = subprocess.Popen(job, **files, start_new_session=True)
-    _show(launch, f"kill {process.pid}  (it saves first)", f"tail -f {log}")
+    launch.show(end=f"kill {process.pid}  (it saves first)", follow=f"tail -f {log}")
     return 0
-
-
-def _slurm(launch: Launch, wait: bool) -> int:
-    job = slurm.submit(launch)
-    print(f"job:        {job}")
-    _show(launch, f"scancel {job}", f"tail -F {launch.folder / 'logs' / f'slurm-{job}.log'}")
-    return slurm.follow(launch, job) if wait else 0
-
-
-def _kubernetes(launch: Launch, wait: bool) -> int:
-    kubernetes.submit(launch)
-    _show(launch, f"kubectl delete -f {launch.files / 'manifests.json'}")
-    return 0
-
-
-def _show(launch: Launch, end: str, follow: str = "") -> None:
-    """Print the run's folder and the commands that follow and end it."""
-    print(f"run folder: {launch.folder}")
-    if follow:
-        print(f"follow it:  {follow}")
-    print(f"end it:     {end}")
 
 
 TARGETS = {
     "local": ("job.sh", _local_script, _local),
-    "slurm": ("job.sh", slurm.script, _slurm),
-    "kubernetes": ("manifests.json", kubernetes.manifests, _kubernetes),
+    "slurm": ("job.sh", slurm.script, slurm.start),
+    "kubernetes": ("manifests.json", kubernetes.manifests, kubernetes.start),
 }
 """File to write, function of its text, and function that starts the run, by place."""

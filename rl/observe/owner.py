@@ -213,8 +213,12 @@ def claim(name: str, output_dir: str, *, resume: bool, wait_s: float = 0.0) -> F
     """
     while True:
         folder = run_folder(name, output_dir, resume=resume)
-        if not output_dir and not _make(folder):
-            continue  # another run has just taken the name
+        if not output_dir:
+            with failing_loudly(folder):
+                try:
+                    folder.mkdir(parents=True)
+                except FileExistsError:  # another run has just taken the name
+                    continue
         try:
             owner = FolderOwner(folder, wait_s=wait_s)
         except FolderInUse as error:
@@ -242,15 +246,6 @@ def read_owner(folder: Path) -> tuple[str, bool, bool]:
     renewed = time.time() - path.stat().st_mtime < LEASE_S
     alive = renewed and (elsewhere or Path(f"/proc/{owner.get('pid')}").exists())
     return _name(owner), elsewhere, alive
-
-
-def _make(folder: Path) -> bool:
-    with failing_loudly(folder):
-        try:
-            folder.mkdir(parents=True)
-        except FileExistsError:
-            return False
-    return True
 
 
 def _lock(descriptor: int, *, wait: bool = False) -> bool | None:

@@ -32,19 +32,17 @@ class Curves:
         """Read the new rows."""
         for line, _ in self._lines.new(self._forget):
             row = row_of(line)
-            if row is not None and isinstance(step := row.get("step"), int):
-                self._add(step, row)
-
-    def _add(self, step: int, row: dict[str, Any]) -> None:
-        self.last = row
-        self.count += 1
-        for name, value in row.items():
-            if isinstance(value, int | float):
-                if name not in self.values:
-                    self.steps[name] = array("q")
-                    self.values[name] = array("d")
-                self.steps[name].append(step)
-                self.values[name].append(float(value))
+            if row is None or not isinstance(step := row.get("step"), int):
+                continue
+            self.last = row
+            self.count += 1
+            for name, value in row.items():
+                if isinstance(value, int | float):
+                    if name not in self.values:
+                        self.steps[name] = array("q")
+                        self.values[name] = array("d")
+                    self.steps[name].append(step)
+                    self.values[name].append(float(value))
 
     def thinned(self, name: str, points: int) -> list[list[float]]:
         """Return steps and values with at most ``points`` points: of equal parts of the curve the
@@ -100,8 +98,7 @@ class EventLog:
             self.time = row["time"]
             self.begin = self.begin or self.time
         if kind == "started":
-            given = row.get("step")
-            step = given if isinstance(given, int) else 0
+            step = row["step"] if isinstance(row.get("step"), int) else 0
             self.starts.append(row)
             self._ends = {each: end for each, end in self._ends.items() if each <= step}
             self._ends[step] = offset

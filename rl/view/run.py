@@ -150,10 +150,15 @@ class Run:
             {"name": str(path.relative_to(folder)), "text": tail_of(path, TAIL)}
             for path in paths[:LOGS]
         ]
+        path = self.folder / "ledger.jsonl"
+        size = path.stat().st_size if path.exists() else 0
+        rows = [*rows_between(path, max(0, size - 200_000), size)][-20:]
+        for row in rows:  # without their prompt_ids
+            row |= {name: len(each) for name, each in row.items() if isinstance(each, list)}
         return {
             "failure": read_json(self.folder / "failure.json"),
             "events": events,
-            "ledger": self._ledger(),
+            "ledger": rows,
             "logs": logs,
             "summary": read_json(self.folder / "summary.json"),
         }
@@ -167,17 +172,6 @@ class Run:
             "command": _text(content, "command"),
             "fields": dict(_flat("", inner if isinstance(inner, dict) else {})),
         }
-
-    def _ledger(self) -> list[dict[str, Any]]:
-        """Return the newest rows of the ledger, without their prompt_ids."""
-        path = self.folder / "ledger.jsonl"
-        size = path.stat().st_size if path.exists() else 0
-        rows = [*rows_between(path, max(0, size - 200_000), size)][-20:]
-        for row in rows:
-            for name, value in row.items():
-                if isinstance(value, list):
-                    row[name] = len(value)
-        return rows
 
     def _status(self, last: float) -> tuple[str, str]:
         failure = read_json(self.folder / "failure.json")

@@ -287,7 +287,7 @@ class ActorFailure(RunError):
 class RankLost(ActorFailure):
     """Death or silence of a rank. Its mesh has to be started again.
 
-    :class:`rl.session.recovery.Recovery` decides which losses a session survives:
+    :class:`rl.session.pool.Recovery` decides which losses a session survives:
 
     - a model: :meth:`rl.session.session.Session.recover` goes back to the newest checkpoint;
     - a generator: :class:`rl.session.pool.GeneratorPool` starts it again, and the router asks

@@ -158,7 +158,12 @@ def _on_examples(run: "SavedRun") -> dict[str, float]:
         bool(trainer.dataset_eval),
         "no examples are held out; add --task.held_out_path FILE",
     )
-    return run_session(session_config, trainer.task, trainer.scores_in)
+
+    async def evaluate(session: "Session") -> dict[str, float]:
+        trainer.run.attach(session)
+        return await trainer.scores()
+
+    return run_session(session_config, trainer.task, evaluate)
 
 
 if __name__ == "__main__":

@@ -109,6 +109,7 @@ class Ranks:
         return await self.group._answers(self, endpoint.name, rows, kwargs)
 
 
+@dataclass(eq=False)
 class ActorGroup:
     """Ranks of one role, from ``spawn`` to ``stop``. Every call ends, with results or an
     ActorFailure.
@@ -123,25 +124,18 @@ class ActorGroup:
         await group.stop()      # a group of the same name can be spawned after it
     """
 
-    def __init__(
-        self,
-        name: str,
-        place: Place,
-        hosts: Hosts,
-        *,
-        heartbeat: float = 0.0,
-        worked: Callable[[int, Span], None] = lambda rank, work: None,
-    ):
-        """``worked`` is called with a rank and work of its own, when an answer reports it."""
-        self.name = name
-        self._worked = worked
+    name: str
+    place: Place
+    hosts: Hosts
+    heartbeat: float = 0.0
+    worked: Callable[[int, Span], None] = lambda rank, work: None
+    """Called with a rank and work of its own, when an answer reports it."""
+
+    def __post_init__(self) -> None:
         self.port = 0
-        self._place = place
         # Unique, since Monarch may report a death after the next group of this name has started.
-        self._mesh = f"{name}-{next(_incarnations)}"
-        self._hosts = hosts
-        self._heartbeat = heartbeat
-        self._memory = [0] * place.ranks  # resident bytes
+        self._mesh = f"{self.name}-{next(_incarnations)}"
+        self._memory = [0] * self.place.ranks  # resident bytes
         self._oom_kills = oom_kills()
         self._procs: ProcMesh | None = None
         self._actor: Any = None
@@ -149,7 +143,7 @@ class ActorGroup:
         self._elsewhere: list[int] = []
         self._background: list[asyncio.Task[None]] = []
         self._ones = dict[tuple[bool, int], Any]()
-        self._doing: dict[int, list[str]] = {rank: [] for rank in range(place.ranks)}
+        self._doing: dict[int, list[str]] = {rank: [] for rank in range(self.place.ranks)}
 
     @cached_property
     def _over(self) -> asyncio.Future[ActorFailure]:
@@ -170,8 +164,8 @@ class ActorGroup:
 
         ``meet``: whether the processes can open process groups of torch.distributed.
         """
-        self._hosts.report_deaths(self._mesh, self._died)
-        self._procs = self._hosts.spawn(self.name, self._place, env=env or {})
+        self.hosts.report_deaths(self._mesh, self._died)
+        self._procs = self.hosts.spawn(self.name, self.place, env=env or {})
         self._pulse = self._procs.spawn(self._mesh, Heartbeat)
         answers = await self._beside(deadline).call(Heartbeat.heartbeat)
         for rank, (domain, pid, _) in enumerate(answers):
@@ -188,12 +182,12 @@ class ActorGroup:
 
     def on(self, rank: int | None = None, *, timeout_s: float) -> Ranks:
         """Return every rank, or one, to be called."""
-        ranks = range(self._place.ranks) if rank is None else [rank]
+        ranks = range(self.place.ranks) if rank is None else [rank]
         return Ranks(self, self._actor, ranks, timeout_s)
 
     def _beside(self, timeout_s: float, ranks: Sequence[int] = ()) -> Ranks:
         """Return the actors beside every rank, or some, to be called."""
-        return Ranks(self, self._pulse, ranks or range(self._place.ranks), timeout_s)
+        return Ranks(self, self._pulse, ranks or range(self.place.ranks), timeout_s)
 
     def watch(self, endpoint: Endpoint[[], None]) -> None:
         """Call ``endpoint``, which returns when the rank closes. An exception fails the group."""
@@ -211,7 +205,7 @@ class ActorGroup:
 
         Raises the group's failure. A rank that does not answer within ``within_s`` fails the group.
         """
-        deadline = within_s or max(CHECK_ALIVE_S, self._heartbeat)
+        deadline = within_s or max(CHECK_ALIVE_S, self.heartbeat)
         answers = await self._beside(deadline).call(Heartbeat.heartbeat)
         self._memory = [resident for *_, resident in answers]
 
@@ -227,7 +221,7 @@ class ActorGroup:
 
     async def stop(self) -> None:
         """End the processes, whatever they are doing, and fail pending calls. Raises nothing."""
-        self._hosts.ignore_deaths(self._mesh)
+        self.hosts.ignore_deaths(self._mesh)
         if not self._over.done():
             self._over.set_result(self._failure([0], STOPPED, "died", "it was stopped"))
         for task in self._background:
@@ -254,7 +248,7 @@ class ActorGroup:
                 f"; the kernel of this host has ended a process for lack of memory, and this one "
                 f"had {self._memory[rank] / 2**30:.1f} GiB at its last sign of life"
             )
-        log = _tail(self._hosts.logs / f"{self.name}-{rank}.log")
+        log = _tail(self.hosts.logs / f"{self.name}-{rank}.log")
         self._fail(self._failure([rank], during, "died", f"{what}\n{log}"))
 
     def _fail(self, failure: ActorFailure) -> None:
@@ -266,7 +260,7 @@ class ActorGroup:
     ) -> ActorFailure:
         first, *others = sorted(ranks)
         named = f"ranks {', '.join(map(str, [first, *others]))}" if others else f"rank {first}"
-        node = self._hosts.name_of(self._place, first)
+        node = self.hosts.name_of(self.place, first)
         where = f" on {node}" if node else ""
         failure = ActorFailure if kind == "raised" else RankLost
         message = f"{self.name} {named}{where}, {call}: {what}"
@@ -275,8 +269,8 @@ class ActorGroup:
     async def _beat(self) -> None:
         with contextlib.suppress(ActorFailure):  # ``failed`` and every call report it
             while True:
-                await asyncio.sleep(min(self._heartbeat / 3 or math.inf, LONGEST_PULSE_S))
-                await self.check_alive(self._heartbeat or math.inf)
+                await asyncio.sleep(min(self.heartbeat / 3 or math.inf, LONGEST_PULSE_S))
+                await self.check_alive(self.heartbeat or math.inf)
 
     async def _answers(
         self, to: Ranks, endpoint: str, rows: Mapping[int, Sequence[Any]], kwargs: Mapping[str, Any]
@@ -314,7 +308,7 @@ class ActorGroup:
                     self._fail(self._failure(silent, endpoint, "silent", what))
                 answers = [task.result() for task in tasks.values() if task in done]
                 raised = [answer for answer in answers if isinstance(answer, ActorFailure)]
-                if raised and self._place.ranks > 1 and to.actor is not self._pulse:
+                if raised and self.place.ranks > 1 and to.actor is not self._pulse:
                     with contextlib.suppress(ActorFailure):  # it is the group's failure
                         await self.check_alive()
                 if self._over.done():
@@ -341,7 +335,7 @@ class ActorGroup:
         """Return the mesh of one rank of ``actor``, which is expensive to make."""
         key = (actor is self._pulse, rank)
         if key not in self._ones:
-            self._ones[key] = actor.slice(**self._hosts.coordinates(self._place, rank))
+            self._ones[key] = actor.slice(**self.hosts.coordinates(self.place, rank))
         return self._ones[key]
 
     async def _ask(self, to: Ranks, endpoint: str, rank: int, *args: Any, **kwargs: Any) -> Any:
@@ -360,7 +354,7 @@ class ActorGroup:
         if not isinstance(answer, Timed):
             return answer
         for work in answer.work:
-            self._worked(rank, work)
+            self.worked(rank, work)
         return answer.answer
 
 

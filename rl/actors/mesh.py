@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from monarch.actor import Actor
 
@@ -17,17 +17,9 @@ from rl.host.platform import has_rdma, memory_domain, peak_memory
 from rl.model.shards import Layout, Shard, layout_of
 from rl.observe.spans import Stopwatch
 from rl.types import Place
+from rl.types.deadlines import DeadlineConfig
 
 RECORDED_RANKS = 64  # the first ranks of a mesh, whose work is recorded: events grow with the ranks
-
-
-class Deadlines(Protocol):
-    """Maximum waiting times, in seconds."""
-
-    start: float
-    call: float
-    heartbeat: float
-    reward: float
 
 
 class Rank(Actor):
@@ -71,7 +63,7 @@ class Mesh:
     name: str
     place: Place
     hosts: Hosts
-    deadlines: Deadlines
+    deadlines: DeadlineConfig
     watch: Stopwatch | None = field(default=None, init=False)
     """Stopwatch that gets the work of the first RECORDED_RANKS ranks, as that of process
     ``NAME[RANK]``."""

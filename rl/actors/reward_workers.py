@@ -12,7 +12,6 @@ from rl.actors.endpoint import Endpoint, P
 from rl.actors.fork_server import GUARDED
 from rl.actors.group import ActorGroup
 from rl.actors.hosts import Hosts
-from rl.actors.mesh import Deadlines
 from rl.actors.reward_worker import MESSAGE_S, RewardWorker, local_rewards
 from rl.environments.protocol import EnvironmentTask
 from rl.environments.task import Task
@@ -22,6 +21,7 @@ from rl.model.shape import ModelConfig
 from rl.observe.events import Events
 from rl.rollout.scoring import Scored, rollouts_of
 from rl.types import Completion, EpisodeTurn, Place, Prompt, Rollout
+from rl.types.deadlines import DeadlineConfig
 
 GRACE_S = 10.0  # for a busy worker to find that a call took too long
 
@@ -73,7 +73,7 @@ class RewardWorkers:
     hosts: Hosts
     count: int
     seed: int
-    deadlines: Deadlines
+    deadlines: DeadlineConfig
     events: Events
     restarts: int = field(default=0, init=False)
     """Number of times that a worker was started again."""

@@ -159,36 +159,27 @@ async def loaded_before(
         yield steps
 
 
+@dataclass(frozen=True)
 class Comparison:
     """Compares the generator of ``session`` with its trainer, which have the same version. ::
 
     comparison = Comparison(session, example, temperature=1.0)
     compared = await comparison.compare()
 
-    ``recorded`` is the dtype of the generator that sampled the example.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        example: Example,
-        *,
-        temperature: float,
-        recorded: torch.dtype = torch.float32,
-    ):
-        self._session = session
-        self._example = example
-        self._temperature = temperature
-        self._recorded = recorded
+    session: Session
+    example: Example
+    temperature: float
+    recorded: torch.dtype = torch.float32
+    """Dtype of the generator that sampled the example."""
 
     async def compare(self) -> Compared:
         """Compare weights, modules, log-probs, and the recorded log-probs."""
         theirs = await self._generated()
-        compared = compared_of(
-            self._example, {"trainer": await self.trained(), "generator": theirs}
-        )
+        compared = compared_of(self.example, {"trainer": await self.trained(), "generator": theirs})
         weights = list[Finding]()
-        if names := await self._session.differing_weights():
+        if names := await self.session.differing_weights():
             text = f"{counted(len(names), 'parameter')} of the generator differ from the trainer's"
             weights.append(Finding(kind="weights", module=names[0], text=text))
         findings = [*weights, *compared.findings, *self._sampling(theirs)]
@@ -198,17 +189,17 @@ class Comparison:
         """Return the generator's activations with the whole sequence as a prompt, of which it may
         have cached parts unless ``fresh``.
         """
-        return await self._generated(fresh=fresh, given=len(self._example.sequence) - 1)
+        return await self._generated(fresh=fresh, given=len(self.example.sequence) - 1)
 
     async def _generated(self, *, fresh: bool = True, given: int | None = None) -> Activations:
         """Return the activations of the generator."""
-        sequence = self._example.sequence
-        return await self._session.generator_activations(
+        sequence = self.example.sequence
+        return await self.session.generator_activations(
             GivenSequence(
                 tokens=sequence.tokens.tolist(),
                 given=max(1, int(np.argmax(sequence.sampled))) if given is None else given,
-                positions=self._example.positions,
-                temperature=self._temperature,
+                positions=self.example.positions,
+                temperature=self.temperature,
                 sampling_mask=sequence.sampling_mask,
                 fresh=fresh,
             )
@@ -216,19 +207,19 @@ class Comparison:
 
     async def trained(self) -> Activations:
         """Return the activations of the trainer."""
-        example = self._example
-        return await self._session.activations(
-            example.batch, example.positions, temperature=self._temperature
+        example = self.example
+        return await self.session.activations(
+            example.batch, example.positions, temperature=self.temperature
         )
 
     def _sampling(self, theirs: Activations) -> list[Finding]:
         """Return the finding that the recorded log-probs are not those of the generator now."""
-        sequence = self._example.sequence
+        sequence = self.example.sequence
         assert theirs.logprobs is not None and theirs.logits is not None
-        own = sequence.sampled & (sequence.versions == self._session.version)
+        own = sequence.sampled & (sequence.versions == self.session.version)
         own &= ~theirs.logprobs.isnan().numpy()
         gaps = np.where(own, np.abs(theirs.logprobs.numpy() - sequence.logprobs), 0.0)
-        tolerance = _tolerance(theirs, self._recorded)
+        tolerance = _tolerance(theirs, self.recorded)
         if gaps.max() <= tolerance:
             return []
         rows = [row for row, each in enumerate(theirs.positions) if own[each + 1]]
@@ -241,11 +232,11 @@ class Comparison:
         if left <= tolerance:
             text = (
                 f"the recorded log-probs are those of temperature {temperature:.4g}, and the "
-                f"config has {self._temperature:g}"
+                f"config has {self.temperature:g}"
             )
         else:
             text = (
-                f"recorded log-probs of tokens of policy version {self._session.version} differ by "
+                f"recorded log-probs of tokens of policy version {self.session.version} differ by "
                 f"{gaps.max():.3g} nats from the generator's now: it sampled with other weights, "
                 "with keys of older weights, or with another kernel"
             )

@@ -14,8 +14,9 @@ from rl.model.shape import ModelConfig, shape_of
 from rl.observe.sinks import Sink
 from rl.observe.trackers import TensorBoard, Trackio, WeightsAndBiases
 from rl.session.hardware import HardwareConfig
-from rl.session.session_config import Colocate, DeadlineConfig, ProfileConfig, Role, SessionConfig
+from rl.session.session_config import Colocate, ProfileConfig, Role, SessionConfig
 from rl.training.trainer_config import TrainerConfig
+from rl.types.deadlines import DeadlineConfig
 from rl.types.rules import COSMETIC, NUMERICS, PERFORMANCE, SECONDS, at_least, between
 from rl.weights.transport import WeightPushConfig
 
@@ -244,6 +245,18 @@ class RunConfig:
         models = self.models()
         head = models.pop("trainer").head
         sampling = self.sampling_run()
+        own: dict[str, Any] = {"generator": None}
+        if sampling is not None:
+            own = {
+                "generator": sampling.generator,
+                "weights": sampling.weights,
+                "colocate": sampling.colocate,
+                "parity": sampling.parity,
+                "reward_workers": sampling.rollout.reward_workers,
+                "pushes": "in_order" if sampling.rollout.pipeline == "deterministic" else "newest",
+                "compares_all": sampling.rollout.max_staleness <= 1,
+                "longest": sampling.longest,
+            }
         return SessionConfig(
             model=self.model,
             head=head,
@@ -255,7 +268,7 @@ class RunConfig:
             digests=self.record.digests,
             max_restarts=self.max_restarts,
             seed=self.seed,
-            **({"generator": None} if sampling is None else sampling.generation()),
+            **own,
         )
 
     def unused(self) -> dict[str, str]:
@@ -267,11 +280,6 @@ class RunConfig:
     def watchdog_limits(self) -> WatchdogConfig:
         """Return ``watchdog`` with a ``mismatch_max`` for the numbers that the run computes in."""
         return self.watchdog
-
-    @property
-    def trainer_tflops(self) -> float:
-        """Peak TFLOP/s of all devices of the trainer; 0 if it is unknown."""
-        return self.trainer.ranks * self.hardware.peak_tflops
 
     @property
     def updates_per_step(self) -> int:
@@ -335,16 +343,3 @@ class SamplingRunConfig(RunConfig):
         exact = dtypes == {"float32"} and (replays or not shape_of(self.model).num_experts)
         most = 0.5 if self.trainer.float8 is not None else 1e-3 if exact else 0.1
         return replace(limits, mismatch_max=most / min(1.0, self.rollout.temperature))
-
-    def generation(self) -> dict[str, Any]:
-        """Return the fields of the session that concern generators."""
-        return {
-            "generator": self.generator,
-            "weights": self.weights,
-            "colocate": self.colocate,
-            "parity": self.parity,
-            "reward_workers": self.rollout.reward_workers,
-            "pushes": "in_order" if self.rollout.pipeline == "deterministic" else "newest",
-            "compares_all": self.rollout.max_staleness <= 1,
-            "longest": self.longest,
-        }

@@ -137,33 +137,30 @@ LOSS_KEY = re.compile(
 """Keys by which trainers change the loss. Other names with these words are metadata."""
 
 
+@dataclass(eq=False)
 class Encoder:
     """Encoder of the parts of rows into tokens with a mask, by one dialect.
 
-    ``every_token`` trains all tokens, not only those that the assistant writes. All methods raise
-    ConfigError, naming the row, if it cannot be encoded.
+    All methods raise ConfigError, naming the row, if it cannot be encoded.
     """
 
-    def __init__(
-        self,
-        dialect: Dialect,
-        config: EncodingConfig,
-        section: str = "data",
-        *,
-        every_token: bool = False,
-    ):
+    dialect: Dialect
+    config: EncodingConfig
+    section: str = "data"
+    """Name of the config section, for errors."""
+    every_token: bool = False
+    """Whether all tokens are trained, not only those that the assistant writes."""
+
+    def __post_init__(self) -> None:
+        config, section = self.config, self.section
         check_choice(f"{section}.truncate", config.truncate, Truncate)
         check_choice(f"{section}.control_tokens", config.control_tokens, WrittenControl)
         for name in filter(config.columns.get, config.columns):
             check_choice(f"{section}.columns", name, FIELDS)
-        self.dialect = dialect
-        self.config = config
-        self.section = section
-        """Name of the config section, for errors."""
-        self._every_token = every_token
-        self._control = ControlTokens(dialect.tokenizer)
-        bos = dialect.tokenizer.bos_token_id
-        begins = dialect.tokenizer.encode("")[:1]
+        tokenizer = self.dialect.tokenizer
+        self._control = ControlTokens(tokenizer)
+        bos = tokenizer.bos_token_id
+        begins = tokenizer.encode("")[:1]
         self._begin: list[int] = begins if bos is not None and begins == [bos] else []
 
     def messages(self, row: Row, given: Any, origin: str) -> list[Any]:
@@ -196,12 +193,12 @@ class Encoder:
             raise row.error(f"{origin}: {error}") from None
         weights = [self._weight_of(row, *each) for each in enumerate(messages)]
         factors = np.array([*weights, 1.0], dtype=np.float32)[done.message]  # -1 is the last
-        if not self._every_token:
+        if not self.every_token:
             factors = np.where(done.sampled & (done.message >= prompt), factors, 0)
         return done.tokens, factors, done.message
 
     def _weight_of(self, row: Row, index: int, message: Mapping[str, Any]) -> float:
-        if message["role"] != "assistant" and not self._every_token:
+        if message["role"] != "assistant" and not self.every_token:
             asked = [key for key in SWITCHES if message.get(key) not in (None, 0)]
             if asked:
                 raise row.error(
@@ -219,7 +216,7 @@ class Encoder:
             given = self._begun(self.text(row, "prompt", empty=True))
             answer = self._stopped(self.text(row, name, empty=True))
             tokens = np.array([*given, *answer], dtype=np.int32)
-            return tokens, np.arange(len(tokens)) >= (0 if self._every_token else len(given))
+            return tokens, np.arange(len(tokens)) >= (0 if self.every_token else len(given))
         if isinstance(prompt, str) or not isinstance(prompt, Sequence):
             raise row.error(
                 f"field 'prompt' is {shown(prompt)} and field {name!r} {shown(completion)}; write "

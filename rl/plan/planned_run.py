@@ -12,9 +12,8 @@ from rl.generation.generator_config import record_bytes_per_token
 from rl.model.shape import ModelShape, shape_of
 from rl.model.shards import Layout
 from rl.model.tp_plan import generator_layout
-from rl.session.placement import Placement
+from rl.session.placement import Placement, threads_of
 from rl.session.session_config import Role, records_experts
-from rl.session.threads import threads_of
 from rl.training.layout import trainer_layout
 from rl.training.sharded_model import is_adapter
 from rl.types import Place

@@ -4,13 +4,13 @@ import asyncio
 import itertools
 import sys
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+from dataclasses import KW_ONLY, dataclass, field, replace
 
 from rl.errors import GroupLost, RunError, WorkerLost
 from rl.observe.spans import Stopwatch
+from rl.rollout.episodes import Environments
 from rl.rollout.prompts import derive_seed
 from rl.rollout.scoring import unscored
 from rl.types import (
@@ -32,25 +32,6 @@ Score = Callable[[Prompt, Sequence[Completion]], Awaitable[list[Rollout]]]
 """Function that scores the completions of one prompt. Raises GroupLost on failure."""
 
 
-class OpenEpisodes(Protocol):
-    """Holder of the environments of open episodes, each under a key: in this process
-    :class:`rl.rollout.episodes.Environments`, in workers
-    :class:`rl.actors.reward_workers.RewardWorkers`. ``open`` and ``step`` raise GroupLost.
-    """
-
-    async def open(self, key: int, prompt: Prompt, sample: int) -> EpisodeTurn:
-        """Begin an episode; return the tokens before its first answer."""
-        ...
-
-    async def step(self, key: int, answer: Completion) -> EpisodeTurn:
-        """Return the tokens after ``answer``, or the end of the episode, which is closed then."""
-        ...
-
-    async def close(self, keys: Iterable[int]) -> None:
-        """Close the episodes of ``keys`` that are open. Raises nothing."""
-        ...
-
-
 _keys = itertools.count()
 
 
@@ -60,7 +41,9 @@ class Episode:
 
     key: int
     """Number that no other episode of this process has."""
-    host: OpenEpisodes
+    host: Environments
+    """Holder of its environment: those of this process, or
+    :class:`rl.actors.reward_workers.RewardWorkers` with the same methods."""
     prompt: Prompt
     sample: int
     tokens: list[int] = field(default_factory=list)
@@ -125,6 +108,7 @@ class Episode:
         )
 
 
+@dataclass(eq=False)
 class Rollouter:
     """Sampler of groups of rollouts; the samples depend on prompt_ids alone.
 
@@ -153,25 +137,18 @@ class Rollouter:
     exists.
     """
 
-    def __init__(
-        self,
-        score: Score | None = None,
-        *,
-        environments: OpenEpisodes | None = None,
-        longest: int = 0,
-        max_open: int = 0,
-        seed: int,
-        watch: Stopwatch,
-        warn: Callable[[str], None] = lambda text: None,
-    ):
-        self.seed = seed
-        self.watch = watch
-        self._score = score
-        self._environments = environments
-        self._longest = longest
-        self._warn = warn
+    score: Score | None = None
+    _: KW_ONLY
+    environments: Environments | None = None
+    longest: int = 0
+    max_open: int = 0
+    seed: int
+    watch: Stopwatch
+    warn: Callable[[str], None] = lambda text: None
+
+    def __post_init__(self) -> None:
         self._alone = asyncio.Lock()
-        self._places = asyncio.Semaphore(max_open or sys.maxsize)
+        self._places = asyncio.Semaphore(self.max_open or sys.maxsize)
         self.lost: Counter[str] = Counter()
         """Number of lost groups, including those of evaluations, by reason and exception type."""
         self.lost_episodes: Counter[str] = Counter()
@@ -195,7 +172,7 @@ class Rollouter:
         ``generate`` is called once a round; completions have one round. A group of episodes that
         loses some of them goes on with at least ``fewest``; 0 for all.
         """
-        host = self._environments
+        host = self.environments
         if host is None:
             return await self._complete(prompts, sampling, samples, generate, stream)
         needed = fewest or samples
@@ -255,10 +232,10 @@ class Rollouter:
     async def _scored(
         self, prompt: Prompt, completions: list[Completion]
     ) -> list[Rollout] | GroupLost:
-        assert self._score is not None, "a session without a task asks for no rollouts"
+        assert self.score is not None, "a session without a task asks for no rollouts"
         try:
             with self.watch.span("score", "reward"):
-                return await self._score(prompt, completions)
+                return await self.score(prompt, completions)
         except GroupLost as lost:
             lost.rollouts = unscored(prompt, completions)
             self._count(lost, self.lost, "group")
@@ -287,7 +264,7 @@ class Rollouter:
         return admitted
 
     async def _close(
-        self, host: OpenEpisodes, episodes: list[Episode], alive: list[Episode]
+        self, host: Environments, episodes: list[Episode], alive: list[Episode]
     ) -> None:
         """Close the open ``episodes`` except for those that are ``alive``."""
         kept = {each.key for each in alive}
@@ -362,7 +339,7 @@ class Rollouter:
         return turn
 
     def _request(self, episode: Episode, sampling: Sampling, stream: str) -> GenerationRequest:
-        room = self._longest - len(episode.tokens)
+        room = self.longest - len(episode.tokens)
         asked = episode.turns[-1]
         most = min(sampling.max_tokens, room, asked.max_tokens or room)
         turn = len(episode.answers)
@@ -384,10 +361,10 @@ class Rollouter:
         kind = f"{lost.reason} ({lost.kind})" if lost.kind else lost.reason
         counter[kind] += 1
         if counter[kind] == 1:
-            self._warn(f"{lost}\nthe {noun} is lost; more {noun}s of this kind are only counted")
+            self.warn(f"{lost}\nthe {noun} is lost; more {noun}s of this kind are only counted")
 
     def _count_recovered(self, how: str) -> None:
         """Count an episode that went on after the loss of its worker."""
         self.recovered_episodes[how] += 1
         if self.recovered_episodes[how] == 1:
-            self._warn(f"an episode was {how} after its worker was lost; more are only counted")
+            self.warn(f"an episode was {how} after its worker was lost; more are only counted")

@@ -60,7 +60,8 @@ class Models:
         self._reductions: dict[tuple[str, str | None], set[str]] = {}
         """Reductions of the gradients since the last step, by role and adapter."""
         self._changed: set[str] = set()  # roles with other weights than at their start
-        self._aside: set[str] = set()  # roles whose processes run inside ``using`` alone
+        self.aside: set[str] = set()
+        """Roles whose processes run inside ``using`` alone. Set before ``start``."""
         self._has_saved = False  # the trainer, since a model was lost
 
     @property
@@ -76,10 +77,6 @@ class Models:
     def has(self, role: str) -> bool:
         """Whether any model has this role."""
         return role in self._groups
-
-    def set_aside(self, role: str) -> None:
-        """Run the processes of ``role`` only inside ``using``; call this before ``start``."""
-        self._aside.add(role)
 
     @asynccontextmanager
     async def using(self, role: str) -> AsyncIterator[None]:
@@ -100,7 +97,7 @@ class Models:
     @property
     def present(self) -> dict[str, WorkerGroup]:
         """Worker groups whose processes run from ``start`` to ``stop``, by role."""
-        return {role: group for role, group in self._groups.items() if role not in self._aside}
+        return {role: group for role, group in self._groups.items() if role not in self.aside}
 
     async def settle(self) -> None:
         """Wait until the weights of the policy may change. Models alone never wait."""

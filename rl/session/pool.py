@@ -1,25 +1,66 @@
-"""GeneratorPool: starts the generators of a session, restarts lost ones, adds and removes some."""
+"""GeneratorPool: starts the generators of a session, restarts lost ones, adds and removes some; and
+the judgement of the loss of a rank.
+"""
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rl.actors.generator import GeneratorMesh
-from rl.errors import ActorFailure, RankLost
+from rl.errors import ActorFailure, RankLost, RunError
 from rl.observe.events import Events
 from rl.session.concurrency import background, finish_all
 from rl.session.placement import Placement
 from rl.session.push import UNLIMITED, WeightPush
-from rl.session.recovery import Recovery
 from rl.session.router import Router
 from rl.session.session_config import SessionConfig
 
 LOOK_EVERY_S = 1.0
 FIGURES_S = 5.0
 """Time in which a generator has to answer; Prometheus waits 10 s by default."""
+
+
+@dataclass(eq=False)
+class Recovery:
+    """Decides which failures of meshes the session survives.
+
+    - A mesh that lost a rank is started again, at most ``max_restarts`` times without progress in
+      between.
+    - An exception of an actor is final, since it would be raised again.
+    """
+
+    max_restarts: int
+    events: Events
+    restarts: int = field(default=0, init=False)
+    """Number of times that a mesh was started again."""
+    in_a_row: Counter[str] = field(default_factory=Counter, init=False)
+    """Number of losses without progress in between, by generator."""
+
+    def survive(
+        self, failure: ActorFailure, then: str, *, progressed: bool, generator: str = ""
+    ) -> None:
+        """Return if the mesh of ``failure`` is to be started again. ``then`` says what follows.
+        ``progressed``: whether there was a completion of ``generator``, or without a name a
+        checkpoint of the models, since its last loss.
+
+        Raises ``failure`` otherwise; for a ``generator`` that was lost too often RunError, since no
+        checkpoint mends that.
+        """
+        lost = self.in_a_row[generator] = 1 if progressed else self.in_a_row[generator] + 1
+        if not isinstance(failure, RankLost):
+            raise failure
+        if lost > self.max_restarts:
+            if not generator:
+                raise failure
+            often = f"it was lost {lost} times without a completion in between"
+            raise RunError(f"{failure}\n{often}") from failure
+        self.restarts += 1
+        text = f"{str(failure).splitlines()[0]}; {then}"
+        self.events.emit("lost", process=generator or failure.actor, text=text)
 
 
 @dataclass(eq=False)

@@ -102,13 +102,12 @@ class WeightPush:
         )
         self._changed = Signal()
         self._settling = 0  # number of tasks that wait until the weights may change
-        weights = self.trainer or self._start
         settling = partial(self._changed.until, lambda: self._settling or not self.trainer)
+        weights = self.trainer or self._start
         self.checks = PushChecks(config, weights, self.devices, self.watch, settling)
         self._in_order = config.pushes == "in_order"
         self._compares = self.checks.are_on and (config.compares_all or not self._in_order)
         self._rolling = not self._in_order and bool(generator and generator.update == "rolling")
-        self._in_turns = self.devices.share("trainer", "generator")
         self._unchecked: deque[LoadedVersion] = deque()
         self._generators: Collection[GeneratorMesh] = ()
         self._joining = asyncio.Lock()  # no pull while a generator joins or leaves
@@ -255,15 +254,16 @@ class WeightPush:
     async def _until_unread(self) -> None:
         self._settling += 1
         self._changed.notify()
+
+        def may_change() -> bool:
+            state = self.state
+            late = self._compares and state.loaded != state.pending
+            return state.pending == state.readable and not late and not self._unchecked
+
         try:
-            await self._changed.until(self._may_change)
+            await self._changed.until(may_change)
         finally:
             self._settling -= 1
-
-    def _may_change(self) -> bool:
-        state = self.state
-        late = self._compares and state.loaded != state.pending
-        return state.pending == state.readable and not late and not self._unchecked
 
     async def _open(self, trainer: TrainerMesh) -> None:
         """Plan the routes and open the trainer's end of each."""
@@ -310,27 +310,25 @@ class WeightPush:
             await self._changed.until(may_publish)
             state = self.state
             pending = state.pending
+            version, source, _ = pending
             if self.trainer is not None:
-                await self._publish(self.trainer, pending)
+                async with self.devices.of("trainer", "model"):
+                    with self.watch.span("push"), self.watch.span("publish", "trainer"):
+                        ranks = self.trainer.on(extra_s=self._transfer.timeout_s)
+                        sent = await ranks.call(PolicyTrainer.push_weights, version, source)
+                    if self.devices.share("trainer", "generator"):
+                        with self.watch.span("check"):
+                            await self.checks.digest(version, source)
+                self.metrics = {
+                    "push/bytes": sum(each.bytes_full for each in sent),
+                    "push/bytes_sent": sum(each.bytes_sent for each in sent),
+                }
+                update = Update.total(each.update for each in sent)
+                if update.square:
+                    self.metrics["push/update_kept"] = update.share
+                self.events.emit("pushed", version=version, metrics=self.metrics)
             state.readable = pending
             self._changed.notify()
-
-    async def _publish(self, trainer: TrainerMesh, pending: Pushed) -> None:
-        async with self.devices.of("trainer", "model"):
-            with self.watch.span("push"), self.watch.span("publish", "trainer"):
-                ranks = trainer.on(extra_s=self._transfer.timeout_s)
-                sent = await ranks.call(PolicyTrainer.push_weights, pending.version, pending.source)
-            if self._in_turns:
-                with self.watch.span("check"):
-                    await self.checks.digest(pending.version, pending.source)
-        self.metrics = {
-            "push/bytes": sum(each.bytes_full for each in sent),
-            "push/bytes_sent": sum(each.bytes_sent for each in sent),
-        }
-        update = Update.total(each.update for each in sent)
-        if update.square:
-            self.metrics["push/update_kept"] = update.share
-        self.events.emit("pushed", version=pending.version, metrics=self.metrics)
 
     async def _pull(self, generator: GeneratorMesh, wanted: Pushed) -> float:
         """Have a generator load weights, or newer ones; return the pause of generation, in s.

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +37,7 @@ class LoadedVersion(NamedTuple):
     """Digests of its parameters; None if they can still be asked for, or without digests."""
 
 
+@dataclass(eq=False)
 class PushChecks:
     """Compares a generator with the trainer, which must have the same version.
 
@@ -51,24 +52,21 @@ class PushChecks:
     are compared with those of the files, and the canary with that of the first generator.
     """
 
-    def __init__(
-        self,
-        config: SessionConfig,
-        weights: TrainerMesh | StartWeights,
-        devices: DeviceSharing,
-        watch: Stopwatch,
-        settling: Callable[[], Awaitable[None]],
-    ):
-        """``settling`` returns when the trainer waits until its weights may change."""
-        self.expected = "the files'" if isinstance(weights, StartWeights) else "the trainer's"
+    config: SessionConfig
+    weights: TrainerMesh | StartWeights
+    devices: DeviceSharing
+    watch: Stopwatch
+    settling: Callable[[], Awaitable[None]]
+    """Returns when the trainer waits until its weights may change."""
+
+    def __post_init__(self) -> None:
+        config = self.config
+        from_files = isinstance(self.weights, StartWeights)
+        self.expected = "the files'" if from_files else "the trainer's"
         """The side that generators are compared with, for messages."""
         self._digests = config.weights.digests
-        self._weights = weights
-        self._watch = watch
-        self._settling = settling
         self._first: Completion | None = None
-        self._devices = devices
-        self._in_turns = devices.share("trainer", "generator")
+        self._in_turns = self.devices.share("trainer", "generator")
         generator = config.generator
         dtype = generator.dtype if generator else "float32"
         self._dtype: torch.dtype = getattr(torch, dtype)
@@ -134,17 +132,17 @@ class PushChecks:
 
         ``push/canary`` of ``metrics`` becomes the largest difference of a log-prob so far.
         """
-        if not self._in_turns and not isinstance(self._weights, StartWeights):
-            with self._watch.span("check"):
+        if not self._in_turns and not isinstance(self.weights, StartWeights):
+            with self.watch.span("check"):
                 async with background() as both:
                     both.create_task(self._compare_digests(loaded))
                     both.create_task(self._compare_canary(loaded, metrics))
             return
-        with self._watch.span("check"):
+        with self.watch.span("check"):
             await self._compare_digests(loaded)
         if loaded.answer is not None:
-            await self._settling()
-        with self._watch.span("check"):
+            await self.settling()
+        with self.watch.span("check"):
             await self._compare_canary(loaded, metrics)
 
     async def _compare_digests(self, loaded: LoadedVersion, *, always: bool = False) -> None:
@@ -186,7 +184,7 @@ class PushChecks:
         """
         generator, version, source, _, digests = given
         if digests is None:
-            async with self._devices.of("generator", "model"):
+            async with self.devices.of("generator", "model"):
                 if generator.version != version:  # it was started again
                     return []
                 with suppress(RankLost):  # it is started again
@@ -194,15 +192,15 @@ class PushChecks:
         if digests is None:
             return []
         if self._digested != (version, generator.dtype):
-            async with self._devices.of("trainer", "model"):
+            async with self.devices.of("trainer", "model"):
                 await self._digest(version, generator.dtype, source, owner)
         return differing(self._trained, _merged(digests, f"{owner}{generator.name}"))
 
     async def _digest(self, version: int, dtype: torch.dtype, source: Source, owner: str) -> None:
-        if isinstance(self._weights, StartWeights):
-            digests = [await asyncio.to_thread(self._weights.digests, dtype)]
+        if isinstance(self.weights, StartWeights):
+            digests = [await asyncio.to_thread(self.weights.digests, dtype)]
         else:
-            digests = await self._weights.weight_digests(dtype, source)
+            digests = await self.weights.weight_digests(dtype, source)
         self._trained = _merged(digests, f"{owner}trainer")
         self._digested = (version, dtype)
 
@@ -210,7 +208,7 @@ class PushChecks:
         """Return the trainer's log-probs of ``answer`` after the canary's prompt. Without a
         trainer, return those of the first answer as far as the tokens are the same.
         """
-        if isinstance(self._weights, StartWeights):
+        if isinstance(self.weights, StartWeights):
             first = self._first = self._first or answer
             pairs = zip(first.tokens, answer.tokens, strict=False)
             same = next((n for n, (a, b) in enumerate(pairs) if a != b), len(answer.tokens))
@@ -220,8 +218,8 @@ class PushChecks:
         lengths, weights = torch.tensor([len(tokens)]), torch.ones(len(tokens))
         batch = Batch(tokens=tokens, lengths=lengths, loss_weights=weights, experts=answer.experts)
         temperature = self._canary.sampling.temperature
-        async with self._devices.of("trainer", "model"):
-            scored = await self._weights.forward(batch, temperature=temperature, source=source)
+        async with self.devices.of("trainer", "model"):
+            scored = await self.weights.forward(batch, temperature=temperature, source=source)
         return scored["logprobs"][len(prompt) :]
 
 

@@ -22,14 +22,13 @@ from rl.session.blocking import BlockingSession
 from rl.session.concurrency import background, finish_all
 from rl.session.meshes import Meshes
 from rl.session.models import Models
-from rl.session.pool import GeneratorPool
+from rl.session.placement import settle_threads
+from rl.session.pool import GeneratorPool, Recovery
 from rl.session.push import WeightPush
 from rl.session.push_checks import LoadedVersion
-from rl.session.recovery import Recovery
 from rl.session.router import Router
 from rl.session.session_config import SessionConfig
 from rl.session.task_rollouters import TaskRollouters, rollouter_of
-from rl.session.threads import settle_threads
 from rl.session.weight_selector import WeightSelector
 from rl.types import Completion, GenerationRequest, GivenSequence, Prompt, Rollout, Sampling
 
@@ -378,7 +377,7 @@ class Session(Models):
         meshes = [
             f"{name} ({counted(role.trainer.ranks, 'rank')})"
             for name, role in self.config.models.items()
-            if name not in self._aside
+            if name not in self.aside
         ]
         generator = self.config.generator
         if generator is not None:

@@ -15,7 +15,8 @@ from rl.training.hugging_face_files import check_folder
 from rl.training.start_weights import Start
 from rl.training.trainer_config import TrainerConfig, fill_defaults
 from rl.types import Head
-from rl.types.rules import NUMERICS, SECONDS, YEAR_S, at_least
+from rl.types.deadlines import DeadlineConfig
+from rl.types.rules import at_least
 from rl.weights.transport import WeightPushConfig
 
 Colocate = Literal["none", "models", "all"]
@@ -25,31 +26,6 @@ Colocate = Literal["none", "models", "all"]
 - ``models``: trainer, reference, critic and other roles share theirs.
 - ``all``: the generators share them too, and drop keys and values. Only in lockstep.
 """
-
-
-@dataclass(kw_only=True, slots=True)
-class DeadlineConfig:
-    """Maximum waiting times, in seconds. A process that exceeds one is treated as dead, and the
-    error names it.
-    """
-
-    start: Annotated[float, SECONDS] = 600.0
-    """Time for a mesh to start, including imports and construction of the model."""
-
-    call: Annotated[float, SECONDS] = 600.0
-    """Time for a call to an actor, such as training on a batch; in a call to a generator, the time
-    without a sampled token."""
-
-    heartbeat: Annotated[float, at_least(0, YEAR_S)] = 60.0
-    """Time between signs of life of a rank; a rank that gives none is treated as dead. 0 treats no
-    silent rank as dead."""
-
-    push: Annotated[float, SECONDS] = 60.0
-    """Time for a policy version to reach the generators, on top of the time of its bytes at
-    ``weights.min_gb_s``."""
-
-    reward: Annotated[float, SECONDS, NUMERICS] = 60.0
-    """Time for the rewards of one group."""
 
 
 def records_experts(generator: GeneratorConfig, trainer: TrainerConfig | None) -> bool:

@@ -6,6 +6,7 @@ import inspect
 import operator
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ from rl.host.threads import DaemonThread
 from rl.model.shape import ModelConfig
 from rl.observe.events import Events, print_warnings
 from rl.rollout.rollouter import Generate, Rollouter
-from rl.session.session_config import DeadlineConfig
 from rl.types import Completion, Prompt, Rollout, Sampling
+from rl.types.deadlines import DeadlineConfig
 
 
 async def score_alone(
@@ -65,6 +66,7 @@ def rollouter_of(task: Task.Config | None, rewards: Any, **options: Any) -> Roll
     return Rollouter(None if rewards is None else rewards.score, **options)
 
 
+@dataclass(eq=False)
 class TaskRollouters:
     """Samplers of rollouts by task. Each call of ``collect`` draws new samples.
 
@@ -72,25 +74,19 @@ class TaskRollouters:
     the task scores in this process, one group at a time.
     """
 
-    def __init__(
-        self,
-        started: Task.Config | None,
-        workers: Rollouter,
-        make: Callable[[Task.Config, Any], Rollouter],
-        *,
-        limit: float,
-        warn: Callable[[str], None],
-    ):
-        """``started`` is the task of the reward workers; ``workers`` is their sampler, and ``make``
-        returns that of another task and its rewards. ``limit`` is the deadline of a coroutine that
-        scores.
-        """
-        self._started = copy.deepcopy(started)  # as the workers got it, whatever is set later
-        self._code = _code_of(started._owner) if started is not None else []
-        self._workers = workers
-        self._limit = limit
-        self._make = make
-        self._warn = warn
+    started: Task.Config | None
+    """Task of the reward workers."""
+    workers: Rollouter
+    """Sampler of the reward workers."""
+    make: Callable[[Task.Config, Any], Rollouter]
+    """Returns the sampler of another task and its rewards."""
+    limit: float
+    """Deadline of a coroutine that scores."""
+    warn: Callable[[str], None]
+
+    def __post_init__(self) -> None:
+        self._code = _code_of(self.started._owner) if self.started is not None else []
+        self.started = copy.deepcopy(self.started)  # as the workers got it, whatever is set later
         self._here: tuple[Task, Rollouter] | None = None  # of the newest task that scores here
         self._warned: set[str] = set()
         self._thread = DaemonThread("reward")  # one, since a reward need not be thread-safe
@@ -106,7 +102,7 @@ class TaskRollouters:
         generate: Generate,
     ) -> list[Rollout]:
         """Return ``samples`` rollouts of each prompt, in order, without lost groups."""
-        rollouter = self._workers if self._is_started(task) else self._rollouter_here(task)
+        rollouter = self.workers if self._is_started(task) else self._rollouter_here(task)
         self._calls += 1
         rounds: dict[int, list[int]] = {}  # a prompt_id that occurs twice is asked in two rounds
         occurred = Counter[int]()
@@ -133,7 +129,7 @@ class TaskRollouters:
         """Whether the reward workers have the config and the code that ``task`` has now."""
         code = _code_of(type(task))
         return (
-            task.config == self._started
+            task.config == self.started
             and len(code) == len(self._code)
             and all(map(operator.is_, code, self._code))
             and not any(inspect.isroutine(each) for each in vars(task).values())
@@ -141,15 +137,15 @@ class TaskRollouters:
 
     def _rollouter_here(self, task: Task) -> Rollouter:
         name = type(task).__name__
-        if self._started is not None and name not in self._warned:
-            self._warn(
+        if self.started is not None and name not in self._warned:
+            self.warn(
                 f"{name} has another config or other code than the task of the session; its reward "
                 "runs in this process, not in a reward worker"
             )
         self._warned.add(name)
         if self._here is None or self._here[0] is not task:
-            rewards = local_rewards(task, self._limit, self._thread)
-            self._here = task, self._make(task.config, rewards)
+            rewards = local_rewards(task, self.limit, self._thread)
+            self._here = task, self.make(task.config, rewards)
         return self._here[1]
 
     def stop(self) -> None:

@@ -1,11 +1,11 @@
 """Algorithms: the protocol between the RL loop and an algorithm, and policy gradients."""
 
 import asyncio
-import dataclasses
 import functools
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -206,7 +206,7 @@ class PolicyGradient(Algorithm):
         if role == "critic":
             return self.run.critic.loss
         loss = self.config.loss
-        return dataclasses.replace(loss, kl_coef=self._kl_coef) if loss.kl_coef else loss
+        return replace(loss, kl_coef=self._kl_coef) if loss.kl_coef else loss
 
     def score(
         self, batch: Batch, rollouts: Sequence[Rollout], rewards: torch.Tensor
@@ -340,6 +340,7 @@ RECORDED_ELSEWHERE = ("behaviour_logprobs", "versions", "staleness")
 """Columns of a batch that the sequences of its rollouts have, or that follow from them."""
 
 
+@dataclass(eq=False)
 class Step:
     """Step ``number`` of ``algorithm`` on the models of ``session``. ::
 
@@ -349,30 +350,29 @@ class Step:
     metrics = await step.end()
     """
 
-    def __init__(self, algorithm: Algorithm, session: Session, number: int):
-        self.begun: list[Sequence[Rollout]] = []
-        """Rollouts of each chunk, that of a call that failed included."""
-        self.chunks: list[Chunk] = []
-        """Rollouts that were trained on, with the values of their tokens."""
-        self.updates: list[Metrics] = []
-        """Metrics of each optimizer step."""
-        self._algorithm = algorithm
-        self._session = session
-        self._number = number
+    algorithm: Algorithm
+    session: Session
+    number: int
+    begun: list[Sequence[Rollout]] = field(default_factory=list, init=False)
+    """Rollouts of each chunk, that of a call that failed included."""
+    chunks: list[Chunk] = field(default_factory=list, init=False)
+    """Rollouts that were trained on, with the values of their tokens."""
+    updates: list[Metrics] = field(default_factory=list, init=False)
+    """Metrics of each optimizer step."""
 
     async def train(self, rollouts: Sequence[Rollout]) -> None:
         """Add the gradient of ``rollouts``; take all optimizer steps on them except for the
         last.
         """
         self.begun.append(rollouts)
-        algorithm = self._algorithm
-        with self._session.watch.span("train"):
-            batch = await algorithm.prepare(self._session, rollouts)
+        algorithm = self.algorithm
+        with self.session.watch.span("train"):
+            batch = await algorithm.prepare(self.session, rollouts)
         found: dict[str, torch.Tensor] = {}
-        *earlier, last = algorithm.minibatches(batch, self._number)
+        *earlier, last = algorithm.minibatches(batch, self.number)
         for minibatch in earlier:
             await self._accumulate(minibatch, batch, found)
-            self.updates.append(await algorithm.update(self._session))
+            self.updates.append(await algorithm.update(self.session))
         await self._accumulate(last, batch, found)
         own = {name: each for name, each in batch.columns.items() if name not in RECORDED_ELSEWHERE}
         # tokens that were not sampled have 0
@@ -381,8 +381,8 @@ class Step:
 
     async def end(self) -> dict[str, float]:
         """Take the last optimizer step; return the metrics of the step."""
-        self.updates.append(await self._algorithm.update(self._session))
-        return dict(Metrics.merged(self.updates)) | self._algorithm.finish()
+        self.updates.append(await self.algorithm.update(self.session))
+        return dict(Metrics.merged(self.updates)) | self.algorithm.finish()
 
     async def _accumulate(
         self, minibatch: Batch, batch: Batch, found: dict[str, torch.Tensor]
@@ -390,7 +390,7 @@ class Step:
         """Add the gradient of ``minibatch``, a part of ``batch``. The trainer's outputs are added
         to ``found`` for the tokens that it has no outputs of yet.
         """
-        outputs = await self._algorithm.accumulate(self._session, minibatch)
+        outputs = await self.algorithm.accumulate(self.session, minibatch)
         rows = minibatch.rows
         index = torch.arange(len(batch.tokens)) if rows is None else batch.token_index(rows)
         for output, name in FOUND.items():

@@ -21,7 +21,6 @@ from rl.errors import RunError, require
 from rl.model.reward_model import describe_stops
 from rl.model.shape import shape_of
 from rl.model.tokenizer import missing_stop_tokens, require_room
-from rl.session.session import Session
 from rl.trainers.trainer import Trainer
 from rl.trainers.trial import reading
 
@@ -78,7 +77,12 @@ class DatasetTrainer(Trainer[Config], Generic[Config, Item]):
         if not held_out:
             split = split_examples(self.dataset_train, data.held_out_fraction, self.key)
             self.dataset_train, self.dataset_eval = split
-        self.stop_token_ids = stops_of(self.dataset_train, dialect)
+        stops = {dialect.tokenizer.eos_token_id, *dialect.stop_token_ids}
+        last = Counter[int]()
+        for item in self.dataset_train:
+            for each in item.examples:
+                last[int(each.tokens[each.trained.nonzero()[0][-1]])] += 1
+        self.stop_token_ids = [token for token, _ in last.most_common() if token in stops]
         require(
             bool(self.dataset_train),
             f"task.held_out_fraction is {data.held_out_fraction}, which leaves no example to train "
@@ -109,22 +113,19 @@ class DatasetTrainer(Trainer[Config], Generic[Config, Item]):
         }
 
     async def restore(self, state: dict[str, Any]) -> None:
+        """Go back to ``state``. Raises RunError if steps after it would repeat or leave out
+        examples.
+        """
+        config = self.arguments
         step = state.get("step", 0)
-        seen = state.get("examples_seen", step * self.arguments.examples_per_step)
+        seen = state.get("examples_seen", step * config.examples_per_step)
         self._resumed = (step, seen)
-        self._digest_before = state.get("data_digest", self.data_digest)
-        self.require_same_data()
-
-    def require_same_data(self) -> None:
-        """Raise RunError if steps after the checkpoint would repeat or leave out examples."""
-        if self._digest_before != self.data_digest:
+        if state.get("data_digest", self.data_digest) != self.data_digest:
             raise RunError(
                 "task: the examples differ from those that the run has trained on, so that some "
                 "would be trained again and others never; give the run the same examples, or start "
                 "a new run with model.hf_path set to an export of this one"
             )
-        config = self.arguments
-        step, seen = self._resumed
         if config.epochs and seen != step * config.examples_per_step:
             left = config.epochs * len(self.dataset_train) - seen
             raise RunError(
@@ -162,11 +163,6 @@ class DatasetTrainer(Trainer[Config], Generic[Config, Item]):
             "examples_dropped": self.dropped,
             "examples_truncated": self.truncated,
         }
-
-    async def scores_in(self, session: Session) -> dict[str, float]:
-        """Return the scores of the weights that ``session`` holds. The caller ends the session."""
-        self.run.attach(session)
-        return await self.scores()
 
     @property
     def total_steps(self) -> int:
@@ -232,16 +228,6 @@ class DatasetTrainer(Trainer[Config], Generic[Config, Item]):
         if self.step == 0:
             return at_start
         return every > 0 and self.step % every == 0
-
-
-def stops_of(items: Sequence[HasExamples], dialect: Dialect) -> list[int]:
-    """Return the tokens that stop ``items``, the most frequent one first."""
-    stops = {dialect.tokenizer.eos_token_id, *dialect.stop_token_ids}
-    last = Counter[int]()
-    for item in items:
-        for each in item.examples:
-            last[int(each.tokens[each.trained.nonzero()[0][-1]])] += 1
-    return [token for token, _ in last.most_common() if token in stops]
 
 
 def split_examples(

@@ -221,7 +221,7 @@ class CachedReference:
         self._trainer = trainer
         self._config = config
         self._session = trainer.session
-        self._session.set_aside("reference")
+        self._session.aside.add("reference")
         self._entries = ReferenceScores(
             path,
             data=data_digest(config, trainer.dataset_train, trainer.dataset_eval),

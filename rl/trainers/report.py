@@ -4,6 +4,7 @@ import asyncio
 import os
 import socket
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
@@ -16,36 +17,31 @@ from rl.session.models import StepDigests
 from rl.trainers.watchdog import Watchdog
 
 
+@dataclass(eq=False)
 class Report:
     """Metrics of each step and evaluation, checked by the watchdog, then emitted as events."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        record: RunRecord,
-        events: Events,
-        watch: Stopwatch,
-        take_digests: Callable[[], dict[str, list[StepDigests]]] = dict,
-    ):
-        """``take_digests`` returns the digests of a step by role; {} records none."""
-        self._config = config
-        self._take_digests = take_digests
-        self._record = record
-        self._events = events
-        self._watch = watch
-        self._watchdog = Watchdog(config.watchdog_limits())
-        self._peak_tflops = config.trainer_tflops
-        self.evaluated = -1
-        """Step of the newest evaluation on the way; -1 before the first."""
+    config: RunConfig
+    record: RunRecord
+    events: Events
+    watch: Stopwatch
+    take_digests: Callable[[], dict[str, list[StepDigests]]] = dict
+    """Function that returns the digests of a step by role; {} records none."""
+    evaluated: int = field(default=-1, init=False)
+    """Step of the newest evaluation on the way; -1 before the first."""
+
+    def __post_init__(self) -> None:
+        self._watchdog = Watchdog(self.config.watchdog_limits())
+        self._peak_tflops = self.config.trainer.ranks * self.config.hardware.peak_tflops
 
     def resume_after(self, step: int, state: dict[str, Any]) -> None:
         """Forget all rows after ``step``; ``state`` is what ``to_dict`` returned then."""
-        self._take_digests()  # of a step that was not finished
-        self._record.drop_after(step)
-        self._watch.step = step + 1
-        self._events.emit("started", step=step, host=socket.gethostname(), pid=os.getpid())
-        self.evaluated = max((row["step"] for row in self._record.read_evaluations()), default=-1)
-        self._watchdog = Watchdog(self._config.watchdog_limits(), state)
+        self.take_digests()  # of a step that was not finished
+        self.record.drop_after(step)
+        self.watch.step = step + 1
+        self.events.emit("started", step=step, host=socket.gethostname(), pid=os.getpid())
+        self.evaluated = max((row["step"] for row in self.record.read_evaluations()), default=-1)
+        self._watchdog = Watchdog(self.config.watchdog_limits(), state)
 
     def to_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps, as JSON."""
@@ -56,37 +52,37 @@ class Report:
 
         Raises RunError for an alarm that ends the run.
         """
-        timings = self._watch.lap()
+        timings = self.watch.lap()
         row |= timings | {"tokens_per_s": tokens / timings["timing/step"]}
         if self._peak_tflops and "trainer/tflop" in row:
             row["mfu"] = row["trainer/tflop"] / (self._peak_tflops * timings["timing/step"])
         step = int(row["step"])
-        self._watch.step = step + 1
-        if digests := self._take_digests():
-            self._record.append(self._record.digests_path, {"step": step, **digests})
+        self.watch.step = step + 1
+        if digests := self.take_digests():
+            self.record.append(self.record.digests_path, {"step": step, **digests})
         try:
             self._warn(self._watchdog.check(row, updates))
         finally:  # an alarm that ends the run is in its metrics
             row |= self._watchdog.metrics
-            self._events.emit("metrics", step=step, metrics=row)
+            self.events.emit("metrics", step=step, metrics=row)
 
     def first_step(self, version: float) -> int:
         """Return the first step after which the policy's version was ``version`` or newer, or 0."""
-        rows = rows_from_end(self._record.metrics_path)
+        rows = rows_from_end(self.record.metrics_path)
         reached = takewhile(lambda row: row["policy_version"] >= version, rows)
         return min((row["step"] for row in reached), default=0)
 
     def evaluation(self, step: int, scores: dict[str, float]) -> None:
         """Record the evaluation of the weights after ``step``."""
         self.evaluated = step
-        self._events.emit("evaluation", step=step, metrics=scores)
+        self.events.emit("evaluation", step=step, metrics=scores)
 
     def plan(self, text: str) -> None:
         """Record the plan of the weight push."""
-        path = self._record.logs / "push.txt"
+        path = self.record.logs / "push.txt"
         with failing_loudly(path):
             path.write_text(text, encoding="utf-8")
-        self._events.note(
+        self.events.note(
             "push over " + ", ".join(text.splitlines()[:2]).removeprefix("transport: ")
         )
 
@@ -94,8 +90,8 @@ class Report:
         """Check the time since the last step once a second; evaluations do not count."""
         while True:
             await asyncio.sleep(1.0)
-            self._warn(self._watchdog.stalled(self._watch.since_lap(without="evaluate")))
+            self._warn(self._watchdog.stalled(self.watch.since_lap(without="evaluate")))
 
     def _warn(self, alarms: list[str]) -> None:
         for alarm in alarms:
-            self._events.warn(alarm)
+            self.events.warn(alarm)

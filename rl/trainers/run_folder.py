@@ -1,7 +1,6 @@
 """Folder of a run in use by this process: its record, its progress, and how to resume it."""
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,58 +13,45 @@ from rl.host.process import oom_kills
 from rl.observe.checkpoint_folders import StepFolders
 from rl.observe.curves import write_curves_png
 from rl.observe.events import Events
-from rl.observe.owner import claim
+from rl.observe.owner import FolderOwner, claim
 from rl.observe.progress import Progress, summary_text
 from rl.observe.record import RunRecord
 from rl.observe.sinks import Sinks
-from rl.session.threads import settle_threads
+from rl.session.placement import settle_threads
 from rl.validation.engines import long_warmups
 from rl.validation.folders import saved_section
 from rl.validation.values import values
 
 
-@dataclass(frozen=True, slots=True)
-class Resume:
-    """Change that a resumed run makes to its folder once its checkpoint has loaded."""
-
-    config: dict[str, Any]
-    """Content of ``config.json``."""
-    as_before: str = ""
-    """Sentence that says how to resume without the changes of ``config``; empty without changes."""
-
-
+@dataclass(eq=False)
 class RunFolder:
     """Record, progress, events and checkpoints of a run, and the command that resumes it."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        record: RunRecord,
-        progress: Progress,
-        *,
-        command: str = "",
-        release: Callable[[], None] = lambda: None,
-        resume: Resume | None = None,
-    ):
-        """``command`` starts the run; empty for a script, which resumes by its config. ``resume``
-        is of a run whose folder stays as it is until ``begin``.
-        """
-        self.config = config
-        self.record = record
+    config: RunConfig
+    record: RunRecord
+    progress: Progress
+    command: str = ""
+    """Given, the command that starts the run; empty for a script, which resumes by its config. Then
+    what resumes the run."""
+    owner: FolderOwner | None = None
+    resumed: dict[str, Any] | None = None
+    """``config.json`` of a resumed run, whose folder stays as it is until ``begin``."""
+    as_before: str = ""
+    """How to resume without the changes of ``resumed``; empty without changes."""
+
+    def __post_init__(self) -> None:
+        record, config = self.record, self.config
         self.folder = record.folder
-        self.progress = progress
         self.is_complete = False
         """Whether the last step is done and its summary written."""
-        self.events = Events(record.write_event, progress.show)
+        self.events = Events(record.write_event, self.progress.show)
         sinks = [sink.build() for sink in config.sinks.all()]
         content = frozen(config)
         self._sinks = Sinks(sinks, record.folder, content, self.events.warn)
         self.events.subscribe(self._sinks.write)
         self.checkpoints = StepFolders(record.folder / config.trainer.checkpoint.folder)
-        self.command = _resuming(command, content, record.folder)
-        self._release = release
-        self._resume = resume
-        record.is_waiting = resume is not None
+        self.command = _resuming(self.command, content, record.folder)
+        record.is_waiting = self.resumed is not None
         self._oom_kills = oom_kills()
 
     @property
@@ -82,15 +68,16 @@ class RunFolder:
     def begin(self) -> None:
         """Let a run that is resumed change the folder, since its checkpoint has loaded."""
         self.record.is_waiting = False
-        if self._resume is not None:
-            self.record.write_config(self._resume.config)
-            self._resume = None
+        self.as_before = ""
+        if self.resumed is not None:
+            self.record.write_config(self.resumed)
+            self.resumed = None
 
     def how_to_go_on(self) -> str:
         """Return what to do after a failure: ``how_to_resume``, or if the changes of a resumed run
         have not loaded its checkpoint, how to resume without the changes.
         """
-        return (self._resume and self._resume.as_before) or self.how_to_resume()
+        return self.as_before or self.how_to_resume()
 
     def how_to_resume(self) -> str:
         """Return the command that resumes the run, and from which step."""
@@ -118,7 +105,8 @@ class RunFolder:
     def release(self) -> None:
         """Close the sinks, and let other processes use the folder."""
         self._sinks.close()
-        self._release()
+        if self.owner is not None:
+            self.owner.release()
 
 
 def claim_run(config: RunConfig, total_steps: int, *, name: str, command: str) -> RunFolder:
@@ -136,18 +124,18 @@ def claim_run(config: RunConfig, total_steps: int, *, name: str, command: str) -
         progress = Progress(total_steps, quiet=config.quiet, log=record.run_log)
         content = {"name": name, "command": command, "config": frozen(config)}
         changes = dict[str, str]()
-        resume = None
+        as_before = ""
         if config.resume:
             path = record.folder / "config.json"
             before = read_config_file(path, f"--resume: {path}")
             found = changed_fields(before["config"], content["config"])
             changes = {field: how for field, how in found.items() if field not in UNCHANGED}
             again = _resuming(before.get("command", ""), before["config"], record.folder)
-            as_before = (
-                f"the run did not resume with another {', '.join(changes)}, and its folder is as "
-                f"before; go on without the changes: {again}"
-            )
-            resume = Resume(content, as_before if changes else "")
+            if changes:
+                as_before = (
+                    f"the run did not resume with another {', '.join(changes)}, and its folder is "
+                    f"as before; go on without the changes: {again}"
+                )
         else:
             record.write_config(content)
         run = RunFolder(
@@ -155,8 +143,9 @@ def claim_run(config: RunConfig, total_steps: int, *, name: str, command: str) -
             record,
             progress,
             command=command,
-            release=owner.release,
-            resume=resume,
+            owner=owner,
+            resumed=content if config.resume else None,
+            as_before=as_before,
         )
         require(
             run.saved <= total_steps,

@@ -3,6 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from rl.trainers.ledger import Group, Ledger
 WINDOW = 100  # groups over which lost ones are counted, or a step's if these are more
 
 
+@dataclass(eq=False)
 class RolloutScheduler:
     """Samples and scores prompts, and brings generators the weights that they sample with.
 
@@ -34,28 +36,20 @@ class RolloutScheduler:
     ones. At step 0 it is called before anything is sampled. In a deterministic pipeline it is
     called for each step, and nothing else is sampled meanwhile. In an asynchronous one it is called
     for the newest step when the call before has returned, and generators go on to newer weights.
-    It returns False if the run is left before an evaluation ends.
+    It returns False if the run is left before an evaluation ends. ``reward_key`` is
+    :meth:`rl.trainers.algorithm.Algorithm.reward_key`.
     """
 
-    def __init__(
-        self,
-        config: RLConfig,
-        task: Task,
-        session: Session,
-        changed: Signal,
-        evaluate: Callable[[int], Awaitable[bool]],
-        reward_key: RewardKey,
-    ):
-        """``reward_key`` is :meth:`rl.trainers.algorithm.Algorithm.reward_key`."""
-        self._config = config
-        self._task = task
-        self._sampling = config.rollout.sampling(task.stop_token_ids)
-        self._session = session
-        self._changed = changed
-        self._evaluate = evaluate
-        self._reward_key = reward_key
-        self._size = config.rollout.prompts_per_step
-        self._replicas = config.generator.replicas
+    config: RLConfig
+    task: Task
+    session: Session
+    changed: Signal
+    evaluate: Callable[[int], Awaitable[bool]]
+    reward_key: RewardKey
+
+    def __post_init__(self) -> None:
+        self._sampling = self.config.rollout.sampling(self.task.stop_token_ids)
+        self._size = self.config.rollout.prompts_per_step
         # Share that each of the newest groups lost: its episodes, or all of it.
         self._recent: deque[float] = deque(maxlen=max(WINDOW, self._size))
         self._before_batch: list[float] = []  # the same, without the batch that is being sampled
@@ -72,12 +66,12 @@ class RolloutScheduler:
         self._resampled = 0
         self.is_done = self.is_left = False
         self._evaluated = step - 1
-        self._held = self._session.version
+        self._held = self.session.version
         self._versions = {step: self._held}
         self._arrived = step  # every generator holds the weights of this step or newer ones
         if step == 0:
-            await self._evaluate(0)
-        if self._config.rollout.pipeline == "deterministic":
+            await self.evaluate(0)
+        if self.config.rollout.pipeline == "deterministic":
             await self._run_in_order(ledger, step)
         else:
             await self._run_free(ledger, step)
@@ -86,10 +80,10 @@ class RolloutScheduler:
         """Whether neither a batch nor an evaluation needs weights older than those after
         ``step``.
         """
-        rollout = self._config.rollout
+        rollout = self.config.rollout
         if rollout.pipeline == "asynchronous":
             return True
-        needed = min(step + rollout.max_staleness, self._config.steps)
+        needed = min(step + rollout.max_staleness, self.config.steps)
         return self._sampled >= needed and self._evaluated >= step - 1
 
     def stepped(self, step: int) -> None:
@@ -98,9 +92,9 @@ class RolloutScheduler:
         In an asynchronous pipeline, in which no batch has a limit of its own, groups may be
         resampled again.
         """
-        self._versions[step] = self._session.version
-        self._changed.notify()
-        if self._config.rollout.pipeline == "asynchronous":
+        self._versions[step] = self.session.version
+        self.changed.notify()
+        if self.config.rollout.pipeline == "asynchronous":
             self._resampled = 0
 
     def to_dict(self) -> dict[str, Any]:
@@ -108,7 +102,7 @@ class RolloutScheduler:
 
         In a deterministic pipeline it lacks the batch that is sampled again after a restore.
         """
-        deterministic = self._config.rollout.pipeline == "deterministic"
+        deterministic = self.config.rollout.pipeline == "deterministic"
         return {"lost": self._before_batch if deterministic else [*self._recent]}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -118,39 +112,39 @@ class RolloutScheduler:
 
     async def _run_in_order(self, ledger: Ledger, step: int) -> None:
         """Sample all batches, and evaluate, in the order of the weights."""
-        staleness = self._config.rollout.max_staleness
-        steps = self._config.steps
+        staleness = self.config.rollout.max_staleness
+        steps = self.config.steps
         self._sampled = step + len(ledger) // self._size
         for held in range(step, steps + 1):
             await self._pull(held)
             while self._sampled < min(held + staleness + 1, steps):
                 await self._sample_batch(ledger)
                 self._sampled += 1
-                self._changed.notify()
-            self.is_left = not await self._evaluate(held)
+                self.changed.notify()
+            self.is_left = not await self.evaluate(held)
             if self.is_left:
                 break
             self._evaluated = held
-            self._changed.notify()
+            self.changed.notify()
         self.is_done = not self.is_left
-        self._changed.notify()
+        self.changed.notify()
 
     async def _pull(self, step: int) -> None:
         """Wait until every generator holds the weights after ``step`` or newer ones."""
-        await self._changed.until(lambda: step in self._versions)
-        self._held = await self._session.pull(self._versions[step])
+        await self.changed.until(lambda: step in self._versions)
+        self._held = await self.session.pull(self._versions[step])
         while self._versions.get(self._arrived + 1, math.inf) <= self._held:
             self._arrived += 1
-        self._changed.notify()
+        self.changed.notify()
 
     async def _sample_batch(self, ledger: Ledger) -> None:
         """Sample one batch. Each round samples the groups that are still missing."""
-        alone = partial(self._session.sample, alone=True)
+        alone = partial(self.session.sample, alone=True)
         verdicts = dict[int, Group | str]()
         self._resampled = 0
         while missing := self._size - sum(isinstance(each, list) for each in verdicts.values()):
             prompt_ids = [ledger.admit(self._held) for _ in range(missing)]
-            count = min(self._replicas, missing)
+            count = min(self.config.generator.replicas, missing)
             shares = [prompt_ids[share::count] for share in range(count)]
             # A share that fails ends the others, since a new attempt asks them again.
             async with background() as work:
@@ -168,31 +162,31 @@ class RolloutScheduler:
 
     async def _run_free(self, ledger: Ledger, step: int) -> None:
         """Sample prompts one by one, as many as the bound and the rest of the run allow."""
-        last = ledger.trained + (self._config.steps - step) * self._size
+        last = ledger.trained + (self.config.steps - step) * self._size
 
         async def sample(prompt_id: int) -> None:
             answer = await self._sample(
-                [prompt_id], partial(self._session.sample, affinity=prompt_id)
+                [prompt_id], partial(self.session.sample, affinity=prompt_id)
             )
             _record_verdict(ledger, prompt_id, self._judge(answer[prompt_id]))
-            self._changed.notify()
+            self.changed.notify()
 
         async def pull_newest() -> None:
-            for trained in range(step + 1, self._config.steps + 1):
+            for trained in range(step + 1, self.config.steps + 1):
                 await self._pull(trained)
 
         async def evaluate_newest() -> None:
             evaluated = step - 1
-            while evaluated < self._config.steps:
-                await self._changed.until(lambda: self._arrived > evaluated)  # noqa: B023
+            while evaluated < self.config.steps:
+                await self.changed.until(lambda: self._arrived > evaluated)  # noqa: B023
                 evaluated = self._arrived
-                await self._evaluate(evaluated)
+                await self.evaluate(evaluated)
             self.is_done = True
-            self._changed.notify()
+            self.changed.notify()
 
         async with background(pull_newest(), evaluate_newest()) as work:
             while True:
-                await self._changed.until(
+                await self.changed.until(
                     lambda: ledger.admits(self._held) and ledger.trained + len(ledger) < last
                 )
                 work.create_task(sample(ledger.admit(self._held)))
@@ -200,9 +194,9 @@ class RolloutScheduler:
     async def _sample(
         self, prompt_ids: list[int], generate: Generate
     ) -> dict[int, Group | GroupLost]:
-        rollout = self._config.rollout
-        groups = await self._session.rollouter.collect(
-            [training_prompt(self._task, prompt_id) for prompt_id in prompt_ids],
+        rollout = self.config.rollout
+        groups = await self.session.rollouter.collect(
+            [training_prompt(self.task, prompt_id) for prompt_id in prompt_ids],
             self._sampling,
             samples=rollout.samples_per_prompt,
             generate=generate,
@@ -215,7 +209,7 @@ class RolloutScheduler:
 
         Raises RunError, with the last cause, if too many groups were lost.
         """
-        rollout = self._config.rollout
+        rollout = self.config.rollout
         left = 0 if isinstance(outcome, GroupLost) else len(outcome)
         self._recent.append(1 - left / rollout.samples_per_prompt)
         lost = sum(self._recent)
@@ -229,7 +223,7 @@ class RolloutScheduler:
             ) from cause
         if isinstance(outcome, GroupLost):
             return outcome.reason
-        if self._resampled < rollout.max_resampled_groups and all_equal(outcome, self._reward_key):
+        if self._resampled < rollout.max_resampled_groups and all_equal(outcome, self.reward_key):
             self._resampled += 1
             return "rewards all equal"
         return outcome

@@ -94,7 +94,8 @@ def _try_episodes(task: EnvironmentTask, prompts: list[Prompt], max_tokens: int)
     reasons = list[str]()
     for prompt in prompts[:MAX_EPISODES]:
         text = prompt.answer or MADE_UP
-        lost = _lost(partial(_play, task, prompt, _written(task, text, max_tokens)), what, deadline)
+        episode = played(task, prompt, _written(task, text, max_tokens), turns=MAX_TURNS)
+        lost = _lost(partial(asyncio.run, episode), what, deadline)
         if lost is None:
             return
         reasons.append(f"{lost}\nthis was an episode with the answer {shown(text)}")
@@ -102,10 +103,6 @@ def _try_episodes(task: EnvironmentTask, prompts: list[Prompt], max_tokens: int)
             break
     advice = "correct the environment or the model's template, or start what it needs"
     raise ConfigError(f"task: {reasons[0]}; {advice}")
-
-
-def _play(task: EnvironmentTask, prompt: Prompt, answer: Completion) -> None:
-    asyncio.run(played(task, prompt, answer, turns=MAX_TURNS))
 
 
 def _written(task: Task, text: str, max_tokens: int | None = None) -> Completion:

@@ -17,9 +17,10 @@ from rl.observe.spans import Stopwatch
 from rl.rollout.episodes import Environments
 from rl.rollout.rollouter import Rollouter
 from rl.session.meshes import Meshes
-from rl.session.session_config import DeadlineConfig, SessionConfig
+from rl.session.session_config import SessionConfig
 from rl.tasks.guessing_game import GuessingGame
 from rl.types import Completion, Sampling
+from rl.types.deadlines import DeadlineConfig
 from tests.actors.processes import assert_ended
 from tests.actors.test_reward_workers import forked, pids_of
 from tests.rollout import moody_environment as moody

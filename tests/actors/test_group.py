@@ -162,7 +162,7 @@ async def failures_of_all(group, pids, blow) -> list[ActorFailure]:
         asyncio.ensure_future(failure_of(group.on(timeout_s=3600).call(Moody.speak_and_hang))),
     ]
     failed = asyncio.ensure_future(group.failed())
-    while "last words" not in (group._hosts.logs / "moody-1.log").read_text():
+    while "last words" not in (group.hosts.logs / "moody-1.log").read_text():
         await asyncio.sleep(0.01)
     if blow is None:
         await group.stop()

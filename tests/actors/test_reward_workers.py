@@ -15,8 +15,9 @@ from rl.actors.reward_workers import RewardWorkers
 from rl.errors import GroupLost, RunError
 from rl.observe.events import Events, print_warnings
 from rl.session.meshes import Meshes
-from rl.session.session_config import DeadlineConfig, SessionConfig
+from rl.session.session_config import SessionConfig
 from rl.types import Completion
+from rl.types.deadlines import DeadlineConfig
 from tests import warm
 from tests.actors.moody_task import (
     DIES,

@@ -330,8 +330,8 @@ BREAKS = (
         "session/test_models.py",
     ),
     Break(
-        "rl/session/recovery.py",
-        "if lost > self._max_restarts:",
+        "rl/session/pool.py",
+        "if lost > self.max_restarts:",
         "if lost >= 0:",
         "trainers session/test_restart.py",
     ),
@@ -344,8 +344,8 @@ BREAKS = (
     ),
     Break(
         "rl/trainers/scheduler.py",
-        "needed = min(step + rollout.max_staleness, self._config.steps)",
-        "needed = min(step + rollout.max_staleness + 1, self._config.steps)",
+        "needed = min(step + rollout.max_staleness, self.config.steps)",
+        "needed = min(step + rollout.max_staleness + 1, self.config.steps)",
         "trainers",
     ),
     Break(
@@ -380,8 +380,8 @@ BREAKS = (
     ),
     Break(
         "rl/trainers/report.py",
-        "Watchdog(self._config.watchdog_limits(), state)",
-        "Watchdog(self._config.watchdog, state)",
+        "Watchdog(self.config.watchdog_limits(), state)",
+        "Watchdog(self.config.watchdog, state)",
         "e2e/test_faults.py",
     ),
     Break(

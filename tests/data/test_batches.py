@@ -11,8 +11,8 @@ from rl.data.batches import batch_of, batch_of_pairs
 from rl.data.conversations import ConversationsConfig, read_conversations
 from rl.data.examples import EncodingConfig
 from rl.data.preferences import read_preferences
-from rl.session.session_config import DeadlineConfig
 from rl.types import Completion, Prompt, Rollout
+from rl.types.deadlines import DeadlineConfig
 from tests.dialects.conversations import said, user
 
 

@@ -10,7 +10,7 @@ import pytest
 from rl.cli.arguments import parse_config
 from rl.model.shape import shape_of
 from rl.plan.speed import sizes_of
-from rl.session.session_config import DeadlineConfig
+from rl.types.deadlines import DeadlineConfig
 from rl.validation import validate
 from scripts.gpu_check import __main__ as program
 from scripts.gpu_check import report

@@ -8,7 +8,7 @@ import torch
 
 from rl.generation.generator_config import GeneratorConfig
 from rl.session.meshes import Meshes
-from rl.session.threads import settle_threads
+from rl.session.placement import settle_threads
 from rl.types import Batch, Completion
 from rl.validation import validate
 from tests.config.command_line import parse

@@ -15,9 +15,10 @@ from rl.actors.hosts import Hosts
 from rl.model.shape import ModelConfig
 from rl.session.meshes import Meshes
 from rl.session.session import Session
-from rl.session.session_config import DeadlineConfig, SessionConfig
+from rl.session.session_config import SessionConfig
 from rl.training.trainer_config import TrainerConfig, default_adamw
 from rl.types import Batch
+from rl.types.deadlines import DeadlineConfig
 
 DEADLINES = DeadlineConfig(start=300.0, call=301.0, heartbeat=0.0)
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8], [9], list(range(10, 30))]

@@ -12,8 +12,8 @@ import torch
 
 import rl
 from rl.errors import ConfigError, RankLost, RunError
-from rl.session.session_config import DeadlineConfig
 from rl.tasks.copy_digits import CopyDigits
+from rl.types.deadlines import DeadlineConfig
 from tests.actors.processes import assert_ended, pids_of
 
 HEARTBEAT_S = 10.0  # imports on a busy machine take seconds in which no rank answers

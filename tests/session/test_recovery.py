@@ -6,7 +6,7 @@ import pytest
 
 from rl.errors import ActorFailure, RankLost, RunError
 from rl.observe.events import Events
-from rl.session.recovery import Recovery
+from rl.session.pool import Recovery
 from tests.session.test_folder import Group, session_of
 
 

@@ -10,9 +10,9 @@ from configs.quickstart import quickstart
 from rl.config.frozen import frozen
 from rl.generation.generator_config import GeneratorConfig
 from rl.model.shape import ModelConfig
-from rl.session import threads
+from rl.session import placement
+from rl.session.placement import settle_threads
 from rl.session.session_config import SessionConfig
-from rl.session.threads import settle_threads
 from rl.trainers.rl import RLTrainer
 from rl.trainers.run_folder import pin_threads
 
@@ -58,7 +58,7 @@ def config(**fields):
 @pytest.mark.parametrize("case", CASES)
 def test_threads_follow_from_the_host_and_the_work_of_the_sides(case, monkeypatch):
     fields, expected = CASES[case]
-    monkeypatch.setattr(threads, "core_count", lambda: 8)
+    monkeypatch.setattr(placement, "core_count", lambda: 8)
     made = config(**fields)
     settle_threads(made.session(), made.trainer_share)
     assert (made.trainer.threads, made.generator.threads) == expected
@@ -67,7 +67,7 @@ def test_threads_follow_from_the_host_and_the_work_of_the_sides(case, monkeypatc
 
 @pytest.mark.parametrize("saved", [{"threads": 5}, {"threads": 1}, {}])
 def test_a_resumed_run_keeps_its_threads(saved, tmp_path, monkeypatch):
-    monkeypatch.setattr(threads, "core_count", lambda: 8)
+    monkeypatch.setattr(placement, "core_count", lambda: 8)
     before = frozen(quickstart())
     for name in ("trainer", "generator"):
         del before[name]["threads"]
@@ -80,7 +80,7 @@ def test_a_resumed_run_keeps_its_threads(saved, tmp_path, monkeypatch):
 
 
 def test_the_config_of_a_run_has_the_threads_that_it_computes_with(tmp_path, monkeypatch):
-    monkeypatch.setattr(threads, "core_count", lambda: 3)
+    monkeypatch.setattr(placement, "core_count", lambda: 3)
     trainer = RLTrainer(config(output_dir=str(tmp_path / "run"), quiet=True))
     folder = trainer.run.claim()
     written = json.loads((folder.folder / "config.json").read_text())["config"]
@@ -91,7 +91,7 @@ def test_the_config_of_a_run_has_the_threads_that_it_computes_with(tmp_path, mon
 
 
 def test_a_session_without_a_trainer_gives_its_cores_to_generators(monkeypatch):
-    monkeypatch.setattr(threads, "core_count", lambda: 8)
+    monkeypatch.setattr(placement, "core_count", lambda: 8)
     made = SessionConfig(model=LARGE, trainer=None, generator=GeneratorConfig(threads="auto"))
     settle_threads(made)
     assert made.generator.threads == 8

@@ -118,7 +118,7 @@ def _serve_clients(
     from rl.gateway.http import serving
     from rl.host.disk import write_whole
     from rl.model.tokenizer import read_stop_token_ids
-    from rl.observe.events import Events, print_notes, print_warnings
+    from rl.observe.events import Events, print_texts
     from rl.observe.owner import claim
     from rl.observe.prometheus import Numbers
     from rl.session.concurrency import background
@@ -136,7 +136,7 @@ def _serve_clients(
 
     async def serve(session: "Session") -> None:
         numbers = Numbers(config.offered()[0])
-        events = Events(print_warnings, print_notes, numbers.write)
+        events = Events(print_texts, numbers.write)
         for change in changes:
             events.note(f"resuming with another {change}")
         own = {"decode": dialect.tokenizer.decode} if dialect else {}

@@ -64,15 +64,9 @@ class Events:
         self.emit("note", text=text)
 
 
-def print_warnings(event: Event) -> None:
-    """Print the text of an event that is a warning."""
-    if event["kind"] in WARNINGS:
-        print(printable(event["text"]), flush=True)
-
-
-def print_notes(event: Event) -> None:
-    """Print the text of an event that is a note."""
-    if event["kind"] == "note":
+def print_texts(event: Event) -> None:
+    """Print the text of an event that is a warning or a note."""
+    if event["kind"] in (*WARNINGS, "note"):
         print(printable(event["text"]), flush=True)
 
 

@@ -16,7 +16,7 @@ from rl.errors import ActorFailure, RunError, counted, require, shown
 from rl.host.disk import TemporaryFolder
 from rl.metrics import Metrics
 from rl.model.activations import Activations
-from rl.observe.events import Events, print_notes, print_warnings
+from rl.observe.events import Events, print_texts
 from rl.observe.spans import Stopwatch
 from rl.session.blocking import BlockingSession
 from rl.session.concurrency import background, finish_all
@@ -74,7 +74,7 @@ class Session(Models):
           :class:`rl.session.meshes.Meshes`.
         """
         self.config = config
-        self._events = events = events or Events(print_warnings, print_notes)
+        self._events = events = events or Events(print_texts)
         config.fetch_models(events.note)
         config.check_parity()
         settle_threads(config)

@@ -18,7 +18,7 @@ from rl.environments.task import Task
 from rl.errors import GroupLost
 from rl.host.threads import DaemonThread
 from rl.model.shape import ModelConfig
-from rl.observe.events import Events, print_warnings
+from rl.observe.events import Events, print_texts
 from rl.rollout.rollouter import Generate, Rollouter
 from rl.types import Completion, Prompt, Rollout, Sampling
 from rl.types.deadlines import DeadlineConfig
@@ -47,7 +47,7 @@ async def score_alone(
         count=1,
         seed=seed,
         deadlines=deadlines,
-        events=Events(print_warnings),
+        events=Events(print_texts),
     )
     try:
         await workers.start()

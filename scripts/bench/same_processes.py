@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 from rl.actors.hosts import Hosts
 from rl.config import RLConfig
-from rl.observe.events import Events, print_warnings
+from rl.observe.events import Events, print_texts
 from rl.observe.progress import Progress
 from rl.observe.record import RunRecord
 from rl.session.meshes import Meshes
@@ -30,7 +30,7 @@ class Processes:
         meshes = Meshes(config.session(), hosts, folder)
         models = meshes.models()
         generator = meshes.generator(0)
-        rewards = meshes.rewards(config.task, Events(print_warnings))
+        rewards = meshes.rewards(config.task, Events(print_texts))
         self.meshes = SimpleNamespace(
             models=lambda: models, generator=lambda number: generator, rewards=lambda *_: rewards
         )

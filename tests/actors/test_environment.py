@@ -12,7 +12,7 @@ import pytest
 from rl.actors.hosts import Hosts
 from rl.errors import GroupLost, RunError, WorkerLost
 from rl.model.shape import ModelConfig
-from rl.observe.events import Events, print_warnings
+from rl.observe.events import Events, print_texts
 from rl.observe.spans import Stopwatch
 from rl.rollout.episodes import Environments
 from rl.rollout.rollouter import Rollouter
@@ -47,7 +47,7 @@ IMPATIENT = replace(MOODY, step_s=1.5)
 def in_workers(tmp_path, model, work, count, task=MOODY):
     """Run ``work(workers, task)``; assert that all processes have ended after it."""
     config = SessionConfig(model=model, reward_workers=count, deadlines=DEADLINES)
-    workers = Meshes(config, Hosts(tmp_path), tmp_path).rewards(task, Events(print_warnings))
+    workers = Meshes(config, Hosts(tmp_path), tmp_path).rewards(task, Events(print_texts))
 
     async def started():
         try:

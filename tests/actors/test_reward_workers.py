@@ -13,7 +13,7 @@ import pytest
 from rl.actors.hosts import Hosts
 from rl.actors.reward_workers import RewardWorkers
 from rl.errors import GroupLost, RunError
-from rl.observe.events import Events, print_warnings
+from rl.observe.events import Events, print_texts
 from rl.session.meshes import Meshes
 from rl.session.session_config import SessionConfig
 from rl.types import Completion
@@ -41,7 +41,7 @@ COMPLETIONS = [
 def workers_and_task(folder, count: int, kind=Moody) -> tuple[RewardWorkers, Moody]:
     config = SessionConfig(reward_workers=count, deadlines=DEADLINES)
     task = kind.Config(folder=str(folder))
-    workers = Meshes(config, Hosts(folder), folder).rewards(task, Events(print_warnings))
+    workers = Meshes(config, Hosts(folder), folder).rewards(task, Events(print_texts))
     return workers, task.build(seed=0, model=config.model)
 
 

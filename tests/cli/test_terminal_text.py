@@ -9,7 +9,7 @@ from rl.cli.program import exit_code
 from rl.doctor.__main__ import _report
 from rl.doctor.findings import warning
 from rl.errors import ConfigError, RunError, printable
-from rl.observe.events import print_notes, print_warnings
+from rl.observe.events import print_texts
 from rl.observe.progress import Progress
 from rl.play import strip
 
@@ -50,8 +50,8 @@ class Tokenizer:
         "config error": raises(ConfigError(f"no file {HOSTILE}", field=HOSTILE)),
         "run error": raises(RunError(HOSTILE)),
         "other error": raises(ValueError(HOSTILE)),
-        "warning": lambda: print_warnings({"kind": "warning", "text": HOSTILE}),
-        "note": lambda: print_notes({"kind": "note", "text": HOSTILE}),
+        "warning": lambda: print_texts({"kind": "warning", "text": HOSTILE}),
+        "note": lambda: print_texts({"kind": "note", "text": HOSTILE}),
         "finding": lambda: _report([], iter([warning("data", HOSTILE, HOSTILE, HOSTILE)])),
         "tokens": lambda: print(printable(strip(Tokenizer(), "fed", [1]))),
         "progress": shows("note", HOSTILE),

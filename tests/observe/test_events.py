@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from rl.observe.events import Events, print_warnings
+from rl.observe.events import Events, print_texts
 from rl.observe.record import RunRecord, rows_from_end, rows_of
 
 
@@ -26,11 +26,12 @@ def test_every_subscriber_gets_every_event_in_order():
     assert first[0]["time"] <= first[1]["time"]
 
 
-def test_warnings_are_printed_and_notes_are_not(capsys):
-    events = Events(print_warnings)
+def test_warnings_and_notes_are_printed_and_other_events_are_not(capsys):
+    events = Events(print_texts)
     events.note("resumed")
+    events.emit("failed", text="the disk is full")
     events.emit("lost", process="generator-0", text="generator-0 died")
-    assert capsys.readouterr().out == "generator-0 died\n"
+    assert capsys.readouterr().out == "resumed\ngenerator-0 died\n"
 
 
 def test_metrics_and_evaluations_have_a_file_of_their_own_too(record):

@@ -129,7 +129,7 @@ class ActorGroup:
     hosts: Hosts
     heartbeat: float = 0.0
     worked: Callable[[int, Span], None] = lambda rank, work: None
-    """Called with a rank and work of its own, when an answer reports it."""
+    """Function that is called with a rank and work of its own, when an answer reports it."""
 
     def __post_init__(self) -> None:
         self.port = 0

@@ -98,11 +98,12 @@ class RunRecord:
                 path.mkdir(parents=True, exist_ok=True)
                 sync_folder(self.folder.parent)
 
-    def write_config(self, config: dict) -> None:
-        self._write_json("config.json", config)
-
-    def write_summary(self, summary: dict) -> None:
-        self._write_json("summary.json", summary)
+    def write_json(self, name: str, content: dict) -> None:
+        """Write the file ``name`` of the folder."""
+        path = self.folder / name
+        text = json.dumps(finite(content), indent=2, allow_nan=False) + "\n"
+        with self._writing(path):
+            write_whole(path, lambda file: file.write(text.encode()))
 
     @property
     def failure_path(self) -> Path:
@@ -114,7 +115,7 @@ class RunRecord:
     def write_failure(self, failure: dict) -> None:
         """Write ``failure_path`` once the rollouts of all steps are on disk."""
         self._writer.submit(lambda: None).result()  # this thread has only one worker
-        self._write_json(str(self.failure_path.relative_to(self.folder)), failure)
+        self.write_json(str(self.failure_path.relative_to(self.folder)), failure)
 
     def write_failed_rollouts(self, chunks: Sequence[Chunk], *, version: int) -> None:
         """Write the rollouts with which a call failed to ``rollouts/failed.parquet``."""
@@ -265,12 +266,6 @@ class RunRecord:
         with failing_loudly(path):
             self.check()
             yield
-
-    def _write_json(self, name: str, content: dict) -> None:
-        path = self.folder / name
-        text = json.dumps(finite(content), indent=2, allow_nan=False) + "\n"
-        with self._writing(path):
-            write_whole(path, lambda file: file.write(text.encode()))
 
 
 def rows_of(path: Path) -> Iterator[tuple[dict, int]]:

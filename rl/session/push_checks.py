@@ -57,7 +57,7 @@ class PushChecks:
     devices: DeviceSharing
     watch: Stopwatch
     settling: Callable[[], Awaitable[None]]
-    """Returns when the trainer waits until its weights may change."""
+    """Function that returns when the trainer waits until its weights may change."""
 
     def __post_init__(self) -> None:
         config = self.config

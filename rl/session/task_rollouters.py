@@ -79,7 +79,7 @@ class TaskRollouters:
     workers: Rollouter
     """Sampler of the reward workers."""
     make: Callable[[Task.Config, Any], Rollouter]
-    """Returns the sampler of another task and its rewards."""
+    """Function that returns the sampler of another task and its rewards."""
     limit: float
     """Deadline of a coroutine that scores."""
     warn: Callable[[str], None]

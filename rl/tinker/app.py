@@ -73,6 +73,7 @@ OTHERS = [
     ("GET", "sessions/{session}", "session"),
     ("POST", "sessions/{session}/finish", "finish"),
     ("GET", "samplers/{sampler}", "sampler"),
+    *(("GET" if path == "healthz" else "POST", path, "fixed") for path in FIXED),
 ]
 """Verb, path and handler of the other routes of this module."""
 
@@ -80,7 +81,6 @@ OTHERS = [
 def routes_of(server: Server, key: str | None) -> list[Route]:
     """Return the routes of ``server``. With a ``key``, requests need it."""
     posted = [("POST", path, path) for path in POSTED.split()]
-    posted += [("GET" if path == "healthz" else "POST", path, "fixed") for path in FIXED]
     return [
         Route(f"/api/v1/{path}", _endpoint(server, key, getattr(owner, name)), methods=[verb])
         for owner, rows in ((_Handlers(server), [*posted, *OTHERS]), (Catalog(server), LISTED))

@@ -252,11 +252,7 @@ class Models:
         """Have the trainer hold the adapter of a model as its requests so far have left it."""
         is_here = self._here.pop(model.id, None) is not None
         while len(self._here) >= MAX_ADAPTERS:
-            oldest = next(iter(self._here.values()))
-            changed = oldest.changed > self._verbs.fact(oldest)["state_seq"]
-            if changed and not self._has_finished(oldest):
-                await self._try_write_state(oldest)
-            await self._forget(oldest)
+            await self._send_away(next(iter(self._here.values())))
         self._here[model.id] = model
         if is_here or model.failed:
             return
@@ -281,6 +277,13 @@ class Models:
             model.failed = f"{UNRESTORED}: {error_text(error)}; a restart of the server tries again"
             self._warn(model, model.failed)
         model.is_restoring = False
+
+    async def _send_away(self, model: Model) -> None:
+        """Have the trainer forget the adapter of a model, whose state is on disk then."""
+        changed = model.changed > self._verbs.fact(model)["state_seq"]
+        if changed and not self._has_finished(model):
+            await self._try_write_state(model)
+        await self._forget(model)
 
     async def _forget(self, model: Model) -> None:
         """Have the trainer forget the adapter of a model. The next use brings it again."""

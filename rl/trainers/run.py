@@ -351,7 +351,7 @@ class Run:
             "policy_digest": await self.session.weight_digest(),
             "export": str(export),
         }
-        self.record.write_summary(summary)
+        self.record.write_json("summary.json", summary)
         self.progress.stage("evaluating on held-out data")
         scores = await self.unless_leaving(trainer.scores())
         return None if scores is None else summary | scores | self._facts()

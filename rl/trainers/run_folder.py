@@ -31,13 +31,13 @@ class RunFolder:
     record: RunRecord
     progress: Progress
     command: str = ""
-    """Given, the command that starts the run; empty for a script, which resumes by its config. Then
-    what resumes the run."""
+    """Command that resumes the run. It is given as the one that starts the run; empty for a script,
+    which resumes by its config."""
     owner: FolderOwner | None = None
     resumed: dict[str, Any] | None = None
     """``config.json`` of a resumed run, whose folder stays as it is until ``begin``."""
     as_before: str = ""
-    """How to resume without the changes of ``resumed``; empty without changes."""
+    """Sentence that says how to resume without the changes of ``resumed``; empty without them."""
 
     def __post_init__(self) -> None:
         record, config = self.record, self.config
@@ -70,7 +70,7 @@ class RunFolder:
         self.record.is_waiting = False
         self.as_before = ""
         if self.resumed is not None:
-            self.record.write_config(self.resumed)
+            self.record.write_json("config.json", self.resumed)
             self.resumed = None
 
     def how_to_go_on(self) -> str:
@@ -90,7 +90,7 @@ class RunFolder:
     def conclude(self, summary: dict[str, Any]) -> None:
         """Write and show the summary of a finished run, and draw its curves."""
         record = self.record
-        record.write_summary(summary)
+        record.write_json("summary.json", summary)
         self.is_complete = True
         evaluations = record.read_evaluations()
         try:
@@ -137,7 +137,7 @@ def claim_run(config: RunConfig, total_steps: int, *, name: str, command: str) -
                     f"as before; go on without the changes: {again}"
                 )
         else:
-            record.write_config(content)
+            record.write_json("config.json", content)
         run = RunFolder(
             config,
             record,

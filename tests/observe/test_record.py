@@ -40,9 +40,9 @@ def fill(record, steps):
 
 def test_the_folder_has_the_promised_layout_and_rows_read_back_as_written(record):
     assert record.read_metrics() == record.read_evaluations() == []
-    record.write_config({"model": {"dim": 64}})
+    record.write_json("config.json", {"model": {"dim": 64}})
     fill(record, 2)
-    record.write_summary({"steps": 1})
+    record.write_json("summary.json", {"steps": 1})
     record.write_failure({"error": "x"})
     assert {path.name for path in record.folder.iterdir()} == {
         *("config.json", "metrics.jsonl", "digests.jsonl", "ledger.jsonl", "evaluations.jsonl"),
@@ -67,7 +67,7 @@ def test_the_ledger_has_the_prompt_ids_of_each_step(record):
 def test_numbers_that_are_not_finite_are_written_as_null(record, value):
     record.append(record.metrics_path, {"step": 1, "loss/mean": value, "parts": [value, 1.0]})
     record.append(record.evaluations_path, {"step": 1, "eval/loss": value})
-    record.write_summary({"deep": {"loss": value}})
+    record.write_json("summary.json", {"deep": {"loss": value}})
     for path in (record.metrics_path, record.folder / "summary.json"):
         json.loads(path.read_text(), parse_constant=refuse_constant)
     assert lines(record.metrics_path) == [{"step": 1, "loss/mean": None, "parts": [None, 1.0]}]
@@ -100,7 +100,7 @@ def test_a_broken_line_in_the_middle_is_named(record):
 @pytest.mark.parametrize("step", [0, 2, 5, 9])
 def test_resuming_drops_rows_after_the_checkpoint(record, step):
     fill(record, 5)
-    record.write_summary({})
+    record.write_json("summary.json", {})
     record.write_failure({})
     for profiled in (1, 4):
         record.profiles.path(profiled).mkdir(parents=True)
@@ -130,10 +130,10 @@ def test_a_full_disk_is_named_with_its_file(record):
 
 
 def test_a_write_that_fails_leaves_the_old_file_whole(record):
-    record.write_summary({"steps": 1})
+    record.write_json("summary.json", {"steps": 1})
     (record.folder / "summary.json.partial").symlink_to("/dev/full")
     with pytest.raises(RunError, match="summary.json"):
-        record.write_summary({"steps": 2})
+        record.write_json("summary.json", {"steps": 2})
     assert json.loads((record.folder / "summary.json").read_text()) == {"steps": 1}
 
 
@@ -166,7 +166,7 @@ def test_a_row_is_on_disk_when_append_returns_and_costs_one_fsync(record, synced
 
 
 def test_a_json_file_is_on_disk_before_it_takes_its_place(record, synced):
-    record.write_summary({"steps": 1})
+    record.write_json("summary.json", {"steps": 1})
     size = (record.folder / "summary.json").stat().st_size
     assert synced[0] == ("summary.json.partial", size)
     assert [name for name, _ in synced] == ["summary.json.partial", "run"]

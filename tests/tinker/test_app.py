@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rl.observe.rollout_files import read_rollouts
-from rl.tinker import app, samplers, samples
+from rl.tinker import app, parts, samplers
 from rl.tinker.graph import Graph
 from tests.tinker.bodies import request
 from tests.tinker.clients import BASE, PROTO, Running, awaited, sample_of, shortened
@@ -298,7 +298,7 @@ async def test_samples_of_a_step_are_recorded(tmp_path):
         read_rollouts(file) for file in tmp_path.glob("models/*/rollouts/step-*.parquet")
     ]
     tokens = [each.sequences[0].tokens[5:].tolist() for each in chunk.rollouts]
-    assert tokens == [each for response in drawn for each in tokens_of(response)][: samples.MOST]
+    assert tokens == [each for response in drawn for each in tokens_of(response)][: parts.MOST]
     assert {each.prompt.text for each in chunk.rollouts} == {"[3, 4, 5, 6, 7]"}
 
 
@@ -476,7 +476,7 @@ async def test_no_body_makes_the_server_fail(tmp_path, count=2000):
         ids |= {"target": {"sampling_session_id": sampler}, "timeout": 0.0, "optimizer": True}
         ids |= {f"{name}_seq_id": 0 for name in ("model", "custom_loss", "sampling_session")}
         paths = [
-            *app.POSTED.split(),
+            *(*app.POSTED.split(), *app.FIXED),
             *("sessions/x/finish", "training_runs/a/checkpoints/weights/b/publish"),
         ]
         with shortened(app, LONG_POLL_S=0.01):

@@ -26,7 +26,6 @@ OF_THE_SERVICE = {
 CLASSES = ((app._Handlers, ""), (catalog.Catalog, ""), (Verbs, ""), (Samplers, "_"))
 """Classes whose functions read requests, with the begin of the functions' names."""
 FUNCTIONS = {
-    "ClientConfigRequest": ["client_config"],
     "ClientSessionFinished": ["finish"],
     "CopyWeightsRequest": ["copy_weights"],
     "CreateCustomLossRequest": ["create_custom_loss"],
@@ -60,7 +59,7 @@ PARTS = {
 """Parts of requests."""
 OTHERS = {
     *("ForwardRequest", "ForwardBackwardRequest"),  # they are sent as protobuf
-    "TelemetrySendRequest",  # it is accepted unread
+    *("ClientConfigRequest", "TelemetrySendRequest"),  # they are accepted unread
     "UnloadModelRequest",  # no client sends it
     *("GetBillingUsageRequest", "GetCurrentCheckpointStorageUsageRequest", "SessionSearchRequest"),
 }

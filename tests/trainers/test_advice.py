@@ -35,7 +35,9 @@ from tests.docs.commands import check_command
 def run(tmp_path):
     config = find_config("quickstart")()
     record = RunRecord(tmp_path / "run")
-    record.write_config({"name": "quickstart", "command": "train", "config": frozen(config)})
+    record.write_json(
+        "config.json", {"name": "quickstart", "command": "train", "config": frozen(config)}
+    )
     return RunFolder(config, record, Progress(1, quiet=True, log=record.run_log), command="train")
 
 

@@ -4,6 +4,7 @@ or without a head.
 Each function imports torchtitan's models only when called: the models read the device at import.
 """
 
+import dataclasses
 import functools
 import sys
 from collections.abc import Callable
@@ -52,8 +53,14 @@ def set_layout(model: "Qwen3Model.Config", trainer: Any) -> None:
     from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
 
     update_ep_token_dispatcher_config(model, trainer)
+    # torchtitan sets the other parts of a layer if the layer has attention
+    attention = model.first_attention
+    layers = [
+        layer if layer.attention is not None else dataclasses.replace(layer, attention=attention)
+        for layer in model.layers
+    ]
     set_qwen3_sharding_config(
-        model,
+        dataclasses.replace(model, layers=layers),
         enable_sp=trainer.parallelism.enable_sequence_parallel,
         enable_ep=trainer.parallelism.expert_parallel_degree > 1,
     )

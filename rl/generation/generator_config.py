@@ -96,7 +96,8 @@ def kv_bytes_per_token(config: GeneratorConfig, shape: ModelShape) -> int:
     copy.
     """
     heads = max(1, shape.n_kv_heads // config.tensor_parallel_degree)
-    return 2 * shape.n_layers * heads * shape.head_dim * (2 if config.dtype == "bfloat16" else 4)
+    size = 2 if config.dtype == "bfloat16" else 4
+    return 2 * shape.n_attentions * heads * shape.head_dim * size
 
 
 def record_bytes_per_token(shape: ModelShape) -> int:

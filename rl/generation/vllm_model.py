@@ -171,13 +171,19 @@ def _make_parameters(model: Qwen3Model, layout: Layout, *, dtype: Any) -> None:
         model.lm_head.weight = model.tok_embeddings.weight
 
 
+def attentions_of(model: Qwen3Model) -> list[Any]:
+    """Return the attention of the layers that have it, in order."""
+    attentions = (layer.attention for layer in model.layers.values())
+    return [attention for attention in attentions if attention is not None]
+
+
 def _make_rope_cache(model: Qwen3Model, device: torch.device) -> None:
     """Share one float32 cache among the layers that rotate alike: at long context a copy for each
     layer takes gigabytes.
     """
     first: dict[str, RotaryEmbedding] = {}
-    for layer in model.layers.values():
-        rope = layer.attention.rope
+    for attention in attentions_of(model):
+        rope = attention.rope
         if (known := first.setdefault(repr(rope.config), rope)) is not rope:
             rope.cache = known.cache
             continue
@@ -198,7 +204,8 @@ def _add_collectives(model: Qwen3Model) -> None:
     for layer in model.layers.values():
         last = layer.moe if layer.moe_enabled else layer.feed_forward.w2
         last.register_forward_hook(all_reduce)
-        layer.attention.wo.register_forward_hook(all_reduce)
+    for attention in attentions_of(model):
+        attention.wo.register_forward_hook(all_reduce)
 
 
 @support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": 0})
@@ -249,8 +256,8 @@ class TillerForCausalLM(nn.Module):
     def weights_changed(self) -> None:
         """Update copies of the parameters. Call this after each change of the parameters."""
         pack(self.titan)
-        for layer in self.titan.layers.values():
-            inner = layer.attention.inner_attention
+        for attention in attentions_of(self.titan):
+            inner = attention.inner_attention
             if hasattr(inner, "sinks"):  # some of vLLM's backends copy them
                 inner.attention.impl.process_weights_after_loading(inner.sinks.dtype)
 

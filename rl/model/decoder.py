@@ -3,7 +3,7 @@ share it.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Any, TypeVar
@@ -325,24 +325,28 @@ def parameter_shapes(shape: ModelShape, *, fuse_qkv: bool) -> dict[str, tuple[in
 
     Allocates no memory.
     """
-    one_layer = dataclasses.replace(shape, n_layers=1)
     attention = ScaledDotProductAttention.Config()
-    config = decoder_config(one_layer, fuse_qkv=fuse_qkv, inner_attention=attention)
+    config = decoder_config(shape.shortened(), fuse_qkv=fuse_qkv, inner_attention=attention)
     with torch.device("meta"):
         model = config.build()
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    return in_all_layers(shapes, shape.n_layers)
+    return in_all_layers(shapes, shape.kinds)
 
 
-def in_all_layers(of_one: Mapping[str, T], layers: int) -> dict[str, T]:
-    """Return values by parameter name for all layers of a model, from those of its first layer."""
-    prefix = "layers.0."
-    result = {}
-    for is_layer, names in groupby(of_one, lambda name: name.startswith(prefix)):
-        group = [*names]
-        for layer in range(layers if is_layer else 1):
-            for name in group:
-                result[name.replace(prefix, f"layers.{layer}.", 1)] = of_one[name]
+def in_all_layers(of_some: Mapping[str, T], kinds: Sequence[int]) -> dict[str, T]:
+    """Return values by parameter name for all layers of a model. A layer has the values of the
+    layer that ``kinds`` has in its place.
+    """
+    result: dict[str, T] = {}
+    for is_layer, group in groupby(of_some, lambda name: name.startswith("layers.")):
+        names = [*group]
+        if not is_layer:
+            result |= {name: of_some[name] for name in names}
+            continue
+        for layer, kind in enumerate(kinds):
+            prefix = f"layers.{kind}."
+            own = (name for name in names if name.startswith(prefix))
+            result |= {name.replace(prefix, f"layers.{layer}.", 1): of_some[name] for name in own}
     return result
 
 

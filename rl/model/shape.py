@@ -1,6 +1,6 @@
 """Sizes of the policy, from config fields or from a Hugging Face folder."""
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -159,12 +159,41 @@ class ModelShape:
     layers_with_window: tuple[int, ...] = ()
     sinks: bool = False
     """Whether each head of queries has a logit for attending to nothing."""
+    attention_gate: bool = False
+    """Whether each head's output of attention is multiplied by the sigmoid of a gate."""
+    layers_with_delta_rule: tuple[int, ...] = ()
+    """Layers with a gated delta net (arXiv:2412.06464) in place of attention."""
+    delta_key_heads: int = 0
+    delta_value_heads: int = 0
+    """Number of value heads of a gated delta net, a multiple of ``delta_key_heads``."""
+    delta_key_dim: int = 0
+    delta_value_dim: int = 0
+    """Width of a value head of a gated delta net."""
+    delta_kernel: int = 0
+    """Number of tokens that the convolution of a gated delta net covers."""
     router_bias: bool = False
     """Whether the router of experts has a bias."""
     route_norm: bool = True
     """Whether the weights of a token's experts are divided by their sum."""
     swiglu: tuple[float, float] | None = None
     """Slope and bound of clamped experts; None for experts without bounds and biases."""
+    shared_expert_dim: int = 0
+    """Width of the expert that all tokens go through; 0 for none."""
+
+    @property
+    def kinds(self) -> tuple[int, ...]:
+        """First layer with the same parameters, for each layer."""
+        delta = [layer in self.layers_with_delta_rule for layer in range(self.n_layers)]
+        return tuple(map(delta.index, delta))
+
+    @property
+    def n_attentions(self) -> int:
+        """Number of layers with attention."""
+        return self.n_layers - len(self.layers_with_delta_rule)
+
+    def shortened(self) -> "ModelShape":
+        """Return the shape of the shortest model whose layers are of all ``kinds``."""
+        return replace(self, n_layers=max(self.kinds) + 1)
 
     def window_of(self, layer: int) -> int:
         """Return the number of tokens that ``layer`` attends to, 0 for all before it."""

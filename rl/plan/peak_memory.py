@@ -295,9 +295,11 @@ def _group_of(name: str) -> str:
 
 
 def rope_tables(run: PlannedRun, role: Role) -> int:
-    """Return the bytes of the RoPE tables: float32 [max_seq_len, 2 head_dim] for each layer."""
+    """Return the bytes of the RoPE tables: float32 [max_seq_len, 2 head_dim] for each layer with
+    attention.
+    """
     shape = shape_of(role.model)
-    return shape.n_layers * shape.max_seq_len * 2 * shape.head_dim * 4
+    return shape.n_attentions * shape.max_seq_len * 2 * shape.head_dim * 4
 
 
 def engine_step(run: PlannedRun) -> int:

@@ -196,7 +196,7 @@ def _flop(run: PlannedRun, name: str, load: Load, *, train: bool) -> float:
     head = shape.vocab_size * shape.dim
     layers = sizes_of(shape, fuse_qkv=role.model.fuse_qkv).active - head
     # causal: a token attends to half of the tokens on average
-    attention = 2 * shape.n_layers * shape.n_heads * shape.head_dim * load.length
+    attention = 2 * shape.n_attentions * shape.n_heads * shape.head_dim * load.length
     forward = load.tokens * (2 * layers + attention)
     if role.head != "values":
         forward += (load.heads if train else load.tokens) * 2 * head

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torchtitan.models.common.attention import FlexAttention, create_attention_mask
+from torchtitan.models.common.attention import FlexAttention, GQAttention, create_attention_mask
 from torchtitan.models.common.config_utils import get_attention_config
 from torchtitan.models.qwen3 import Qwen3Model
 from torchtitan.tools.utils import get_cuda_flash_attention_impl
@@ -134,7 +134,7 @@ def attention_masks(
     The result is :class:`Documents` in place of a dense mask with a ``config`` of
     :func:`computes_documents`.
     """
-    configs = [layer.attention.inner_attention for layer in model.config.layers]
+    configs = [each.inner_attention for each in attentions_of(model.config)]
     if config is not None and computes_documents(config, model.config):
         return Documents(positions, is_bitwise(configs[0]))
     trees = config is not None and config.prompt_sharing > 1
@@ -145,6 +145,11 @@ def attention_masks(
     create = dense_tree_mask if dense else flex_tree_mask
     masks = {window: create(positions, window) for window in windows}
     return masks if any(windows) else masks[0]
+
+
+def attentions_of(model: Qwen3Model.Config) -> list[GQAttention.Config]:
+    """Return the configs of attention of the layers that have it, in order."""
+    return [layer.attention for layer in model.layers if layer.attention is not None]
 
 
 def dense_tree_mask(positions: torch.Tensor, window: int = 0) -> torch.Tensor:
@@ -171,7 +176,7 @@ def computes_documents(config: TrainerConfig, model: Qwen3Model.Config) -> bool:
     whole rows: dense attention without windows, sinks or context parallelism, or that of bitwise
     parity.
     """
-    attentions = [layer.attention for layer in model.layers]
+    attentions = attentions_of(model)
     is_plain = all(
         isinstance(each.inner_attention, DenseAttention.Config)
         and not each.inner_attention.window

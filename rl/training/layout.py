@@ -23,17 +23,17 @@ def trainer_layout(
     """Return the layout of each trainer rank, from rank 0 on, as torchtitan shards the model; with
     ``adapters``, also the parameters of adapters.
 
-    Builds one layer of rank 0's model on the meta device in a temporary fake process group. Raises
-    RuntimeError if the process already has a process group.
+    Builds the first layers of rank 0's model, in which are all kinds, on the meta device in a
+    temporary fake process group. Raises RuntimeError if the process already has a process group.
     """
     if dist.is_initialized():
         raise RuntimeError("trainer_layout: call it in a process without a process group")
     dist.init_process_group("fake", rank=0, world_size=config.ranks)
     try:
         dims = ParallelDims.from_config(config.parallelism, config.ranks)
-        built = sharded_model(config, model, dims, head=head, folder="", layers=1)
-        of_one = named_weights(built) | (named_adapters(built) if adapters else {})
-        held = in_all_layers(of_one, shape_of(model).n_layers)
+        built = sharded_model(config, model, dims, head=head, folder="", shortened=True)
+        of_some = named_weights(built) | (named_adapters(built) if adapters else {})
+        held = in_all_layers(of_some, shape_of(model).kinds)
         regions = [_regions(name, parameter, config.ranks) for name, parameter in held.items()]
     finally:
         dist.destroy_process_group()

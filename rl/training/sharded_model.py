@@ -112,15 +112,13 @@ def sharded_model(
     *,
     head: Head = "logprobs",
     folder: str,
-    layers: int | None = None,
+    shortened: bool = False,
     parity: Parity = "close",
 ) -> HeadedModel:
     """Return the model of :func:`build_model` on the meta device: shapes and placements, without
-    memory. ``layers`` limits the number of layers.
+    memory. With ``shortened``, it is :meth:`ModelShape.shortened`.
     """
-    shape = shape_of(model)
-    if layers is not None:
-        shape = dataclasses.replace(shape, n_layers=layers)
+    shape = shape_of(model).shortened() if shortened else shape_of(model)
     replay = config.router_replay
     fits = shape.num_experts > 0 or replay == "none"
     require_value(fits, "trainer.router_replay", replay, "'none' for a model without experts")
@@ -185,8 +183,9 @@ def _set_own_layout(model: Qwen3Model.Config, config: TrainerConfig) -> None:
         for name in POST_NORMS if isinstance(layer, Layer.Config) else ():
             if (norm := getattr(layer, name)) is not None:
                 norm.sharding_config = layer.attention_norm.sharding_config
-        placements = layer.attention.sharding_config.state_shardings
-        placements["sinks"] = dense_param_placement(tp=spmd.S(0))
+        if layer.attention is not None:
+            placements = layer.attention.sharding_config.state_shardings
+            placements["sinks"] = dense_param_placement(tp=spmd.S(0))
         if layer.moe:
             replicated = {"expert_bias": dense_param_placement(tp=spmd.R)}
             layer.moe.router.sharding_config = ShardingConfig(state_shardings=replicated)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from rl.errors import ConfigError
-from rl.model.decoder import parameter_shapes
+from rl.model.decoder import in_all_layers, parameter_shapes
 from rl.model.shape import ModelConfig, shape_of
 
 HF = {
@@ -106,3 +106,19 @@ def test_every_size_changes_the_parameters(name):
         for each in (config, replace(config, **{name: value}))
     )
     assert before != after
+
+
+def test_layers_of_two_kinds_have_the_parameters_of_the_first_layer_of_their_kind():
+    shape = replace(shape_of(ModelConfig(n_layers=5)), layers_with_delta_rule=(0, 1, 3))
+    assert shape.kinds == (0, 0, 2, 0, 2)
+    assert (shape.n_attentions, shape.shortened().n_layers) == (2, 3)
+    of_some = {"first": 1, "layers.0.a": 2, "layers.1.a": 3, "layers.2.b": 4, "last": 5}
+    layers = {
+        f"layers.{n}.{name}": value
+        for n, (name, value) in enumerate([("a", 2), ("a", 2), ("b", 4), ("a", 2), ("b", 4)])
+    }
+    assert [*in_all_layers(of_some, shape.kinds).items()] == [
+        ("first", 1),
+        *layers.items(),
+        ("last", 5),
+    ]

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -104,3 +105,15 @@ def flash_attention_backward(
     compute: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
     by_q, by_k, by_v = compute(grad, *saved, 0.0, mask is None, attn_mask=mask, scale=scale)
     return by_q, by_k, by_v
+
+
+_OUTSIDE = torch._C._dispatch_tls_local_exclude_set()
+
+
+@contextmanager
+def recorded_in_operator() -> Iterator[None]:
+    """Record operations for autograd within the body of a custom operator, which runs below it."""
+    # an empty set in place of the one outside of operators would switch on autocast
+    inside = torch._C._dispatch_tls_local_include_set()
+    with torch._C._ForceDispatchKeyGuard(inside, _OUTSIDE), torch.enable_grad():
+        yield

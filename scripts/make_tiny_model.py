@@ -45,6 +45,12 @@ MARKUP = [f"<{end}{name}>" for name in ("think", "tool_call", "tool_response") f
 CHAT_TEMPLATE = Path(__file__).with_name("qwen3_chat.jinja")
 FAMILIES = [name for name in BUILT_IN if name != "qwen3_moe"]  # which --experts makes of qwen3
 VOCAB_SIZE = 512
+QWEN3_5 = {
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32},
+    "linear_value_head_dim": 32,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+"""Sizes of Qwen3.5."""
 LARGEST = 99
 """Largest number in a demonstration."""
 
@@ -218,6 +224,9 @@ def make_model(
         sizes = {keys["num_experts"]: experts, keys["experts_per_token"]: 2}
     if family == "qwen3_moe":
         sizes |= {"moe_intermediate_size": 96, "norm_topk_prob": True}
+    if family.startswith("qwen3_5"):
+        widths = ("moe_intermediate_size", "shared_expert_intermediate_size")
+        sizes |= QWEN3_5 | (dict.fromkeys(widths, 96) if experts else {})
     config = AutoConfig.for_model(
         family,
         **sizes,

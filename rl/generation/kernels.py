@@ -14,7 +14,8 @@ from torchtitan.models.common import FeedForward, Linear, RMSNorm
 from torchtitan.models.qwen3 import Qwen3Model
 
 from rl.compat.vllm_kernels import PackedWeight, rms_norm, rotary_embedding
-from rl.model.decoder import GeluFeedForward, RotaryEmbedding
+from rl.model.decoder import GeluFeedForward
+from rl.model.rotary import RotaryEmbedding
 
 JOINED = ("w1", "w3")
 """Layers of a feed-forward that are packed together and multiplied in one product."""

@@ -35,9 +35,10 @@ from rl.compat.vllm_kernels import can_pack
 from rl.generation.bitwise_attention import BitwiseAttention
 from rl.generation.expert_records import keep_choices
 from rl.generation.kernels import KernelRoPE, pack, unpack, use_kernels
-from rl.model.decoder import RotaryEmbedding, decoder_config, float32_logits
+from rl.model.decoder import decoder_config, float32_logits
 from rl.model.experts import OwnExperts
 from rl.model.parity import use_bitwise_kernels
+from rl.model.rotary import RotaryEmbedding
 from rl.model.shape import ModelShape
 from rl.model.shards import Layout, local_shapes
 from rl.model.tp_plan import generator_layout

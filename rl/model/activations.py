@@ -20,6 +20,7 @@ PARTS = (
     "attention.rope",
     "attention.inner_attention",
     "attention.wo",
+    "delta_net",
     "attention_post_norm",
     "ffn_norm",
     "feed_forward",

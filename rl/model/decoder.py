@@ -11,14 +11,22 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torchtitan.models.common import CosSinRoPE, Embedding, FeedForward, Linear, RMSNorm
+from torchtitan.models.common import (
+    Embedding,
+    FeedForward,
+    Linear,
+    RMSNorm,
+    SigmoidGatedFeedForward,
+)
 from torchtitan.models.common.attention import GQAttention, ScaledDotProductAttention
 from torchtitan.models.common.moe import MoE
 from torchtitan.models.qwen3 import Qwen3Model
 from torchtitan.models.qwen3.model import Qwen3TransformerBlock
 
 from rl.compat import titan
+from rl.model.delta_net import DeltaLayer, InnerDelta, delta_net_config, linear
 from rl.model.experts import ClampedExperts, Experts
+from rl.model.rotary import RotaryEmbedding
 from rl.model.router import Router
 from rl.model.shape import ModelShape
 from rl.model.shards import local_of
@@ -35,7 +43,8 @@ class Attention(GQAttention):
     """torchtitan's attention with the options of other families.
 
     With ``sinks`` the heads can attend to nothing: each has a logit without a value
-    (arXiv:2309.17453), which the inner attention gets as ``sinks``, [heads of this rank].
+    (arXiv:2309.17453), which the inner attention gets as ``sinks``, [heads of this rank]. If it is
+    ``gated``, ``qkv_linear`` has twice the heads of queries: after each the gate of its output.
     """
 
     @dataclasses.dataclass(kw_only=True, slots=True)
@@ -46,10 +55,12 @@ class Attention(GQAttention):
         norm_after_rope: bool = False
         wide_norms: bool = False
         """Whether the norms of queries and keys span all heads."""
+        gated: bool = False
 
     def __init__(self, config: Config):
         super().__init__(config)
         self.norm_after_rope = config.norm_after_rope
+        self.gated = config.gated
         if config.scale is not None:
             self.scaling = config.scale
         if config.wide_norms:
@@ -66,13 +77,23 @@ class Attention(GQAttention):
         self, x_BLD: torch.Tensor, attention_masks: Any, positions: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return the outputs [B, L, D] of inputs [B, L, D]."""
-        if not self.norm_after_rope:
+        if not (self.norm_after_rope or self.gated):
             return super().forward(x_BLD, attention_masks, positions)
         q_BLNH, k_BLNH, v_BLNH = self.qkv_linear(x_BLD)
-        q_BLNH, k_BLNH = self.rope(q_BLNH, k_BLNH, positions)
-        heads = (self.q_norm(q_BLNH), self.k_norm(k_BLNH), v_BLNH)  # type: ignore[misc]
+        gate_BLNH = None
+        if self.gated:  # a slice of every second head would gather the heads of all ranks
+            q_BLNH, gate_BLNH = q_BLNH.unflatten(2, (-1, 2)).unbind(3)
+        if self.norm_after_rope:
+            q_BLNH, k_BLNH = self.rope(q_BLNH, k_BLNH, positions)
+        if self.q_norm is not None:
+            q_BLNH, k_BLNH = self.q_norm(q_BLNH), self.k_norm(k_BLNH)  # type: ignore[misc]
+        if not self.norm_after_rope:
+            q_BLNH, k_BLNH = self.rope(q_BLNH, k_BLNH, positions)
         options = {"scale": self.scaling, "enable_gqa": self.enable_gqa}
+        heads = (q_BLNH, k_BLNH, v_BLNH)
         out_BLNH = self.inner_attention(*heads, attention_masks=attention_masks, **options)
+        if gate_BLNH is not None:
+            out_BLNH = out_BLNH * gate_BLNH.sigmoid()
         return self.wo(out_BLNH.contiguous().flatten(2))  # type: ignore[no-any-return]
 
     def _add_sinks(self, _module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -92,7 +113,7 @@ class WideNorm(RMSNorm):
 
 
 class OffsetNorm(RMSNorm):
-    """Norm that multiplies by 1 + weight, in float32."""
+    """Norm that multiplies by 1 + weight, in float32 at least."""
 
     @dataclasses.dataclass(kw_only=True, slots=True)
     class Config(RMSNorm.Config):
@@ -100,8 +121,9 @@ class OffsetNorm(RMSNorm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the normalized ``x`` [..., D]."""
-        weight = self.weight.float() + 1.0
-        return F.rms_norm(x.float(), self.normalized_shape, weight, self.eps).type_as(x)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        weight = self.weight.to(wide) + 1.0
+        return F.rms_norm(x.to(wide), self.normalized_shape, weight, self.eps).type_as(x)
 
 
 class GeluFeedForward(FeedForward):
@@ -167,73 +189,22 @@ class ScaledEmbedding(Embedding):
         return super().forward(input) * self.scale
 
 
-class RotaryEmbedding(CosSinRoPE):
-    """torchtitan's rotary embedding with transformers' scalings, or one that rotates nothing."""
-
-    @dataclasses.dataclass(kw_only=True, slots=True)
-    class Config(CosSinRoPE.Config):
-        parameters: tuple[tuple[str, Any], ...] = ()
-        """Items of transformers' parameters of a scaled embedding."""
-        rotates: bool = True
-        interleaved: bool = False
-        """Whether neighbours are rotated, in place of the halves of a head."""
-
-    config: Config
-
-    def _precompute_cache(self) -> torch.Tensor:
-        """Return cosines and sines, float32 [max_seq_len, 2 * dim]."""
-        config = self.config
-        if config.rotates and not config.parameters:
-            return super()._precompute_cache()
-        frequencies, factor = torch.zeros(config.dim // 2), 1.0
-        if config.rotates:
-            frequencies, factor = _scaled_frequencies(config)
-        angles = torch.outer(torch.arange(config.max_seq_len).float(), frequencies).repeat(1, 2)
-        return torch.cat([angles.cos() * factor, angles.sin() * factor], dim=-1)
-
-    def apply_rotary_emb(  # type: ignore[override]
-        self, query: torch.Tensor, key: torch.Tensor, rope_cache: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``query`` and ``key`` [B, L, heads, head_dim], the first ``dim`` numbers of each
-        head rotated by ``rope_cache``.
-        """
-        if (width := self.config.dim) < query.shape[-1]:
-            rest = (query[..., width:], key[..., width:])
-            q, k = self.apply_rotary_emb(query[..., :width], key[..., :width], rope_cache)
-            return torch.cat([q, rest[0]], dim=-1), torch.cat([k, rest[1]], dim=-1)
-        if not self.config.interleaved:
-            return super().apply_rotary_emb(query, key, rope_cache)
-        halves = (x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for x in (query, key))
-        rotated = super().apply_rotary_emb(*halves, rope_cache)
-        q, k = (x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2) for x in rotated)
-        return q, k
-
-
-def _scaled_frequencies(config: RotaryEmbedding.Config) -> tuple[torch.Tensor, float]:
-    """Return transformers' frequencies, float32 [dim / 2], and the factor of cosines and sines."""
-    from transformers import PreTrainedConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    parameters = {"rope_theta": config.theta, **dict(config.parameters)}
-    described = PreTrainedConfig(
-        rope_parameters=parameters,
-        head_dim=config.dim,
-        hidden_size=config.dim,
-        num_attention_heads=1,
-        max_position_embeddings=config.max_seq_len,
-    )
-    return ROPE_INIT_FUNCTIONS[parameters["rope_type"]](described, None)
-
-
-def decoder_config(shape: ModelShape, *, fuse_qkv: bool, inner_attention: Any) -> Qwen3Model.Config:
+def decoder_config(
+    shape: ModelShape,
+    *,
+    fuse_qkv: bool,
+    inner_attention: Any,
+    inner_delta: InnerDelta | None = None,
+) -> Qwen3Model.Config:
     """Return the model config of ``shape``; its layers attend through ``inner_attention``.
 
     ``inner_attention`` is a torchtitan module config, or a function from layer index to one.
+    ``inner_delta`` makes the modules of the delta rule; None for those of documents.
     """
     sizes: dict[str, Any] = {
         "n_layers": shape.n_layers,
         "dim": shape.dim,
-        "n_heads": shape.n_heads,
+        "n_heads": shape.n_heads * (2 if shape.attention_gate else 1),
         "n_kv_heads": shape.n_kv_heads,
         "head_dim": shape.head_dim,
         "fuse_qkv": fuse_qkv,
@@ -266,6 +237,11 @@ def decoder_config(shape: ModelShape, *, fuse_qkv: bool, inner_attention: Any) -
         if layer.moe is not None:
             layer.moe = _with_tiller_experts(layer.moe, shape)
         _set_options(layer, shape)
+        if index in shape.layers_with_delta_rule:
+            net = delta_net_config(shape, inner_delta and inner_delta(index))
+            layers[index] = DeltaLayer.Config(
+                **_fields(layer) | {"attention": None, "delta_net": net}
+            )
         if shape.residual_scale != 1.0 or shape.normalized != "inputs":
             own = {"scale": shape.residual_scale, "outputs_alone": shape.normalized == "outputs"}
             if shape.normalized == "both":
@@ -290,6 +266,8 @@ def _set_options(layer: Any, shape: ModelShape) -> None:
     attention = layer.attention
     if not shape.qk_norm:
         attention.qk_norm = None
+    attention.n_heads = shape.n_heads
+    attention.wo.in_features = shape.n_heads * shape.head_dim
     biases = [(attention.qkv_linear, shape.qkv_bias), (attention.wo, shape.output_bias)]
     if layer.moe is None:
         if shape.activation == "gelu_tanh":
@@ -298,13 +276,14 @@ def _set_options(layer: Any, shape: ModelShape) -> None:
     else:
         biases.append((layer.moe.router.gate, shape.router_bias))
     for part, has_bias in biases:
-        for _, linear, _, _ in part.traverse(Linear.Config):
-            linear.bias = has_bias
+        for _, projection, _, _ in part.traverse(Linear.Config):
+            projection.bias = has_bias
     options = {
         "sinks": shape.sinks,
         "scale": shape.attention_scale,
         "norm_after_rope": shape.norm_after_rope,
         "wide_norms": shape.wide_qk_norm,
+        "gated": shape.attention_gate,
     }
     if any(options.values()):
         drawn = {"sinks": partial(nn.init.normal_, std=0.02)} if shape.sinks else None
@@ -368,7 +347,12 @@ def _with_tiller_experts(moe: MoE.Config, shape: ModelShape) -> MoE.Config:
     own_fields = {"has_bias": shape.expert_bias, "param_init": {"expert_bias": nn.init.zeros_}}
     own_fields["route_norm"] = shape.route_norm
     router = Router.Config(**_fields(moe.router) | own_fields)
-    return dataclasses.replace(moe, load_balance_coeff=None, routed_experts=routed, router=router)
+    moe = dataclasses.replace(moe, load_balance_coeff=None, routed_experts=routed, router=router)
+    if (width := shape.shared_expert_dim) > 0:
+        up, down = linear(shape.dim, width), linear(width, shape.dim)
+        parts = {"w1": up, "w3": dataclasses.replace(up), "w2": down, "gate": linear(shape.dim, 1)}
+        moe.shared_experts = SigmoidGatedFeedForward.Config(**parts)
+    return moe
 
 
 def _fields(config: Any) -> dict[str, Any]:

@@ -53,6 +53,12 @@ TP_PLAN: tuple[tuple[str, Cut], ...] = (
     (r"layers\.\d+\.feed_forward\.(w1|w3)\.(weight|bias)", Cut.COLUMN),
     (r"layers\.\d+\.feed_forward\.w2\.weight", Cut.ROW),
     (r"layers\.\d+\.feed_forward\.w2\.bias", Cut.FIRST_RANK),
+    (r"layers\.\d+\.delta_net\.((qkv|z|a|b|conv)\.weight|A_log|dt_bias)", Cut.COLUMN),
+    (r"layers\.\d+\.delta_net\.wo\.weight", Cut.ROW),
+    (r"layers\.\d+\.delta_net\.norm\.weight", Cut.REPLICATED),
+    (r"layers\.\d+\.moe\.shared_experts\.(w1|w3)\.weight", Cut.COLUMN),
+    (r"layers\.\d+\.moe\.shared_experts\.w2\.weight", Cut.ROW),
+    (r"layers\.\d+\.moe\.shared_experts\.gate\.weight", Cut.REPLICATED),
     (rf"{EXPERTS}(w1_EFD|w3_EFD|gate_up_bias|down_EFD)", Cut.EXPERTS_DIM_1),
     (rf"{EXPERTS}(w2_EDF|gate_up_EDG)", Cut.EXPERTS_DIM_2),
     (rf"{EXPERTS}down_bias", Cut.EXPERTS_FIRST_RANK),
@@ -164,6 +170,12 @@ def _width(shape: ModelShape) -> str:
     return "moe_hidden_dim" if shape.num_experts else "hidden_dim"
 
 
+def _more_sizes(shape: ModelShape) -> list[str]:
+    """Return the names of other fields that tensor parallelism divides."""
+    names = ["delta_key_heads"] if shape.layers_with_delta_rule else []
+    return [*names, *(["shared_expert_dim"] if shape.shared_expert_dim else [])]
+
+
 def divisors(*sizes: int) -> list[int]:
     """Return the common divisors of ``sizes``, in order. The time is proportional to the square
     root of the smallest size.
@@ -178,7 +190,7 @@ def check_divides(field: str, degree: int, shape: ModelShape) -> None:
     divides.
     """
     _check_norms(field, degree, shape)
-    names = ("n_heads", "n_kv_heads", "vocab_size", _width(shape))
+    names = ("n_heads", "n_kv_heads", "vocab_size", _width(shape), *_more_sizes(shape))
     sizes = {name: getattr(shape, name) for name in names}
     allowed = divisors(*sizes.values())
     listed = ", ".join(f"{name}={size}" for name, size in sizes.items())

@@ -1,7 +1,9 @@
 """Tensors of a Hugging Face folder, from the headers of its safetensors files."""
 
-from collections.abc import Iterable, Iterator
+import logging
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,7 +14,8 @@ from rl.errors import ConfigError, require
 from rl.model.hub import INDEX, ONE_FILE, read_index
 from rl.model.hugging_face_config import read_json
 from rl.model.reward_model import reward_class
-from rl.model.shape import ModelShape
+from rl.model.shape import ModelShape, family_of
+from rl.model.shards import Box
 from rl.training.hugging_face_names import EXPERT_BIAS, SCORE, Shapes, hugging_face_tensors
 from rl.types import Head
 
@@ -34,6 +37,17 @@ class StoredTensor(NamedTuple):
     """Name of the dtype in safetensors, such as "BF16"."""
     name: str
     """Name of the tensor in the file."""
+    expert: int | None = None
+    """Index in the tensor of the file, if that has all experts."""
+    row: int = 0
+    """First row there."""
+
+    def place_of(self, box: Box) -> tuple[int | slice, ...]:
+        """Return the index of ``box`` of the tensor in the tensor of the file."""
+        rows, *rest = box.slices_in(Box.whole(self.shape))
+        if self.expert is None:
+            return rows, *rest
+        return self.expert, slice(self.row + rows.start, self.row + rows.stop), *rest
 
 
 def check_folder(
@@ -47,7 +61,7 @@ def check_folder(
     """
     adapter = f"{folder} has an {ADAPTER}, which transformers would apply"
     require(not (folder / ADAPTER).exists(), adapter, fix="merge it or move it away")
-    stored = stored_tensors(folder, tied=shape.tie_embeddings)
+    stored = stored_tensors(folder, shape, reports=True)
     layers = shape.n_layers
     experts = 1 if shape.swiglu else shape.num_experts or 1  # all clamped experts share tensors
     require(  # before the names of all tensors are built
@@ -76,11 +90,11 @@ def check_folder(
         _check_tied_head(folder, stored)
 
 
-def check_finite(folder: Path, *, tied: bool) -> None:
+def check_finite(folder: Path, shape: ModelShape) -> None:
     """Raise ConfigError, naming file and tensor, if a tensor in ``folder`` holds NaN or infinity.
     Reads all tensors.
     """
-    for stored in stored_tensors(folder, tied=tied).values():
+    for stored in stored_tensors(folder, shape).values():
         for rows in _rows(folder, stored) if stored.shape else ():
             require_finite(folder / stored.file, stored.name, rows)
 
@@ -96,13 +110,17 @@ def has_biases(stored: Iterable[str]) -> bool:
     return any(name.endswith(EXPERT_BIAS) for name in stored)
 
 
-def stored_tensors(folder: Path, *, tied: bool) -> dict[str, StoredTensor]:
-    """Return the header of each tensor, by name, of the files that transformers would read.
+def stored_tensors(
+    folder: Path, shape: ModelShape, *, reports: bool = False
+) -> dict[str, StoredTensor]:
+    """Return the header of each tensor of the language model, by name, of the files that
+    transformers would read.
 
-    As in transformers, names may lack "model." or have it twice, and the head of a ``tied`` model
-    may stand for its embedding. Raises ConfigError, naming the file, if a file is missing, damaged
-    or contradicts the index.
+    As in transformers, names may lack "model." or have it twice, and the head of a tied model may
+    stand for its embedding. ``reports`` says how many tensors are left out. Raises ConfigError,
+    naming the file, if a file is missing, damaged or contradicts the index.
     """
+    family = family_of(shape)
     one_file = folder / ONE_FILE
     index = folder / INDEX
     files = read_index(index) if index.is_file() else {}
@@ -113,21 +131,56 @@ def stored_tensors(folder: Path, *, tied: bool) -> dict[str, StoredTensor]:
     holds = not one_file.is_file() or names == [ONE_FILE]
     require(holds, both, fix="remove the outdated one")
     stored: dict[str, StoredTensor] = {}
+    found: dict[str, str] = {}
     for file in names:
         lacks = f"{folder} lacks {file}, which {INDEX} names"
         require((folder / file).is_file(), lacks, fix="copy or download the file again")
         for tensor in _read_header(folder / file):
+            found[tensor.name] = file
             bare = tensor.name.removeprefix("model.").removeprefix("model.")
+            if bare.startswith(family.left_out):
+                continue
+            bare = bare.removeprefix("language_model.") if family.left_out else bare
             name = bare if bare in (HEAD, SCORE) else f"model.{bare}"
-            first = stored.setdefault(name, tensor)
-            require(first is tensor, f"{folder}: {name} is in both {first.file} and {file}")
-    found = {tensor.name: tensor.file for tensor in stored.values()}
+            for own, part in _by_expert(name, tensor, family.stacked):
+                first = stored.setdefault(own, part)
+                require(first is part, f"{folder}: {own} is in both {first.file} and {file}")
+    left_out = len(found) - len({each.name for each in stored.values()})
+    if reports and left_out:
+        _report_left_out(folder, left_out)
     for name, file in files.items():
         own = found.get(name, "none of the files")
         require(own == file, f"{index} says that {name} is in {file}; it is in {own}")
-    if tied and EMBEDDING not in stored and HEAD in stored:
+    if shape.tie_embeddings and EMBEDDING not in stored and HEAD in stored:
         stored[EMBEDDING] = stored[HEAD]
     return stored
+
+
+def _by_expert(
+    name: str, tensor: StoredTensor, stacked: Mapping[str, tuple[str, ...]]
+) -> Iterator[tuple[str, StoredTensor]]:
+    """Yield the tensors of each expert, by name, of a tensor that has those of all; any other
+    tensor itself.
+    """
+    end = ".".join(name.split(".")[-3:])
+    parts = stacked.get(end, ())
+    if len(tensor.shape) != 3 or not parts:
+        yield name, tensor
+        return
+    experts, rows, columns = tensor.shape
+    rows //= len(parts)
+    for expert in range(experts):
+        for number, part in enumerate(parts):
+            own = f"{name.rpartition('.')[0]}.{expert}.{part}.weight"
+            shape = (rows, columns)
+            yield own, tensor._replace(shape=shape, expert=expert, row=number * rows)
+
+
+@cache
+def _report_left_out(folder: Path, count: int) -> None:
+    """Say once that ``count`` tensors of ``folder`` are not read."""
+    what = "tensors of vision and of multi-token prediction, which are not trained"
+    logging.getLogger(__name__).warning("%s: leaving out %s %s", folder, count, what)
 
 
 def check_tensors(folder: Path, stored: dict[str, StoredTensor], wanted: Shapes) -> None:
@@ -149,7 +202,7 @@ def check_tensors(folder: Path, stored: dict[str, StoredTensor], wanted: Shapes)
     ]
     require(not surplus, f"{folder} holds {_first_of(surplus)}, for which the model has no place")
     for name, shape in wanted.items():
-        file, found, dtype, _ = stored[name]
+        file, found, dtype, *_ = stored[name]
         require(found == shape, f"{folder / file}: {name} is {[*found]}, the model's is {[*shape]}")
         require(
             dtype in READABLE,
@@ -187,9 +240,11 @@ def _check_tied_head(folder: Path, stored: dict[str, StoredTensor]) -> None:
 
 def _rows(folder: Path, stored: StoredTensor) -> Iterator[torch.Tensor]:
     with safe_open(folder / stored.file, framework="pt") as tensors:
-        rows = tensors.get_slice(stored.name)
+        values = tensors.get_slice(stored.name)
+        whole = Box.whole(stored.shape)
         for row in range(0, stored.shape[0], COMPARED_ROWS):
-            yield rows[row : row + COMPARED_ROWS].float()
+            count = min(COMPARED_ROWS, stored.shape[0] - row)
+            yield values[stored.place_of(whole.slab(0, row, count))].float()
 
 
 def _first_of(names: list[str]) -> str:

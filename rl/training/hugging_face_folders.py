@@ -18,10 +18,12 @@ from torchtitan.config import TORCH_DTYPE_MAP
 
 from rl.errors import RunError
 from rl.host.disk import replace_folder, sync_file
+from rl.model.families import keep_language_model
 from rl.model.hub import DESCRIPTIONS, INDEX, ONE_FILE
+from rl.model.hugging_face_config import HuggingFaceConfig
 from rl.model.reward_model import describe_reward_model
 from rl.model.shape import ModelShape, family_of, hf_config
-from rl.model.shards import Box, Shard, Shards
+from rl.model.shards import Shard, Shards
 from rl.model.updates import Update
 from rl.training.all_ranks import on_every_rank, on_first_rank
 from rl.training.engine import TrainingEngine
@@ -120,7 +122,7 @@ class HuggingFaceFolders:
         read_tensors(folder, stored, self._names, shards.values())
 
     def _headers(self, folder: Path) -> dict[str, StoredTensor]:
-        return stored_tensors(folder, tied=self._shape.tie_embeddings)
+        return stored_tensors(folder, self._shape)
 
     def _create(self, whole: Path, partial: Path, dtype: str) -> dict[str, "_FileLayout"]:
         if whole.exists() and any(whole.iterdir()) and not any(whole.glob("*.safetensors")):
@@ -173,7 +175,7 @@ class HuggingFaceFolders:
                         continue
                     if path.name not in opened:
                         opened[path.name] = stack.enter_context(safe_open(path, framework="pt"))
-                    place = piece.in_tensor.slices_in(Box.whole(piece.shape))
+                    place = source.place_of(piece.in_tensor)
                     before = opened[path.name].get_slice(source.name)[place]
                     update = Update.total([update, Update.of(before, whole, dtype)])
                 sync_file(out)
@@ -200,6 +202,10 @@ class HuggingFaceFolders:
         config = folder / "config.json"
         if not config.exists():
             config.write_text(json.dumps(hf_config(self._shape), indent=2))
+        described = HuggingFaceConfig("config.json", folder)
+        if keep_language_model(described):
+            described["architectures"] = [family_of(self._shape).policy_class]
+            config.write_text(json.dumps(described, indent=2))
         if dtype:
             described = json.loads(config.read_text())
             described.pop("torch_dtype", None)
@@ -238,8 +244,7 @@ def read_tensors(
         with safe_open(folder / file, framework="pt") as tensors:
             for piece, values in pieces:
                 name = stored[piece.tensor].name
-                source = piece.in_tensor.slices_in(Box.whole(piece.shape))
-                found = tensors.get_slice(name)[source]
+                found = tensors.get_slice(name)[stored[piece.tensor].place_of(piece.in_tensor)]
                 require_finite(folder / file, name, found)
                 values.copy_(found.to(dtype or found.dtype))
 

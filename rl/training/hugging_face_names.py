@@ -9,6 +9,7 @@ from torchtitan.models.qwen3 import Qwen3Model, Qwen3StateDictAdapter
 
 from rl.errors import RunError
 from rl.model.decoder import decoder_config, parameter_shapes
+from rl.model.delta_net import DeltaLayer
 from rl.model.families import Family
 from rl.model.shape import ModelShape, family_of
 from rl.model.shards import Box
@@ -52,8 +53,9 @@ class HuggingFaceNames:
     """Names of torchtitan's state dict adapter, and the layout of each parameter.
 
     Most parameters are one tensor. The rows of a fused qkv weight are grouped by key-value head:
-    the query heads of the group, its key head, its value head. Each expert of a parameter [E, ...]
-    is a tensor, unless the family has all experts in one.
+    the query heads of the group, its key head, its value head. Those of a gated delta net are
+    grouped likewise. Each expert of a parameter [E, ...] is a tensor, unless the family has all
+    experts in one.
     """
 
     def __init__(self, model: Qwen3Model.Config, family: Family):
@@ -70,7 +72,10 @@ class HuggingFaceNames:
         self._joined = family.joined
         self._rows = dict.fromkeys(("k_proj", "v_proj"), attention.n_kv_heads * head)
         self._rows["q_proj"] = attention.n_heads * head
-        self._group_rows = {"wq": queries, "wk": head, "wv": head}
+        gates = 2 if getattr(attention, "gated", False) else 1
+        self._group_rows = {"wq": gates * queries, "wk": head, "wv": head}
+        nets = (layer.delta_net for layer in model.layers if isinstance(layer, DeltaLayer.Config))
+        self._delta_heads = next((net.heads for net in nets), None)
 
     def tensors(self, parameters: Mapping[str, tuple[int, ...]]) -> Shapes:
         """Return the Hugging Face tensors that hold ``parameters``, in the parameters' order."""
@@ -126,6 +131,17 @@ class HuggingFaceNames:
                         tensor, (groups * rows, *shape[1:]), whole.slab(0, row, rows), offset
                     )
                     row += rows
+        elif self._delta_heads and re.search(r"\.delta_net\.(qkv|conv)\.", name):
+            tensor = self._translate(name)
+            groups = shape[0] // self._delta_heads.rows
+            row = 0
+            for group in range(groups):
+                start = 0  # of all heads of a kind in the tensor
+                for rows in self._delta_heads.widths:
+                    offset = (start + group * rows, *whole.offset[1:])
+                    yield Block(tensor, shape, whole.slab(0, row, rows), offset)
+                    row += rows
+                    start += groups * rows
         elif self._pattern(name).count("{}") > 1:
             for expert in range(shape[0]):
                 tensor = self._translate(name, expert)

@@ -16,7 +16,6 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.common import Linear
 from torchtitan.models.common.decoder_sharding import dense_param_placement
-from torchtitan.models.common.moe_sharding import set_moe_sharding_config
 from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.models.qwen3 import parallelize_qwen3
 from torchtitan.models.qwen3.model import Qwen3Model
@@ -27,8 +26,7 @@ from rl.compat import titan
 from rl.compat.torch_internals import local_part, local_tensor, wait_for_local
 from rl.errors import require_value
 from rl.host.platform import device_type
-from rl.model.decoder import POST_NORMS, Layer, decoder_config
-from rl.model.experts import ClampedExperts
+from rl.model.decoder import decoder_config
 from rl.model.parity import Parity, use_bitwise_kernels
 from rl.model.router import Router
 from rl.model.shape import ModelConfig, ModelShape, shape_of
@@ -37,6 +35,7 @@ from rl.training.attention import attention_config
 from rl.training.kept_logits import KeptLogits
 from rl.training.logprobs import LogProbHead
 from rl.training.matmul import faster_kernel, use_kernel
+from rl.training.own_layout import set_own_layout
 from rl.training.trainer_config import EXPERTS, TrainerConfig, lora_layers
 from rl.training.value_head import ValueHead
 from rl.types import Head
@@ -146,7 +145,7 @@ def sharded_model(
         )
         model_config = float8.build().convert(model_config)
     titan.set_layout(model_config, config)
-    _set_own_layout(model_config, config)
+    set_own_layout(model_config, config)
     if head == "values":
         model_config.lm_head = _value_head(model_config.lm_head)
     else:
@@ -175,32 +174,6 @@ def sharded_model(
         ac_config=config.activation_checkpoint,
         dump_folder=folder,
     )
-
-
-def _set_own_layout(model: Qwen3Model.Config, config: TrainerConfig) -> None:
-    """Set how parameters that torchtitan's Qwen3 lacks are sharded."""
-    for layer in model.layers:
-        for name in POST_NORMS if isinstance(layer, Layer.Config) else ():
-            if (norm := getattr(layer, name)) is not None:
-                norm.sharding_config = layer.attention_norm.sharding_config
-        if layer.attention is not None:
-            placements = layer.attention.sharding_config.state_shardings
-            placements["sinks"] = dense_param_placement(tp=spmd.S(0))
-        if layer.moe:
-            replicated = {"expert_bias": dense_param_placement(tp=spmd.R)}
-            layer.moe.router.sharding_config = ShardingConfig(state_shardings=replicated)
-        if layer.moe and isinstance(layer.moe.routed_experts.inner_experts, ClampedExperts.Config):
-            set_moe_sharding_config(
-                layer.moe,
-                enable_ep=config.parallelism.expert_parallel_degree > 1,
-                enable_sp=config.parallelism.enable_sequence_parallel,
-                expert_param_layout={
-                    "gate_up_EDG": spmd.S(2),
-                    "gate_up_bias": spmd.S(1),
-                    "down_EFD": spmd.S(1),
-                    "down_bias": spmd.R,
-                },
-            )
 
 
 def _log_prob_head(

@@ -99,7 +99,7 @@ class StartWeights:
     @cached_property
     def _stored(self) -> dict[str, StoredTensor]:
         assert self._folder is not None, "random weights are in no file"
-        stored = stored_tensors(self._folder, tied=self._shape.tie_embeddings)
+        stored = stored_tensors(self._folder, self._shape)
         check_parameters(self._folder, stored, self._names, self._parameters)
         return stored
 

@@ -7,11 +7,13 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from torchtitan.models.utils import get_moe_model_nparams_and_flops
 from torchtitan.protocols import BaseModel
 from torchtitan.tools.utils import get_local_device
 
 from rl.algorithms.loss_results import LOSS, Metric, mean_of, totals_of, value_of_totals
 from rl.metrics import Metrics, Reduction
+from rl.model.delta_net import DeltaLayer
 from rl.types import Batch
 
 
@@ -30,8 +32,15 @@ class WorkCount:
     @classmethod
     def of(cls, model: BaseModel) -> Self:
         """Return a count of 0 operations for ``model``."""
-        alone, with_one = (model.config.get_nparams_and_flops(model, n)[1] for n in (0, 1))
-        return cls(alone, with_one - alone)
+        config = model.config
+        attention = config.first_attention
+        sizes = (attention.n_heads, 2 * attention.head_dim)
+        alone, with_one = (
+            get_moe_model_nparams_and_flops(config, model, *sizes, length)[1] for length in (0, 1)
+        )
+        nets = [each.delta_net for each in config.layers if isinstance(each, DeltaLayer.Config)]
+        rule = 3 * sum(net.a.out_features * net.heads.flop for net in nets)
+        return cls(alone + rule, with_one - alone)
 
     def add(self, lengths: torch.Tensor, passes: int = 3) -> None:
         """Add sequences of ``lengths``, int64 [N]. A backward pass counts as two ``passes``."""

@@ -98,10 +98,13 @@ EXPERTS = "experts"
 
 def adaptable_layers(model: ModelConfig) -> list[str]:
     """Return the names of the layers that have adapters by default: torchtitan's names of the
-    linear layers of attention and feed-forward, or ``EXPERTS`` in place of the latter.
+    linear layers of attention, of gated delta nets and feed-forward, or ``EXPERTS`` in place of
+    the last.
     """
-    feed_forward = [EXPERTS] if shape_of(model).num_experts else ["w1", "w2", "w3"]
-    return [*(["wqkv"] if model.fuse_qkv else ["wq", "wkv"]), "wo", *feed_forward]
+    shape = shape_of(model)
+    feed_forward = [EXPERTS] if shape.num_experts else ["w1", "w2", "w3"]
+    delta_net = ["qkv", "z"] if shape.layers_with_delta_rule else []
+    return [*(["wqkv"] if model.fuse_qkv else ["wq", "wkv"]), *delta_net, "wo", *feed_forward]
 
 
 def lora_layers(lora: LoRAConverter.Config, model: ModelConfig) -> list[str]:
@@ -117,7 +120,7 @@ def lora_layers(lora: LoRAConverter.Config, model: ModelConfig) -> list[str]:
 
 
 PARTS = {
-    **dict.fromkeys(("wqkv", "wq", "wkv", "wk", "wv", "wo"), "attention"),
+    **dict.fromkeys(("wqkv", "wq", "wkv", "wk", "wv", "wo", "qkv", "z"), "attention"),
     **dict.fromkeys(("w1", "w2", "w3", EXPERTS, "inner_experts"), "mlp"),
     HEAD: "unembedding",
 }

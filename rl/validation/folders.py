@@ -50,7 +50,7 @@ def check_numbers(config: RunConfig) -> None:
             continue
         try:
             if Path(path, "config.json").is_file():
-                check_finite(Path(path), tied=shape_of(model).tie_embeddings)
+                check_finite(Path(path), shape_of(model))
             else:
                 check_checkpoint(Path(path))
         except (ConfigError, RunError) as error:

@@ -42,6 +42,9 @@ def validate_generator_layout(config: RLConfig) -> None:
     generator = config.generator
     shape = shape_of(config.model)
     parallel = generator.expert_parallel
+    problem = f"generators do not compute the gated delta nets of the family {shape.family!r}"
+    fix = "train the model on given examples, with evaluation=None"
+    require(not shape.layers_with_delta_rule, problem, field="model.hf_path", fix=fix)
     check_generator(generator.tensor_parallel_degree, shape, expert_parallel=parallel)
     _validate_graphs(config)
     records = generator.record_experts
@@ -132,6 +135,11 @@ def _validate_sizes(model: Role) -> None:
     holds = sharing == 1 or model.trainer.packing
     rule = "1 with packing=False, which puts one sequence in a row"
     require_value(holds, f"{model.field}.prompt_sharing", sharing, rule)
+    if shape.layers_with_delta_rule:
+        cp = parallelism.context_parallel_degree
+        rule = "1 for a model with gated delta nets, whose state is that of a whole sequence"
+        require_value(cp == 1, f"{field}.context_parallel_degree", cp, rule)
+        require_value(sharing == 1, f"{model.field}.prompt_sharing", sharing, rule)
     if shape.num_experts:
         _validate_experts(model)
     else:

@@ -33,7 +33,7 @@ from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
 from rl.algorithms.losses import dapo
 from rl.model.families import family_named
-from rl.model.shape import ModelConfig
+from rl.model.shape import ModelConfig, shape_of
 from rl.training.checkpoint import Checkpointer
 from rl.training.engine import TrainingEngine
 from rl.training.trainer_config import TrainerConfig
@@ -176,6 +176,9 @@ def main() -> int:
     if mixture:
         del LAYOUTS["fsdp2-compile"]  # torchtitan compiles experts only if they are divided
         del LAYOUTS["fsdp2-bf16"]  # a rounded router chooses other experts for some tokens
+    model = replace(MODELS["moe" if mixture else "dense"], family=arguments.family)
+    if shape_of(model).layers_with_delta_rule:
+        del LAYOUTS["cp2"]  # the state is that of a whole sequence
     for table in (REFERENCES, LAYOUTS):
         for name, layout in table.items():
             if mixture or layout.model == "dense":

@@ -423,7 +423,7 @@ BREAKS = (
     ),
     # families and folders
     Break(
-        "rl/model/decoder.py",
+        "rl/model/rotary.py",
         "angles.cos() * factor",
         "angles.cos()",
         "training/test_model_folders.py",

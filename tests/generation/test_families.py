@@ -50,7 +50,7 @@ def weights_of(folder: Path, shape: ModelShape, *, fuse_qkv: bool) -> dict[str, 
     config = decoder_config(shape, fuse_qkv=fuse_qkv, inner_attention=attention)
     names = HuggingFaceNames(config, family_of(shape))
     tensors = tensors_of(folder)
-    found = stored_tensors(folder, tied=shape.tie_embeddings)
+    found = stored_tensors(folder, shape)
     stored = {name: tensors[tensor.name] for name, tensor in found.items()}
     weights = {}
     for name, size in parameter_shapes(shape, fuse_qkv=fuse_qkv).items():

@@ -16,6 +16,8 @@ READ = {
     *("swiglu_alpha", "swiglu_limit"),
     *("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"),
     *("query_pre_attn_scalar", "original_max_position_embeddings"),
+    *("linear_num_key_heads", "linear_num_value_heads", "linear_conv_kernel_dim"),
+    *("linear_key_head_dim", "linear_value_head_dim"),
 }
 """Keys that the readers take beside sizes, options and allowed values."""
 WITHOUT_EFFECT = {

@@ -19,11 +19,13 @@ from tests.training.model_folders import (
     rename,
     repeat_tensor,
     shards,
+    stack_experts,
     store_head_of_tied,
     tensors,
     text,
     truncate,
     weight_map,
+    within_vision,
 )
 
 OLD_ROPE = {"rope_parameters": GONE, "rope_scaling": None, "rope_theta": 5e5}
@@ -68,6 +70,19 @@ FACTORS = {
     "long_factor": [2.0 + n for n in range(12)],
 }
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, **FACTORS}
+QWEN3_5 = {
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16},
+    **{"linear_value_head_dim": 24, "linear_conv_kernel_dim": 4},
+}
+QWEN3_5_MOE = {
+    **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    "shared_expert_intermediate_size": 32,
+}
+MROPE = {
+    **{"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.25},
+    **{"mrope_section": [2, 1, 1], "mrope_interleaved": True},
+}
+LINEAR_ATTENTION = "linear_attention"
 FULL, NEAR = "full_attention", "sliding_attention"
 FP8 = torch.float8_e4m3fn
 
@@ -199,6 +214,17 @@ def phi3(**sizes: Any) -> Folder:
     """A Phi-3 whose sequences were at most 2,048 tokens before they were scaled to 8,192."""
     lengths = {"original_max_position_embeddings": 2048, "max_position_embeddings": 8192}
     return Folder({"hidden_size": 128, **lengths} | sizes, family="phi3")
+
+
+def qwen3_5(**sizes: Any) -> Folder:
+    """A Qwen3.5 with attention in its last layer alone."""
+    return Folder(DEEP | QWEN3_5 | sizes, family="qwen3_5_text")
+
+
+def qwen3_5_moe(**sizes: Any) -> Folder:
+    """A Qwen3.5 with experts, the last layer of which has attention."""
+    gone = {"intermediate_size": GONE}
+    return Folder(DEEP | QWEN3_5 | QWEN3_5_MOE | gone | sizes, family="qwen3_5_moe_text")
 
 
 WINDOW = {"use_sliding_window": True, "sliding_window": 2048, "max_window_layers": 1}
@@ -458,6 +484,29 @@ FAMILIES: dict[str, Folder] = {
     "phi3, windows, one key head": phi3(sliding_window=8, num_key_value_heads=1),
     "phi3, no num_key_value_heads": phi3(num_attention_heads=2, num_key_value_heads=GONE),
     "phi3, tied, bfloat16": replace(phi3(**TIED), dtype="bfloat16"),
+    "qwen3_5_text": qwen3_5(),
+    "qwen3_5_text, tied, biases": qwen3_5(**TIED, attention_bias=True),
+    "qwen3_5_text, three axes, bfloat16": replace(qwen3_5(rope_parameters=MROPE), dtype="bfloat16"),
+    "qwen3_5_text, every second layer": qwen3_5(
+        layer_types=[FULL, LINEAR_ATTENTION] * 2, partial_rotary_factor=0.5
+    ),
+    "qwen3_5_text, attention alone": qwen3_5(layer_types=[FULL] * 4),
+    "qwen3_5_text, one key head, wide keys": qwen3_5(
+        linear_num_key_heads=1, linear_key_head_dim=32, linear_conv_kernel_dim=3
+    ),
+    "qwen3_5_text, as many key heads as value heads": qwen3_5(linear_num_key_heads=4),
+    "qwen3_5_text, no layer_types": replace(
+        qwen3_5(layer_types=[LINEAR_ATTENTION, FULL] * 2),
+        config={"layer_types": GONE, "full_attention_interval": 2, "attn_output_gate": True},
+    ),
+    "qwen3_5_text, within a model with vision": replace(qwen3_5(), damage=within_vision),
+    "qwen3_5_text, several files": replace(qwen3_5(), max_shard_size="20KB"),
+    "qwen3_5_moe_text": qwen3_5_moe(),
+    "qwen3_5_moe_text, tied, float16": replace(qwen3_5_moe(**TIED), dtype="float16"),
+    "qwen3_5_moe_text, all experts in one tensor": replace(qwen3_5_moe(), damage=stack_experts),
+    "qwen3_5_moe_text, within a model with vision": replace(
+        qwen3_5_moe(), damage=lambda folder: within_vision(stack_experts(folder))
+    ),
 }
 """Folders of all families from which Tiller and transformers make the same model."""
 EQUAL |= FAMILIES

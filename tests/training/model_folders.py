@@ -84,8 +84,12 @@ class Folder:
             for name, parameter in model.named_parameters():
                 if "norm" in name:
                     parameter.uniform_(0.5, 1.5)
-                    if "gemma" in family:  # its norms add 1
-                        parameter.sub_(1.0)
+                    if "gemma" in family or ("qwen3_5" in family and "linear" not in name):
+                        parameter.sub_(1.0)  # these norms add 1
+                elif "conv1d" in name:
+                    parameter.normal_(std=0.5)
+                elif "A_log" in name:  # float32 rounds large sums of decays
+                    parameter.uniform_(-4.0, 0.0)
                 elif "bias" in name:
                     parameter.normal_(std=0.3)
                 elif "sinks" in name:
@@ -239,3 +243,41 @@ def change_a_row_of_the_head(folder: Path) -> None:
 def both_forms(folder: Path) -> None:
     """Put a single file of other weights beside the shards."""
     save_file({"model.norm.weight": torch.ones(64)}, folder / ONE_FILE, {"format": "pt"})
+
+
+def stack_experts(folder: Path) -> Path:
+    """Store all experts of a layer of Qwen3.5 in two tensors, as the Hub has them."""
+    stored = load_file(folder / ONE_FILE)
+    kept = {name: each for name, each in stored.items() if ".mlp.experts." not in name}
+    for place in {name.partition(".mlp.")[0] for name in stored if ".mlp.experts." in name}:
+        experts = range(sum(f"{place}.mlp.experts." in name for name in stored) // 3)
+        gates, ups, downs = (
+            [stored[f"{place}.mlp.experts.{expert}.{part}_proj.weight"] for expert in experts]
+            for part in ("gate", "up", "down")
+        )
+        both = [torch.cat(each) for each in zip(gates, ups, strict=True)]
+        kept[f"{place}.mlp.experts.gate_up_proj"] = torch.stack(both)
+        kept[f"{place}.mlp.experts.down_proj"] = torch.stack(downs)
+    save_file(kept, folder / ONE_FILE, {"format": "pt"})
+    return folder
+
+
+def within_vision(folder: Path) -> None:
+    """Store the model as the language model of one with vision and multi-token prediction."""
+    language = {"model.layers": "model.language_model.layers"}
+    language |= {f"model.{name}": f"model.language_model.{name}" for name in ("embed", "norm")}
+
+    def change(name: str) -> str:
+        own = next(old for old in (*language, "lm_head") if name.startswith(old))
+        return name.replace(own, language.get(own, own), 1)
+
+    rename(change)(folder)
+    edit_tensors(
+        folder, model__visual__pos_embed__weight=torch.ones(4, 4), mtp__norm__weight=torch.ones(64)
+    )
+    path = folder / "config.json"
+    text = json.loads(path.read_text())
+    kind = text["model_type"].removesuffix("_text")
+    name = text.pop("architectures")[0].replace("ForCausalLM", "ForConditionalGeneration")
+    config = {"architectures": [name], "model_type": kind, "text_config": text}
+    path.write_text(json.dumps(config | {"tie_word_embeddings": text["tie_word_embeddings"]}))

@@ -57,11 +57,13 @@ FEW_EXPERTS = replace(
 BIASED = replace(TIED_FUSED, family="tests.seed_oss")
 CLAMPED = replace(EXPERTS, family="gpt_oss")  # the first of two layers has a window of 8 tokens
 FEW_CLAMPED = replace(CLAMPED, num_experts=2, tie_embeddings=False)
+HYBRID = replace(EXPERTS, family="qwen3_5_moe_text")  # the last of two layers has attention
 MODELS = {
     "tied_fused": TIED_FUSED,
     "untied_split": UNTIED_SPLIT,
     "biased": BIASED,
     "experts": EXPERTS,
+    "hybrid": HYBRID,
 }
 
 TEMPERATURE = 0.7

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torchtitan.config import ParallelismConfig
 from transformers import AutoConfig
 
 from configs.quickstart import quickstart
 from rl.config import RLConfig, RoleConfig
 from rl.errors import ConfigError, RunError
 from rl.model.shape import ModelConfig, hf_config, shape_of
+from rl.training.hugging_face_files import check_folder
 from rl.types.batch import Batch
 from rl.validation import validate
 from rl.validation.folders import check_numbers
@@ -63,6 +65,9 @@ DISTINCT = {
     "float32 in the file of a bfloat16 model",
     "llama, a window that it ignores",
     "mistral, layers with and without windows",
+    "qwen3_5_text, within a model with vision",
+    "qwen3_5_text, no layer_types",
+    "qwen3_5_moe_text, all experts in one tensor",
 }
 """Folders of which each is read in another way. Others are for the long tests."""
 
@@ -70,6 +75,9 @@ SPLIT = {"no head_dim", "several files"}
 """Folders whose q, k and v are not fused."""
 REWRITTEN = {"tied, its head stored", "float64 in the file", "tied, its head alone stored"}
 REWRITTEN |= {"names without model.", "names with model. twice"}
+REWRITTEN |= {"qwen3_5_moe_text, all experts in one tensor"}
+VISION = {f"{kind}, within a model with vision" for kind in ("qwen3_5_text", "qwen3_5_moe_text")}
+"""Folders of models with vision, of which an export has the language model."""
 """Folders whose tensors an export changes."""
 
 
@@ -80,7 +88,10 @@ REWRITTEN |= {"names without model.", "names with model. twice"}
 def test_logits_and_export_are_those_of_transformers(tmp_path, name):
     folder = EQUAL[name].write(tmp_path / "in")
     out = tmp_path / "out"
-    validate(config_of(folder))
+    if name.startswith("qwen3_5"):  # which no generator computes
+        check_folder(folder, shape_of(ModelConfig(hf_path=str(folder))))
+    else:
+        validate(config_of(folder))
     tokens = torch.randint(40, (2, 24), generator=torch.Generator().manual_seed(1))
     wanted = transformers_logits(folder, tokens)
     assert wanted.std() > 0.3
@@ -89,11 +100,38 @@ def test_logits_and_export_are_those_of_transformers(tmp_path, name):
     checkpointer.close()
     assert (logits_of(engine, tokens) - wanted).abs().max() <= 1e-5
     assert torch.equal(transformers_logits(out, tokens), wanted)
-    if name not in REWRITTEN:
+    if name not in REWRITTEN | VISION:
         same_tensors(folder, out)
     written, given = (json.loads((each / "config.json").read_text()) for each in (out, folder))
+    if name in VISION:
+        given = {**given["text_config"], "architectures": written["architectures"]}
     assert written == given
     assert [path.name for path in out.iterdir() if path.is_dir()] == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({}, "model.hf_path: generators do not compute the gated delta nets of the family"),
+        ({"prompt_sharing": 2}, "trainer.prompt_sharing is 2; it must be 1 for a model with gated"),
+        (
+            {"parallelism": ParallelismConfig(context_parallel_degree=2)},
+            "trainer.parallelism.context_parallel_degree is 2; it must be 1 for a model with gated",
+        ),
+        (
+            {"parallelism": ParallelismConfig(tensor_parallel_degree=4)},
+            "tensor_parallel_degree is 4; it must divide .*delta_key_heads=2: allowed are",
+        ),
+    ],
+    ids=["generation", "shared prompts", "context parallelism", "heads"],
+)
+def test_gated_delta_nets_are_refused_where_their_state_would_be_lost(tmp_path, change, message):
+    config = config_of(EQUAL["qwen3_5_text"].write(tmp_path))
+    for name, value in change.items():
+        setattr(config.trainer, name, value)
+    config.trainer.parallelism.spmd_backend = "partial_dtensor"
+    with pytest.raises(ConfigError, match=message):
+        validate(config)
 
 
 def test_log_probs_are_those_of_scaled_logits(tmp_path):
@@ -117,7 +155,7 @@ WINDOW = {"layer_types", "max_window_layers", "sliding_window", "use_sliding_win
 @pytest.mark.parametrize("name", EQUAL)
 def test_the_written_config_is_the_one_that_transformers_reads(tmp_path, name):
     folder = EQUAL[name].write(tmp_path / "in")
-    theirs = AutoConfig.from_pretrained(folder)
+    theirs = AutoConfig.from_pretrained(folder).get_text_config()
     shape = shape_of(ModelConfig(hf_path=str(folder)))
     ours = type(theirs)(**hf_config(shape))
     wanted, written = (each.to_dict() for each in (theirs, ours))

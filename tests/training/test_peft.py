@@ -12,7 +12,7 @@ from rl.training.checkpoint import Checkpointer
 from rl.training.lora import rename_base
 from rl.types import Batch
 from tests.training.batches import VOCAB_SIZE, ragged_batch
-from tests.training.model_cases import TIED, gemma3, gpt_oss, phi3
+from tests.training.model_cases import TIED, gemma3, gpt_oss, phi3, qwen3_5
 from tests.training.model_folders import (
     Folder,
     tensors_of,
@@ -26,7 +26,7 @@ from tests.training.test_lora import LORA, wake
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 FEED_FORWARD = {"gate_proj", "up_proj", "down_proj"}
 FUSED = {"mlp.experts.gate_up_proj", "mlp.experts.down_proj"}
-FORMS: dict[str, tuple[Folder, set[str], set[str], int]] = {
+FORMS: dict[str, tuple[Folder, set[str], set[str], float]] = {
     "fused": (Folder(TIED), ATTENTION | FEED_FORWARD, set(), 7),
     "split": (Folder(), ATTENTION | FEED_FORWARD, set(), 7),
     "experts": (Folder(experts=True), ATTENTION, {"gate_up_proj", "down_proj"}, 4 + 3 * 4),
@@ -37,6 +37,12 @@ FORMS: dict[str, tuple[Folder, set[str], set[str], int]] = {
         set(),
         4,
     ),
+    "hybrid": (
+        qwen3_5(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"]),
+        ATTENTION | FEED_FORWARD | {"in_proj_qkv", "in_proj_z", "out_proj"},
+        set(),
+        (3 + 3 + 4 + 3) / 2,
+    ),
     "gelu": (
         gemma3(num_hidden_layers=2, layer_types=["full_attention"] * 2),
         ATTENTION | FEED_FORWARD,
@@ -44,7 +50,7 @@ FORMS: dict[str, tuple[Folder, set[str], set[str], int]] = {
         7,
     ),
 }
-"""Folders, the modules and parameters that PEFT adapts, and stored A's of a layer."""
+"""Folders, the modules and parameters that PEFT adapts, and the mean of stored A's of a layer."""
 
 
 @pytest.mark.parametrize("form", FORMS)

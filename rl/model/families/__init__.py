@@ -15,9 +15,11 @@ from rl.model.hugging_face_config import HuggingFaceConfig
 BUILT_IN = (
     *("cwm", "ernie4_5", "exaone4", "gemma3_text", "glm4", "gpt_oss", "granite", "helium"),
     *("hunyuan_v1_dense", "llama", "ministral", "mistral", "mixtral", "olmo2", "olmo3", "qwen2"),
-    *("phi3", "qwen3", "qwen3_moe", "seed_oss", "smollm3"),
+    *("phi3", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "seed_oss", "smollm3"),
 )
 """Model types of the families in this package, which are also the names of their modules."""
+LANGUAGE_MODELS = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+"""Types of models with vision, of which the language model alone is trained, and its type."""
 REASONS = {
     "gemma2": "Tiller computes no attn_logit_softcapping: attention on CPU bounds no products",
     "gemma3": "Tiller trains no vision; save its language model, a 'gemma3_text', in a folder",
@@ -47,6 +49,7 @@ def family_of_folder(config: HuggingFaceConfig, own: str | None) -> str:
 
     Raises ConfigError, naming the family that is closest, if Tiller has no such family.
     """
+    keep_language_model(config)
     given = config.get("model_type")
     if own is not None:
         wanted = family_named(own).model_type
@@ -64,6 +67,22 @@ def family_of_folder(config: HuggingFaceConfig, own: str | None) -> str:
         )
         config.require(False, "model_type", given, REASONS.get(str(given), allowed))
     return given  # type: ignore[return-value]
+
+
+def keep_language_model(config: HuggingFaceConfig) -> bool:
+    """Reduce the ``config`` of a model with vision to that of its language model. Return whether it
+    was one.
+    """
+    kind = LANGUAGE_MODELS.get(str(config.get("model_type")))
+    if kind is None:
+        return False
+    text = config.get("text_config")
+    config.require(isinstance(text, dict), "text_config", text, "it must be an object")
+    shared = ("tie_word_embeddings", "dtype", "torch_dtype")
+    outer = {key: config[key] for key in shared if key in config}
+    config.clear()
+    config.update({"model_type": kind, **outer, **dict(text or {})})
+    return True
 
 
 def closest(config: HuggingFaceConfig) -> str | None:

@@ -113,6 +113,13 @@ class Family:
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Tensors of a layer that have the rows of several tensors of Qwen3, one after the other."""
 
+    stacked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Ends of the names of tensors that a folder may have in place of those of each expert, with
+    the layers of an expert whose rows they have. An export has those of each expert."""
+
+    left_out: tuple[str, ...] = ()
+    """First parts of the names of tensors that are not of the language model, without "model."."""
+
     @property
     def has_experts(self) -> bool:
         """Whether experts replace the feed-forward layers."""
@@ -154,8 +161,8 @@ class Family:
         names = (self.policy_class, self.reward_class, f"{self.prefix}Model", *self.other_names)
         classes: tuple[Any, ...] = (*([each] for each in names), [], None)
         config.one_of("architectures", classes, config.get("architectures"))
-        for key, values in ALLOWED_IF_PRESENT.items():
-            config.one_of(key, values, config.get(key))
+        for key in ALLOWED_IF_PRESENT.keys() - self.expert_sizes.values():
+            config.one_of(key, ALLOWED_IF_PRESENT[key], config.get(key))
         for key, values in {**ALLOWED, **self.allowed}.items():
             config.one_of(key, values)
         sizes = self._sizes(config)

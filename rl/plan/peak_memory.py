@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC
 
+from rl.model.delta_rule import CHUNK
 from rl.model.shape import ModelShape, shape_of
 from rl.model.shards import Layout
 from rl.plan.planned_run import DTYPE_BYTES, LEARNING, PlannedRun
@@ -88,6 +89,8 @@ class MemoryOfPasses(PassSizes):
         self.k = self.shape.n_kv_heads * self.shape.head_dim // self.tp
         self.f = feed_forward_width(self.shape) // self.tp
         """Widths of queries, of keys, and of the feed-forward layers on a rank."""
+        self.rule = _delta_rule(self.shape) // self.tp
+        """Bytes per token of a gated delta net while it computes."""
         self.routed = self.shape.experts_per_token if self.shape.num_experts else 0
         records = GIVEN * (self.trainer.router_replay != "none") * self.routed * self.shape.n_layers
         self.batch = (BATCH + records) * self.cells
@@ -197,7 +200,11 @@ class MemoryOfPasses(PassSizes):
         attention = p * (2 * self.q + 2 * self.k)
         attention += p * self.q + heads + 8 * self.shape.head_dim if self.cuda else p * self.longest
         experts = self.routed * whole * (p + (4 if self.cuda else 8)) // self.tp
-        return norms + attention + 4 * p * self.f + experts
+        if self.shape.attention_gate:
+            attention += 3 * p * self.q
+        linear = len(self.shape.layers_with_delta_rule)
+        mean = self.shape.n_attentions * attention + linear * _delta_net(self.shape, p) // self.tp
+        return norms + mean // self.shape.n_layers + 4 * p * self.f + experts
 
     def _forward(self) -> int:
         """Return the bytes per token of a layer that saves nothing: while queries are rotated, the
@@ -212,7 +219,7 @@ class MemoryOfPasses(PassSizes):
             other = 2 * p * d + 8 * self.shape.num_experts + combined
         else:
             other = 3 * p * self.f
-        return 2 * p * d + gathered + max(rotated, other)
+        return 2 * p * d + gathered + max(rotated, other, self.rule // 2)
 
     def _temporary(self) -> int:
         """Return the bytes per token of gradients within a layer: those of experts while their
@@ -221,12 +228,15 @@ class MemoryOfPasses(PassSizes):
         residual = self.p * self.shape.dim
         if self.tp > 1:
             residual *= 2  # also gathered
+        return residual + max(self.rule, self._temporary_of_feed_forward())
+
+    def _temporary_of_feed_forward(self) -> int:
         if self.routed:
-            return residual + 12 * self.routed * self.shape.dim // self.tp
+            return 12 * self.routed * self.shape.dim // self.tp
         if self.trainer.float8 is not None:
-            return residual + 12 * self.f  # float32 before the cast to float8
+            return 12 * self.f  # float32 before the cast to float8
         whole = self.tp > 1 and not self.degrees.enable_sequence_parallel
-        return residual + (6 if whole else 2) * self.p * self.f
+        return (6 if whole else 2) * self.p * self.f
 
 
 def micro_batch_cells(run: PlannedRun, trainer: TrainerConfig) -> int:
@@ -242,8 +252,26 @@ def micro_batch_cells(run: PlannedRun, trainer: TrainerConfig) -> int:
 
 def feed_forward_width(shape: ModelShape) -> int:
     """Return the total width of the feed-forward layers that a token goes through in a layer."""
-    experts = shape.experts_per_token * shape.moe_hidden_dim
+    experts = shape.experts_per_token * shape.moe_hidden_dim + shape.shared_expert_dim
     return experts if shape.num_experts else shape.hidden_dim
+
+
+def _delta_rule(shape: ModelShape) -> int:
+    """Return the bytes per token of float32 results of a delta rule and its gradients: of queries,
+    keys and values, and of matrices within a chunk.
+    """
+    widths = 14 * (2 * shape.delta_key_dim + shape.delta_value_dim) + 8 * CHUNK
+    return 4 * shape.delta_value_heads * widths
+
+
+def _delta_net(shape: ModelShape, p: int) -> int:
+    """Return the bytes per token that autograd saves in a gated delta net. The delta rule keeps its
+    inputs alone.
+    """
+    heads = shape.delta_value_heads
+    values = heads * shape.delta_value_dim
+    rows = 2 * shape.delta_key_heads * shape.delta_key_dim + values
+    return p * (rows + 4 * values) + 12 * values + 20 * heads
 
 
 def parameter_groups(
@@ -295,11 +323,12 @@ def _group_of(name: str) -> str:
 
 
 def rope_tables(run: PlannedRun, role: Role) -> int:
-    """Return the bytes of the RoPE tables: float32 [max_seq_len, 2 head_dim] for each layer with
-    attention.
+    """Return the bytes of the RoPE tables: cosines and sines in float32 for each layer with
+    attention, position, and number of a head that is rotated.
     """
     shape = shape_of(role.model)
-    return shape.n_attentions * shape.max_seq_len * 2 * shape.head_dim * 4
+    rotated = int(shape.head_dim * shape.rope_share)
+    return shape.n_attentions * shape.max_seq_len * 2 * rotated * 4
 
 
 def engine_step(run: PlannedRun) -> int:

@@ -16,6 +16,7 @@ from rl.config import PreferenceConfig, RLConfig
 from rl.errors import counted
 from rl.generation.generator_config import kv_bytes_per_token
 from rl.model.decoder import parameter_shapes
+from rl.model.delta_net import heads_of
 from rl.model.shape import ModelShape, shape_of
 from rl.plan.collectives import HIDDEN, Collective, collectives_of
 from rl.plan.memory import generator_weights, kv_sequences
@@ -197,7 +198,10 @@ def _flop(run: PlannedRun, name: str, load: Load, *, train: bool) -> float:
     layers = sizes_of(shape, fuse_qkv=role.model.fuse_qkv).active - head
     # causal: a token attends to half of the tokens on average
     attention = 2 * shape.n_attentions * shape.n_heads * shape.head_dim * load.length
-    forward = load.tokens * (2 * layers + attention)
+    rule = 0
+    if linear := len(shape.layers_with_delta_rule):
+        rule = linear * shape.delta_value_heads * heads_of(shape).flop
+    forward = load.tokens * (2 * layers + attention + rule)
     if role.head != "values":
         forward += (load.heads if train else load.tokens) * 2 * head
     if not train:

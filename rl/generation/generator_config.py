@@ -1,5 +1,6 @@
 """Config of the generators, and the environment of their processes. Imports no vLLM."""
 
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,6 +101,16 @@ def kv_bytes_per_token(config: GeneratorConfig, shape: ModelShape) -> int:
     return 2 * shape.n_attentions * heads * shape.head_dim * size
 
 
+def delta_states(shape: ModelShape, tp: int) -> tuple[tuple[int, int], tuple[int, int, int]]:
+    """Return the shapes of what a gated delta net keeps of a request on one of ``tp`` ranks: the
+    last inputs of its convolution, [kernel - 1, D], and the state of its delta rule, [N, key_dim,
+    value_dim].
+    """
+    keys, values = shape.delta_key_heads // tp, shape.delta_value_heads // tp
+    rows = 2 * keys * shape.delta_key_dim + values * shape.delta_value_dim
+    return (shape.delta_kernel - 1, rows), (values, shape.delta_key_dim, shape.delta_value_dim)
+
+
 def record_bytes_per_token(shape: ModelShape) -> int:
     """Return the bytes of the experts of a token in all layers; 0 for a dense model."""
     return shape.n_layers * shape.experts_per_token * dtype_of(shape.num_experts).itemsize
@@ -107,18 +118,32 @@ def record_bytes_per_token(shape: ModelShape) -> int:
 
 def kv_bytes(config: GeneratorConfig, shape: ModelShape, tokens: int, *, cuda: bool) -> int:
     """Return the bytes that a sequence of ``tokens`` tokens takes in a rank's KV cache, in whole
-    blocks.
+    blocks. A layer with a gated delta net takes as much as two blocks of a layer with attention.
     """
-    block = config.block_size or (16 if cuda else CPU_BLOCK)  # 16 is vLLM's default
-    return -(-tokens // block) * block * kv_bytes_per_token(config, shape)
+    block = block_tokens(config, shape, cuda=cuda)
+    states = -(-2 * len(shape.layers_with_delta_rule) // shape.n_attentions)
+    return (-(-tokens // block) + states) * block * kv_bytes_per_token(config, shape)
+
+
+def block_tokens(config: GeneratorConfig, shape: ModelShape, *, cuda: bool) -> int:
+    """Return the number of tokens in a block of the KV cache. vLLM makes blocks large enough for
+    what a gated delta net keeps of a request.
+    """
+    size = config.block_size or (16 if cuda else CPU_BLOCK)  # 16 is vLLM's default
+    if not shape.layers_with_delta_rule:
+        return size
+    inputs, memory = map(math.prod, delta_states(shape, config.tensor_parallel_degree))
+    kept = inputs * (2 if config.dtype == "bfloat16" else 4) + memory * 4
+    token = kv_bytes_per_token(config, shape) // shape.n_attentions
+    return size * -(-kept // (size * token))
 
 
 def kv_bytes_at_least(config: GeneratorConfig, shape: ModelShape, *, cuda: bool) -> int:
     """Return the bytes of the smallest KV cache of a rank with which vLLM starts: one sequence of
     the maximum length, and one reserved block.
     """
-    sizes = (kv_bytes(config, shape, tokens, cuda=cuda) for tokens in (1, shape.max_seq_len))
-    return sum(sizes)
+    reserved = block_tokens(config, shape, cuda=cuda) * kv_bytes_per_token(config, shape)
+    return kv_bytes(config, shape, shape.max_seq_len, cuda=cuda) + reserved
 
 
 def environment(config: GeneratorConfig) -> dict[str, str]:

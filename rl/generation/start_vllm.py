@@ -68,7 +68,12 @@ def vllm_config(
     from vllm import EngineArgs
     from vllm.platforms import current_platform
 
-    from rl.generation.vllm_model import ARCHITECTURE, LOAD_FORMAT, register
+    from rl.generation.vllm_model import (
+        ARCHITECTURE,
+        HYBRID_ARCHITECTURE,
+        LOAD_FORMAT,
+        register,
+    )
 
     check_variables()
     register()
@@ -79,7 +84,8 @@ def vllm_config(
     # the number of an expert's tokens is no constant of compiled code; vLLM captures without it
     is_captured = shape.num_experts > 0 and not (on_cpu or config.enforce_eager)
     graphs = {"mode": "NONE", "cudagraph_mode": "FULL_DECODE_ONLY"} if is_captured else {}
-    hf = engine_config(shape) | {"architectures": [ARCHITECTURE]}
+    architecture = HYBRID_ARCHITECTURE if shape.layers_with_delta_rule else ARCHITECTURE
+    hf = engine_config(shape) | {"architectures": [architecture]}
     Path(folder, "config.json").write_text(json.dumps(hf))
     chosen = EngineArgs(
         model=str(folder),
@@ -117,7 +123,7 @@ def vllm_config(
         disable_log_stats=True,
     ).create_engine_config()
     # vLLM's cache of compiled models goes by this name; the folder is a new one at each start
-    chosen.model_config.model = ARCHITECTURE
+    chosen.model_config.model = architecture
     chosen.scheduler_config.async_scheduling = runs_ahead  # vLLM's CPU platform turns it off
     return chosen
 

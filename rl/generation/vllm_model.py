@@ -26,16 +26,20 @@ from vllm.distributed import (
     tensor_model_parallel_all_reduce,
 )
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.mamba.mamba_utils import MambaStateCopyFuncCalculator
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid
 from vllm.model_executor.models.registry import ModelRegistry
 
 from rl.compat import titan
 from rl.compat.vllm_kernels import can_pack
 from rl.generation.bitwise_attention import BitwiseAttention
+from rl.generation.delta_cache import CachedDelta, state_dtypes, state_shapes
 from rl.generation.expert_records import keep_choices
 from rl.generation.kernels import KernelRoPE, pack, unpack, use_kernels
 from rl.model.decoder import decoder_config, float32_logits
+from rl.model.delta_net import heads_of
 from rl.model.experts import OwnExperts
 from rl.model.parity import use_bitwise_kernels
 from rl.model.rotary import RotaryEmbedding
@@ -44,7 +48,10 @@ from rl.model.shards import Layout, local_shapes
 from rl.model.tp_plan import generator_layout
 
 ARCHITECTURE = "TillerForCausalLM"
+HYBRID_ARCHITECTURE = "TillerHybridForCausalLM"
+"""Architecture of models of which some layers keep a state in place of keys and values."""
 LOAD_FORMAT = "tiller"
+DELTA_HEADS = ("delta_key_heads", "delta_value_heads")
 SAMPLED_TOGETHER = 1024
 """Number of words that Model Runner V2 compares at once when it samples."""
 
@@ -110,8 +117,9 @@ def local_model(vllm_config: VllmConfig) -> Qwen3Model:
     rank = get_tp_group().rank_in_group
     bitwise = options["parity"] == "bitwise"
     heads = {"n_heads": shape.n_heads // tp, "n_kv_heads": max(1, shape.n_kv_heads // tp)}
+    delta_heads = {name: getattr(shape, name) // tp for name in DELTA_HEADS}
     config = decoder_config(
-        dataclasses.replace(shape, **heads),
+        dataclasses.replace(shape, **heads, **delta_heads),
         fuse_qkv=options["fuse_qkv"],
         inner_attention=lambda layer: PagedAttention.Config(
             layer=layer,
@@ -122,6 +130,7 @@ def local_model(vllm_config: VllmConfig) -> Qwen3Model:
             bitwise=bitwise,
             **heads,
         ),
+        inner_delta=lambda layer: CachedDelta.Config(layer=layer, heads=heads_of(shape)),
     )
     packed = device.type == "cpu" and can_pack(dtype)
     compiled = vllm_config.compilation_config.mode != CompilationMode.NONE
@@ -205,8 +214,8 @@ def _add_collectives(model: Qwen3Model) -> None:
     for layer in model.layers.values():
         last = layer.moe if layer.moe_enabled else layer.feed_forward.w2
         last.register_forward_hook(all_reduce)
-    for attention in attentions_of(model):
-        attention.wo.register_forward_hook(all_reduce)
+        mixer = layer.delta_net if layer.attention is None else layer.attention
+        mixer.wo.register_forward_hook(all_reduce)
 
 
 @support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": 0})
@@ -289,6 +298,22 @@ class TillerForCausalLM(nn.Module):
         raise NotImplementedError("weights are pushed into the parameters, never loaded by vLLM")
 
 
+class TillerHybridForCausalLM(TillerForCausalLM, HasInnerState, IsHybrid):
+    """The model, if some of its layers keep a state; vLLM asks what room the states take."""
+
+    @classmethod
+    def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> Any:
+        return state_shapes(vllm_config)
+
+    @classmethod
+    def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> Any:
+        return state_dtypes(vllm_config)
+
+    @classmethod
+    def get_mamba_state_copy_func(cls) -> Any:
+        return MambaStateCopyFuncCalculator.gated_delta_net_state_copy_func()
+
+
 def first_word_if_nan(logits: torch.Tensor) -> torch.Tensor:
     """Return ``logits`` [N, vocab_size] with infinity for the first word in rows that have a NaN.
 
@@ -311,7 +336,8 @@ class NoWeights(BaseModelLoader):
 
 
 def register() -> None:
-    """Register ARCHITECTURE and LOAD_FORMAT with vLLM in this process."""
+    """Register the architectures and LOAD_FORMAT with vLLM in this process."""
     if ARCHITECTURE not in ModelRegistry.get_supported_archs():
         ModelRegistry.register_model(ARCHITECTURE, TillerForCausalLM)
+        ModelRegistry.register_model(HYBRID_ARCHITECTURE, TillerHybridForCausalLM)
         register_model_loader(LOAD_FORMAT)(NoWeights)

@@ -259,4 +259,9 @@ def engine_config(shape: ModelShape) -> dict[str, Any]:
     """
     sizes = {name: getattr(shape, name) for name in SIZES}
     family = "qwen3_moe" if shape.num_experts else "qwen3"
-    return hf_config(ModelShape(**{**sizes, "family": family}, dtype=shape.dtype))
+    described = hf_config(ModelShape(**{**sizes, "family": family}, dtype=shape.dtype))
+    if shape.layers_with_delta_rule:  # vLLM gives these a state
+        is_delta = [layer in shape.layers_with_delta_rule for layer in range(shape.n_layers)]
+        kinds = ["linear_attention" if each else "full_attention" for each in is_delta]
+        described["layer_types"] = kinds
+    return described

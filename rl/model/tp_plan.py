@@ -146,14 +146,14 @@ def check_generator(tp: int, shape: ModelShape, *, expert_parallel: bool) -> Non
     )
     _check_norms("generator.tensor_parallel_degree", tp, shape)
     width = "num_experts" if expert_parallel else _width(shape)
-    size = getattr(shape, width)
+    sizes = {name: getattr(shape, name) for name in ("n_heads", width, *_more_sizes(shape))}
     kv_heads = shape.n_kv_heads
-    allowed = [d for d in divisors(shape.n_heads, size) if kv_heads % d == 0 or d % kv_heads == 0]
+    allowed = [d for d in divisors(*sizes.values()) if kv_heads % d == 0 or d % kv_heads == 0]
+    listed = " and ".join(f"{name}={size}" for name, size in sizes.items())
     require(
         tp in allowed,
-        f"generator.tensor_parallel_degree is {tp}; it must divide the model's "
-        f"n_heads={shape.n_heads} and {width}={size}, and divide n_kv_heads={kv_heads} or be a "
-        f"multiple of it: allowed are {allowed}",
+        f"generator.tensor_parallel_degree is {tp}; it must divide the model's {listed}, and "
+        f"divide n_kv_heads={kv_heads} or be a multiple of it: allowed are {allowed}",
     )
 
 

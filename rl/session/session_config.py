@@ -202,6 +202,9 @@ class SessionConfig:
         generator = self.generator
         if generator is None:
             return
+        rule = "'close' for a model with gated delta nets, whose chunks cut sums"
+        delta = shape_of(self.model).layers_with_delta_rule
+        require_value(not delta, "parity", "bitwise", rule)
         dtype = (self.trainer or TrainerConfig()).training.mixed_precision_param
         continues = generator.inflight_policy == "continue"
         for name, holds, rule in (

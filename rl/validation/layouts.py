@@ -42,9 +42,6 @@ def validate_generator_layout(config: RLConfig) -> None:
     generator = config.generator
     shape = shape_of(config.model)
     parallel = generator.expert_parallel
-    problem = f"generators do not compute the gated delta nets of the family {shape.family!r}"
-    fix = "train the model on given examples, with evaluation=None"
-    require(not shape.layers_with_delta_rule, problem, field="model.hf_path", fix=fix)
     check_generator(generator.tensor_parallel_degree, shape, expert_parallel=parallel)
     _validate_graphs(config)
     records = generator.record_experts
@@ -68,10 +65,17 @@ def validate_generator_layout(config: RLConfig) -> None:
 
 
 def _validate_graphs(config: RLConfig) -> None:
-    """Check that experts can be compiled on CPU, or captured in CUDA graphs."""
+    """Check that experts can be compiled on CPU, or captured in CUDA graphs, and that the generator
+    of a model with gated delta nets is eager.
+    """
     generator = config.generator
     hardware = config.hardware
-    if generator.enforce_eager or not shape_of(config.model).num_experts:
+    shape = shape_of(config.model)
+    if generator.enforce_eager:
+        return
+    rule = "True for a model with gated delta nets"
+    check(config, "generator.enforce_eager", not shape.layers_with_delta_rule, rule)
+    if not shape.num_experts:
         return
     cuda = hardware.kind == "cuda"
     for clashes, setting in (

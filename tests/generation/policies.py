@@ -22,6 +22,8 @@ SIZES = {
 TIED_FUSED = ModelConfig(**SIZES, tie_embeddings=True, fuse_qkv=True)
 TIED_SPLIT = replace(TIED_FUSED, fuse_qkv=False)
 UNTIED_SPLIT = ModelConfig(**SIZES, tie_embeddings=False, fuse_qkv=False)
+HYBRID = ModelConfig(**SIZES | {"n_layers": 4}, family="qwen3_5_text")
+"""Three layers with a gated delta net, then one with attention."""
 BIASED = ModelConfig(**SIZES, family="tests.seed_oss")
 EXPERTS = ModelConfig(
     **SIZES, num_experts=4, experts_per_token=2, moe_hidden_dim=48, expert_bias=True
@@ -30,23 +32,23 @@ NARROW = replace(EXPERTS, n_kv_heads=1, vocab_size=65, tie_embeddings=False)
 
 
 class Policy:
-    """torchtitan's own model with random weights, three times the usual ones: some tokens are then
-    more likely than others.
+    """torchtitan's own model with random weights, ``scale`` times the usual ones: some tokens are
+    then more likely than others.
     """
 
-    def __init__(self, config: ModelConfig, seed: int):
+    def __init__(self, config: ModelConfig, seed: int, *, scale: float = 3.0):
         self.config = config
         shape = shape_of(config)
         self.model = decoder_config(
             shape, fuse_qkv=config.fuse_qkv, inner_attention=ScaledDotProductAttention.Config()
         ).build()
         torch.manual_seed(seed)
-        self.model.init_states(buffer_device=torch.device("cpu"))
         with torch.no_grad():
+            self.model.init_states(buffer_device=torch.device("cpu"))
             for name, parameter in self.model.named_parameters():
                 if name.endswith("bias"):
                     parameter.normal_(std=0.3)
-                parameter.mul_(3.0 if parameter.ndim > 1 else 1.0)
+                parameter.mul_(scale if parameter.ndim > 1 else 1.0)
         self.weights = {
             name: parameter.detach() for name, parameter in self.model.named_parameters()
         }

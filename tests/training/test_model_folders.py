@@ -13,7 +13,6 @@ from configs.quickstart import quickstart
 from rl.config import RLConfig, RoleConfig
 from rl.errors import ConfigError, RunError
 from rl.model.shape import ModelConfig, hf_config, shape_of
-from rl.training.hugging_face_files import check_folder
 from rl.types.batch import Batch
 from rl.validation import validate
 from rl.validation.folders import check_numbers
@@ -88,10 +87,7 @@ VISION = {f"{kind}, within a model with vision" for kind in ("qwen3_5_text", "qw
 def test_logits_and_export_are_those_of_transformers(tmp_path, name):
     folder = EQUAL[name].write(tmp_path / "in")
     out = tmp_path / "out"
-    if name.startswith("qwen3_5"):  # which no generator computes
-        check_folder(folder, shape_of(ModelConfig(hf_path=str(folder))))
-    else:
-        validate(config_of(folder))
+    validate(config_of(folder))
     tokens = torch.randint(40, (2, 24), generator=torch.Generator().manual_seed(1))
     wanted = transformers_logits(folder, tokens)
     assert wanted.std() > 0.3
@@ -112,23 +108,35 @@ def test_logits_and_export_are_those_of_transformers(tmp_path, name):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({}, "model.hf_path: generators do not compute the gated delta nets of the family"),
-        ({"prompt_sharing": 2}, "trainer.prompt_sharing is 2; it must be 1 for a model with gated"),
         (
-            {"parallelism": ParallelismConfig(context_parallel_degree=2)},
+            {"generator.enforce_eager": False},
+            "enforce_eager is False; it must be True for a model",
+        ),
+        (
+            {"generator.tensor_parallel_degree": 4},
+            "tensor_parallel_degree is 4; it must divide .*delta_key_heads=2, and .*: allowed are",
+        ),
+        ({"parity": "bitwise"}, "parity is 'bitwise'; it must be 'close' for a model with gated"),
+        (
+            {"trainer.prompt_sharing": 2},
+            "prompt_sharing is 2; it must be 1 for a model with gated",
+        ),
+        (
+            {"trainer.parallelism": ParallelismConfig(context_parallel_degree=2)},
             "trainer.parallelism.context_parallel_degree is 2; it must be 1 for a model with gated",
         ),
         (
-            {"parallelism": ParallelismConfig(tensor_parallel_degree=4)},
+            {"trainer.parallelism": ParallelismConfig(tensor_parallel_degree=4)},
             "tensor_parallel_degree is 4; it must divide .*delta_key_heads=2: allowed are",
         ),
     ],
-    ids=["generation", "shared prompts", "context parallelism", "heads"],
+    ids=["graphs", "generator", "parity", "shared prompts", "context parallelism", "heads"],
 )
 def test_gated_delta_nets_are_refused_where_their_state_would_be_lost(tmp_path, change, message):
     config = config_of(EQUAL["qwen3_5_text"].write(tmp_path))
     for name, value in change.items():
-        setattr(config.trainer, name, value)
+        section, _, field = name.rpartition(".")
+        setattr(getattr(config, section) if section else config, field, value)
     config.trainer.parallelism.spmd_backend = "partial_dtensor"
     with pytest.raises(ConfigError, match=message):
         validate(config)

@@ -1,0 +1,189 @@
+"""C2 and C3 of generators whose model has gated delta nets: states in place of keys and values."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from rl.generation.generator_config import GeneratorConfig, block_tokens, kv_bytes_at_least
+from rl.model.shape import shape_of
+from tests.generation.policies import HYBRID, Policy, error
+from tests.generation.ranks import GeneratorRanks, generate, push, request
+from tests.generation.test_engine import in_chunks
+from tests.generation.test_swap import scheduler_of, share_prefixes_across_a_swap
+
+BORDERS = [1, 2, 24, 63, 64, 65, 127, 128, 129, 150]
+"""Lengths of prompts around those of blocks and of chunks of the delta rule."""
+CONFIG = GeneratorConfig(kv_cache_gib=0.02, max_batched_tokens=256, max_running_requests=16)
+
+
+@pytest.fixture(scope="module")
+def policies() -> list[Policy]:
+    return [Policy(HYBRID, seed=seed, scale=2.0) for seed in range(2)]
+
+
+@pytest.fixture(scope="module")
+def hybrid():
+    ranks = GeneratorRanks(CONFIG, HYBRID)
+    yield ranks
+    ranks.close()
+
+
+def test_chunks_prefixes_and_preemption_change_no_token(hybrid, policies):
+    hybrid.run(push, policies[0].weights, 1)
+    rng = np.random.default_rng(0)
+    asks = [ask(f"{n}", length, rng) for n, length in enumerate([1, 24, 65, 150])]
+    asks.append(replace(asks[3], request_id="twin", seed=9))
+    ((whole, _),) = hybrid.run(in_chunks, asks, tokens=256, room=None)
+    for tokens, room in ((37, None), (100, 14)):
+        ((cut, preemptions),) = hybrid.run(in_chunks, asks, tokens=tokens, room=room)
+        assert (preemptions > 0) == (room is not None)
+        for each, before, after in zip(asks, whole, cut, strict=True):
+            assert after.tokens == before.tokens
+            assert error(policies[0], each.prompt_tokens, after) <= 1e-5
+
+
+@pytest.mark.parametrize("rounds", [8, pytest.param(200, marks=pytest.mark.long)])
+def test_every_token_has_the_log_prob_of_its_version_on_any_schedule(hybrid, policies, rounds):
+    rng = np.random.default_rng(rounds)
+    hits = preemptions = swaps = 0
+    for number in range(rounds):
+        plan = schedule(number, rng)
+        hybrid.run(push, policies[0].weights, 1)
+        ((completions, cached, preempted),) = hybrid.run(play, plan, policies[1].weights)
+        hits += cached
+        preemptions += preempted
+        for each, completion in zip(plan["asks"], completions, strict=True):
+            prompt, versions = each.prompt_tokens, torch.tensor(completion.versions)
+            assert versions.tolist() == sorted(completion.versions)
+            for version in set(completion.versions):
+                own = policies[version - 1].logprobs(prompt, completion.tokens)
+                off = (torch.tensor(completion.logprobs) - own).abs()
+                assert (off[versions == version] <= 2e-5).all(), (number, each.request_id)
+            swaps += len(set(completion.versions)) == 2
+    assert hits > 0
+    assert preemptions > 0
+    assert swaps > 0
+
+
+@pytest.mark.parametrize("swap", ["recompute", "continue"])
+def test_other_requests_see_no_state_of_older_weights(hybrid, policies, swap):
+    hybrid.run(push, policies[0].weights, 1)
+    ((asked, completions),) = hybrid.run(share_prefixes_across_a_swap, swap, policies[1].weights)
+    for each, completion in zip(asked, completions, strict=True):
+        assert set(completion.versions) == {2}
+        assert error(policies[1], each.prompt_tokens, completion) <= 1e-5, each.request_id
+
+
+def test_offload_and_push_restore_completions(hybrid, policies):
+    asks = [ask(str(n), length, np.random.default_rng(n)) for n, length in enumerate([24, 150])]
+    hybrid.run(push, policies[0].weights, 1)
+    before = hybrid.run(generate, asks)
+    hybrid.run(away_and_back)
+    hybrid.run(push, policies[0].weights, 2)
+    (after,) = hybrid.run(generate, asks)
+    assert [each.tokens for each in after] == [each.tokens for each in before[0]]
+
+
+def test_two_ranks_divide_heads_and_states(policies):
+    ranks = GeneratorRanks(replace(CONFIG, tensor_parallel_degree=2), HYBRID)
+    try:
+        ranks.run(push, policies[0].weights, 1)
+        rng = np.random.default_rng(3)
+        asks = [ask(str(n), length, rng) for n, length in enumerate([1, 24, 150])]
+        first, second = ranks.run(generate, asks)
+        (shapes, _) = ranks.run(shapes_of_states)
+    finally:
+        ranks.close()
+    assert first == second
+    assert shapes == [[(3, 128), (2, 32, 32)]] * 3
+    for each, completion in zip(asks, first, strict=True):
+        assert error(policies[0], each.prompt_tokens, completion) <= 1e-5
+
+
+def test_the_plan_knows_the_size_of_blocks_and_the_smallest_cache(hybrid):
+    shape = shape_of(HYBRID)
+    assert hybrid.run(size_of_blocks) == [block_tokens(CONFIG, shape, cuda=False)]
+    least = kv_bytes_at_least(CONFIG, shape, cuda=False)
+    hybrid.rebuild(HYBRID, kv_cache_gib=(least + 1) / 2**30)
+    with pytest.raises(ValueError, match="KV cache"):
+        hybrid.rebuild(HYBRID, kv_cache_gib=0.8 * least / 2**30)
+    hybrid.rebuild(HYBRID)
+
+
+def ask(name: str, length: int, rng: np.random.Generator, **sampling):
+    prompt = rng.integers(HYBRID.vocab_size, size=length).tolist()
+    return request(name, prompt, seed=length, **{"max_tokens": 40} | sampling)
+
+
+def schedule(number: int, rng: np.random.Generator) -> dict:
+    """Return requests, their arrivals, and what disturbs them."""
+    asks = []
+    for group in range(int(rng.integers(1, 4))):
+        one = ask(f"{number}-{group}", int(rng.choice(BORDERS)), rng)
+        samples = int(rng.choice([1, 2, 4]))
+        asks += [replace(one, request_id=f"{one.request_id}-{n}", seed=n) for n in range(samples)]
+    turn = [*asks[0].prompt_tokens, *rng.integers(HYBRID.vocab_size, size=30).tolist()]
+    asks.append(request(f"{number}-turn", turn, max_tokens=int(rng.integers(1, 40))))
+    return {
+        "asks": asks,
+        "arrivals": np.sort(rng.integers(0, 30, size=len(asks))).tolist(),
+        "tokens": int(rng.choice([17, 37, 64, 100, 256])),
+        "room": rng.choice([None, 13, 20]),
+        "swap": int(rng.integers(2, 40)) if number % 2 else None,
+    }
+
+
+# Run on the ranks.
+
+
+def play(engine, plan: dict, newer: dict[str, torch.Tensor]) -> tuple:
+    """Return completions, and the numbers of cached tokens and of preemptions."""
+    scheduler = scheduler_of(engine)
+    pool = scheduler.kv_cache_manager.block_pool
+    usual = scheduler.max_num_scheduled_tokens
+    before = engine._requests.counts.copy()
+    room = plan["room"]
+    scheduler.max_num_scheduled_tokens = plan["tokens"]
+
+    def take() -> list:
+        return pool.get_new_blocks(0 if room is None else pool.get_num_free_blocks() - room)
+
+    taken = take()
+    waiting = [*zip(plan["arrivals"], plan["asks"], strict=True)]
+    done, step = {}, 0
+    try:
+        while waiting or engine.busy:
+            while waiting and waiting[0][0] <= step:
+                engine.add(waiting.pop(0)[1])
+            if step == plan["swap"]:
+                pool.free_blocks(taken)  # no block is in use when vLLM resets its cache
+                push(engine, newer, 2)
+                taken = take()
+            done.update(engine.step())
+            step += 1
+    finally:
+        pool.free_blocks(taken)
+        scheduler.max_num_scheduled_tokens = usual
+    counts = engine._requests.counts - before
+    return (
+        [done[each.request_id] for each in plan["asks"]],
+        counts["cached_tokens"],
+        counts["preemptions"],
+    )
+
+
+def away_and_back(engine) -> None:
+    engine.offload()
+    engine.onload()
+
+
+def shapes_of_states(engine) -> list:
+    layers = engine._model.titan.layers.values()
+    nets = [layer.delta_net for layer in layers if layer.attention is None]
+    return [[tuple(each.shape[1:]) for each in net.inner.cache.kv_cache] for net in nets]
+
+
+def size_of_blocks(engine) -> int:
+    return engine._engine.vllm_config.cache_config.block_size

@@ -68,9 +68,6 @@ PAIRS = [
     ("experts", "ep2"),
     ("experts", "fsdp2_tp2"),
     ("experts", "fsdp2_tp2_ep2"),
-    ("hybrid", "fsdp2_tp2"),
-    ("hybrid", "tp2_no_sp"),
-    ("hybrid", "ep2"),
 ]
 """Models and layouts of the gradient tests."""
 TOGETHER = [
@@ -78,6 +75,7 @@ TOGETHER = [
     ("untied_split", "cp2_tp2"),
     ("untied_split", "hsdp4"),
     ("experts", "fsdp2_tp2_ep2"),
-    ("hybrid", "fsdp2_tp2"),
 ]
 """Pairs that hold every dimension. Others are for the long tests."""
+HYBRID = [("hybrid", "fsdp2_tp2"), ("hybrid", "tp2_no_sp"), ("hybrid", "ep2")]
+"""Layouts of a model with a gated delta net, which are compared with one rank alone."""

@@ -4,19 +4,19 @@ import pytest
 import torch
 
 from tests.training.batches import ragged_batch
-from tests.training.layouts import LAYOUTS, PAIRS, TOGETHER
+from tests.training.layouts import HYBRID, LAYOUTS, PAIRS, TOGETHER
 from tests.training.reference import worst_error
 from tests.training.scenes import CUTS, KINDS, unequal
 
 
 @pytest.fixture(
     params=[
-        *(pytest.param((*pair, KINDS), id="-".join(pair)) for pair in TOGETHER),
+        *(pytest.param((*pair, KINDS), id="-".join(pair)) for pair in [*TOGETHER, HYBRID[0]]),
         *(
             pytest.param(
                 (*pair, tuple(CUTS)), id="-".join([*pair, "every cut"]), marks=pytest.mark.long
             )
-            for pair in PAIRS
+            for pair in [*PAIRS, *HYBRID]
         ),
     ]
 )

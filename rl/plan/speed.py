@@ -88,7 +88,7 @@ class Load:
     tokens: float
     """Number of tokens that the layers compute. A prompt that sequences share counts once."""
     heads: float
-    """Number of tokens whose logits ``forward_backward`` computes."""
+    """Number of tokens whose logits are computed."""
     length: float
     """Mean length of a sequence."""
 
@@ -189,9 +189,7 @@ def _rollouts(run: PlannedRun, prompt: float, completion: float) -> Load:
 
 
 def _flop(run: PlannedRun, name: str, load: Load, *, train: bool) -> float:
-    """Return the operations of one pass over a batch, by all ranks of a role together. A pass
-    without gradients computes the logits of all tokens.
-    """
+    """Return the operations of one pass over a batch, by all ranks of a role together."""
     role = run.roles[name]
     shape = shape_of(role.model)
     head = shape.vocab_size * shape.dim
@@ -203,7 +201,7 @@ def _flop(run: PlannedRun, name: str, load: Load, *, train: bool) -> float:
         rule = linear * shape.delta_value_heads * heads_of(shape).flop
     forward = load.tokens * (2 * layers + attention + rule)
     if role.head != "values":
-        forward += (load.heads if train else load.tokens) * 2 * head
+        forward += load.heads * 2 * head
     if not train:
         return forward
     policy = role.trainer.activation_checkpoint
@@ -214,11 +212,12 @@ def _flop(run: PlannedRun, name: str, load: Load, *, train: bool) -> float:
 
 
 def _training(run: PlannedRun, load: Load) -> Time:
-    """Return the time of the forward passes for the batch's columns and of the gradients. Meshes on
-    separate devices run in parallel.
+    """Return the time of the forward passes for the batch's columns, which compute the logits of
+    all tokens, and of the gradients. Meshes on separate devices run in parallel.
     """
     asked, passes = _passes(run)
-    forward = [_pass(run, name, load, train=False) for name in asked]
+    scored = replace(load, heads=load.tokens)
+    forward = [_pass(run, name, scored, train=False) for name in asked]
     load = replace(load, tokens=passes * load.tokens, heads=passes * load.heads)
     learning = [_pass(run, name, load, train=True) for name in run.roles if name in LEARNING]
     rounds = [*forward, *learning]
@@ -239,7 +238,7 @@ def _pass(run: PlannedRun, name: str, load: Load, *, train: bool) -> Time:
         heads = (shape.n_heads + shape.n_kv_heads) * shape.head_dim
         layer = 6 * shape.dim + 4 * heads + 4 * feed_forward_width(shape)
         results = load.tokens * shape.n_layers * layer  # elements
-        results += (load.heads if train else load.tokens) * 2 * shape.vocab_size
+        results += load.heads * 2 * shape.vocab_size
         moved = TRAFFIC / (1 if train else 3) * 4 * results
         if train and trainer.lora is None:
             updates = run.config.updates_per_step

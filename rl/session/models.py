@@ -22,6 +22,7 @@ from rl.session.concurrency import background
 from rl.session.device_sharing import DeviceSharing
 from rl.training.trainer_config import BASE, AdapterConfig, Source
 from rl.types import Batch
+from rl.types.rules import LEAST_EPS
 
 StepDigests = dict[str, dict[str, str]]
 """``gradient``, divided and clipped, and ``weights`` after the step: digests by parameter."""
@@ -200,7 +201,8 @@ class Models:
         self._reductions.pop((role, adapter), None)
         eps = options.get("eps")
         fix = "less is 0 in float32, and a gradient of 0 would be divided by 0"
-        require_value(eps is None or eps >= 1e-30, "eps", eps, "at least 1e-30", fix)
+        rule = f"at least {LEAST_EPS}"
+        require_value(eps is None or eps >= LEAST_EPS, "eps", eps, rule, fix)
         if adapter is not None:
             options["adapter"] = adapter
         else:

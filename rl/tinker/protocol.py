@@ -23,6 +23,7 @@ from pydantic import (
 from rl.errors import shown
 from rl.tinker.errors import UserError
 from rl.types import MAX_TEMPERATURE, MAX_TOP_LOGPROBS
+from rl.types.rules import LEAST_EPS
 
 NAME = re.compile(r"[A-Za-z0-9_.:-]{1,200}")
 """Names of checkpoints. A path ``tinker://MODEL/KIND/NAME`` has exactly three parts."""
@@ -90,7 +91,7 @@ class Adam(Body):
     learning_rate: Rate = 1e-4
     beta1: Share = 0.9
     beta2: Share = 0.95
-    eps: Annotated[float, Field(ge=1e-30)] = 1e-12
+    eps: Annotated[float, Field(ge=LEAST_EPS)] = 1e-12
     weight_decay: Rate = 0.0
     grad_clip_norm: Size = 0.0
 

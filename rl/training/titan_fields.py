@@ -13,6 +13,7 @@ from torchtitan.distributed import activation_checkpoint as recompute
 
 from rl.types.rules import (
     COSMETIC,
+    LEAST_EPS,
     NUMERICS,
     PERFORMANCE,
     SHARE,
@@ -69,7 +70,7 @@ HONOURED: dict[type, Rules] = {
         "optimizer_kwargs",
         dict.fromkeys(("lr", "weight_decay"), at_least(0, 1000))
         | dict.fromkeys(("betas", "momentum"), _BETA)
-        | {"eps": at_least(1e-30, 1)},
+        | {"eps": at_least(LEAST_EPS, 1)},
     ),
     base.BaseCheckpointManager.Config: _rules(
         COSMETIC, "enable folder enable_first_step_checkpoint"

@@ -9,6 +9,7 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 Rule = TypeVar("Rule")
 
+LEAST_EPS = 1e-30  # of Adam and AdamW
 MAX_NODES = 10_000
 YEAR_S = 366 * 24 * 3600
 

@@ -31,21 +31,18 @@ for. The real kinds download the published model, and run only if --only names t
 """
 
 import argparse
-import contextlib
 import json
 import os
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 from grpo_work import END, MODEL, WORKS
-from programs import cpu_seconds
+from programs import run_watched
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -61,11 +58,9 @@ PINNED = (
     "accelerate==1.15.0",
     "datasets==5.2.0",
 )
-TIMEOUT_S = 1800.0
 CORES = os.cpu_count() or 1
 MAX_DIFFERENCE = 0.15
 """Largest relative difference of the mean lengths of both sides' completions."""
-OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "DO_NOT_TRACK": "1"}
 
 
 @dataclass(frozen=True)
@@ -194,8 +189,8 @@ class Turn:
         the last one do not count.
         """
         counted = slice(warm_up, -1)
-        steps = len(seconds[counted])
-        return cls(sum(seconds[counted]), sum(tokens[counted]), cpu_s, steps, equal)
+        timed = seconds[counted]
+        return cls(sum(timed), sum(tokens[counted]), cpu_s, len(timed), equal)
 
     @property
     def per_s(self) -> float:
@@ -233,9 +228,8 @@ def write_model(folder: Path, fields: dict[str, Any] = MODEL, ends: bool = False
     if ends:
         model.lm_head.weight.data[END] = 0.0
     model.save_pretrained(folder)
-    words = Tokenizer(
-        WordLevel({f"w{token}": token for token in range(fields["vocab_size"])}, unk_token="w0")
-    )
+    vocabulary = {f"w{token}": token for token in range(fields["vocab_size"])}
+    words = Tokenizer(WordLevel(vocabulary, unk_token="w0"))
     words.pre_tokenizer = WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0").save_pretrained(folder)
 
@@ -298,36 +292,6 @@ def run_ours(kind: str, model: Path, steps: int, folder: Path, *overrides: str) 
     return Turn.of(seconds, tokens, cpu_s, warm_up=work.warm_up, equal=equal)
 
 
-def run_watched(
-    command: Sequence[str | Path], progress: Path, marks: tuple[int, int], **variables: str
-) -> tuple[str, float]:
-    """Return the output of a command, and the CPU seconds of all its processes between the steps
-    of ``marks``. Each step adds a line to ``progress``.
-
-    Raises SystemExit with its errors if it fails.
-    """
-    spent: dict[int, float] = {}
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        environment = {**os.environ, **OFFLINE, **variables}
-        process = psutil.Popen([*map(str, command)], env=environment, stdout=out, stderr=err)
-        end = time.monotonic() + TIMEOUT_S
-        while process.poll() is None and time.monotonic() < end:
-            done = len(progress.read_text().splitlines()) if progress.exists() else 0
-            for step in marks:
-                if done >= step and step not in spent:
-                    spent[step] = cpu_seconds(process)
-            time.sleep(0.02)
-        err.seek(0)
-        out.seek(0)
-        if process.poll() != 0 or len(spent) < len(marks):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-            words = " ".join(map(str, command))
-            program = Path(sys.argv[0]).stem
-            raise SystemExit(f"{err.read()}{program}: this failed: {words}")
-        return out.read(), spent[marks[1]] - spent[marks[0]]
-
-
 def compare(
     python: Path, kind: str, settings: Sequence[str], rounds: int, steps: int, folder: Path
 ) -> dict[str, Any]:
@@ -373,7 +337,10 @@ def result_of(turns: dict[str, list[Turn]], completions: int) -> dict[str, Any]:
     for way, own in fastest.items():
         ratios[way] = [a.per_s / b.per_s for a, b in zip(own, trl, strict=True)]
         cpu[way] = [a.per_cpu_s / b.per_cpu_s for a, b in zip(own, trl, strict=True)]
-    lengths = {name: _mean_length(each, completions) for name, each in turns.items()}
+    lengths = {
+        name: statistics.mean(turn.tokens / (turn.steps * completions) for turn in each)
+        for name, each in turns.items()
+    }
     if max(lengths.values()) > (1 + MAX_DIFFERENCE) * min(lengths.values()):
         raise SystemExit(f"against_trl: the sides' completions have different lengths: {lengths}")
     return {
@@ -394,10 +361,6 @@ def result_of(turns: dict[str, list[Turn]], completions: int) -> dict[str, Any]:
     }
 
 
-def _mean_length(turns: Sequence[Turn], completions: int) -> float:
-    return statistics.mean(turn.tokens / (turn.steps * completions) for turn in turns)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -406,18 +369,11 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=WORKS, default=made, help="kinds of work")
     parser.add_argument("--rounds", type=int, default=7, help="turns that each side takes")
     parser.add_argument("--steps", type=int, default=16, help="steps of each turn that count")
-    parser.add_argument(
-        "--settings",
-        nargs="+",
-        choices=[*SETTINGS, *WAY_OF],
-        help="settings of TRL and of Tiller (default: the fastest for each kind of work)",
-    )
-    parser.add_argument(
-        "--trl-env", type=Path, default=TRL_ENV, help=f"TRL's environment (default {TRL_ENV})"
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object as the last line"
-    )
+    names = [*SETTINGS, *WAY_OF]
+    text = "settings of TRL and of Tiller (default: the fastest for each kind of work)"
+    parser.add_argument("--settings", nargs="+", choices=names, help=text)
+    parser.add_argument("--trl-env", type=Path, default=TRL_ENV, help="TRL's environment")
+    parser.add_argument("--json", action="store_true", help="print a JSON object as the last line")
     arguments = parser.parse_args()
     if arguments.settings and {*arguments.settings}.isdisjoint(SETTINGS):
         parser.error("--settings: name one of TRL too")
@@ -429,9 +385,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for kind in arguments.only:
             settings = arguments.settings or BEST[kind]
-            own = Path(folder, kind)
-            found = compare(python, kind, settings, arguments.rounds, arguments.steps, own)
-            result[kind] = found
+            sizes = arguments.rounds, arguments.steps
+            result[kind] = found = compare(python, kind, settings, *sizes, Path(folder, kind))
             ways = (f"{way} {found[way]:.2f}" for way in WAYS if way in found)
             print(f"{kind}: over TRL {', '.join(ways)}", flush=True)
     if arguments.json:

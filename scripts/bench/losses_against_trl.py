@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from against_trl import HERE, OFFLINE, TIMEOUT_S, TRL_ENV, trl_python, write_model
+from against_trl import HERE, TRL_ENV, trl_python, write_model
 from grpo_work import MODEL
-from programs import output_of
+from programs import OFFLINE, TIMEOUT_S, output_of
 
 LIMIT = 1e-5
 LOSSES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -4,6 +4,9 @@ import contextlib
 import os
 import shlex
 import subprocess
+import sys
+import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +14,9 @@ import psutil
 
 # without cached bytecode every process starts seconds later
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+TIMEOUT_S = 1800.0
+OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "DO_NOT_TRACK": "1"}
 
 
 def output_of(command: Sequence[str | Path], timeout_s: float, **variables: str) -> str:
@@ -37,3 +43,33 @@ def cpu_seconds(process: psutil.Process) -> float:
             times = each.cpu_times()
             total += times.user + times.system
     return total
+
+
+def run_watched(
+    command: Sequence[str | Path], progress: Path, marks: tuple[int, int], **variables: str
+) -> tuple[str, float]:
+    """Return the output of a command, and the CPU seconds of all its processes between the steps
+    of ``marks``. Each step adds a line to ``progress``.
+
+    Raises SystemExit with its errors if it fails.
+    """
+    spent: dict[int, float] = {}
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        environment = {**os.environ, **OFFLINE, **variables}
+        process = psutil.Popen([*map(str, command)], env=environment, stdout=out, stderr=err)
+        end = time.monotonic() + TIMEOUT_S
+        while process.poll() is None and time.monotonic() < end:
+            done = len(progress.read_text().splitlines()) if progress.exists() else 0
+            for step in marks:
+                if done >= step and step not in spent:
+                    spent[step] = cpu_seconds(process)
+            time.sleep(0.02)
+        err.seek(0)
+        out.seek(0)
+        if process.poll() != 0 or len(spent) < len(marks):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+            words = " ".join(map(str, command))
+            program = Path(sys.argv[0]).stem
+            raise SystemExit(f"{err.read()}{program}: this failed: {words}")
+        return out.read(), spent[marks[1]] - spent[marks[0]]

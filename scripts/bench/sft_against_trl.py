@@ -34,7 +34,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from against_trl import HERE, ROOT, TRL_ENV, run_watched, trl_python, write_model
+from against_trl import HERE, ROOT, TRL_ENV, trl_python, write_model
+from programs import run_watched
 from sft_work import EXAMPLES, MAX_TOKENS, MODEL, PAIRS, answers, preferences
 
 WARM_UP = 3

@@ -34,6 +34,8 @@ WORDS = (
     *("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<think>", "</think>"),
     *("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"),
 )
+DISGUISED = re.compile("(?=<tool_response>).*</tool_response>", re.DOTALL)
+"""Output of a tool in a message of the user."""
 CALL_FORM = '\n{"name": <function-name>, "arguments": <args-json-object>}\n'
 
 
@@ -115,7 +117,12 @@ class Qwen3Dialect:
         turns = checked_messages(messages)
         out = Pieces()
         self._system(out, turns[0], checked_tools(tools))
-        query = _last_query(turns)
+        asked = [
+            index
+            for index, turn in enumerate(turns)
+            if turn["role"] == "user" and not DISGUISED.fullmatch(turn["content"])
+        ]
+        query = asked[-1] if asked else len(turns) - 1
         for index, turn in enumerate(turns):
             role = turn["role"]
             if role == "assistant":
@@ -255,13 +262,3 @@ class Qwen3Dialect:
         out.add(index, False, "\n", control.tool_response, text, control.tool_response_end)
         if index + 1 == len(turns) or turns[index + 1]["role"] != "tool":
             out.add(index, False, control.im_end, "\n")
-
-
-def _last_query(turns: Sequence[Mapping[str, Any]]) -> int:
-    """Return the index of the user's last message that is not a tool's output in disguise."""
-    for index in range(len(turns) - 1, -1, -1):
-        text = turns[index]["content"]
-        wrapped = text.startswith("<tool_response>") and text.endswith("</tool_response>")
-        if turns[index]["role"] == "user" and not wrapped:
-            return index
-    return len(turns) - 1

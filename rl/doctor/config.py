@@ -8,6 +8,7 @@ from rl.config import PolicyGradientConfig, RLConfig, RunConfig
 from rl.doctor.findings import Finding, refused, warning
 from rl.errors import ConfigError
 from rl.host.platform import device_type
+from rl.session.session_config import LEARNING
 from rl.validation.engines import long_warmups
 
 BFLOAT16_NOISE = 0.05  # log-probs of trainer and generators differ by up to half of it
@@ -78,7 +79,7 @@ def _check_learning(config: RunConfig) -> Iterator[Finding]:
     for reason in long_warmups(config, config.optimizer_steps or 0):
         yield refused("config", reason, severity="warning")
     for role in config.models().values():
-        if role.field not in ("trainer", "critic"):
+        if role.field not in LEARNING:
             continue
         field = role.field
         rates = [g.optimizer_kwargs.get("lr") for g in role.trainer.optimizer.param_groups]

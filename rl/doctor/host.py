@@ -121,22 +121,17 @@ def check_host(host: Host) -> Iterator[Finding]:
         yield warning("host", "OMP_NUM_THREADS", what, "export OMP_NUM_THREADS=1")
     if not host.loopback:
         yield error("host", "network", *NO_LOOPBACK)
-    if host.nvidia and not host.cuda:
-        yield _unusable(host)
-    if host.cuda and not host.nccl:
-        yield error("host", "torch", "it has no NCCL, which CUDA ranks talk by", SET_UP)
-
-
-def _unusable(host: Host) -> Finding:
-    """Return the finding that torch cannot use the NVIDIA device of the host."""
     needed = OLDEST_DRIVERS.get(host.torch_cuda.partition(".")[0], 0)
-    if host.driver and int(host.driver.partition(".")[0]) < needed:
+    if host.nvidia and not host.cuda and 0 < int(host.driver.partition(".")[0] or 0) < needed:
         what = f"is {host.driver}; CUDA {host.torch_cuda}, which torch is built for, needs {needed}"
         fix = "update the driver, or run TILLER_DEVICE=cpu scripts/setup.sh"
-        return warning("host", "NVIDIA driver", f"{what} or newer", fix)
-    what = "the host has an NVIDIA device, which torch cannot use"
-    fix = "TILLER_DEVICE=cuda scripts/setup.sh installs for CUDA; nvidia-smi says if a GPU is lost"
-    return warning("host", "/dev/nvidia0", what, fix)
+        yield warning("host", "NVIDIA driver", f"{what} or newer", fix)
+    elif host.nvidia and not host.cuda:
+        what = "the host has an NVIDIA device, which torch cannot use"
+        fix = "TILLER_DEVICE=cuda scripts/setup.sh installs for CUDA; nvidia-smi says if a GPU is "
+        yield warning("host", "/dev/nvidia0", what, f"{fix}lost")
+    if host.cuda and not host.nccl:
+        yield error("host", "torch", "it has no NCCL, which CUDA ranks talk by", SET_UP)
 
 
 def _check_packages(host: Host) -> Iterator[Finding]:

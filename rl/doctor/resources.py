@@ -13,6 +13,7 @@ from rl.observe.owner import run_folder
 from rl.plan.memory import GIB
 from rl.plan.plan import Plan
 from rl.plan.speed import sizes_of
+from rl.session.session_config import LEARNING
 
 SHARED_BYTES = 256 * 2**20  # of each rank of a mesh; containers have 64 MiB by default
 
@@ -78,7 +79,7 @@ def checkpoint_bytes(config: RunConfig) -> tuple[int, int]:
     """Return the size of a checkpoint and the number of checkpoints that are kept."""
     size = 0
     for role in config.models().values():
-        if role.field in ("trainer", "critic"):
+        if role.field in LEARNING:
             sizes = sizes_of(shape_of(role.model), fuse_qkv=role.model.fuse_qkv)
             size += sizes.total * (4 if role.trainer.lora else 12)  # Adam's two states
     checkpoint = config.trainer.checkpoint

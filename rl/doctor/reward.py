@@ -29,8 +29,11 @@ Scores = dict[str, list[float]]
 def check_reward(config: RLConfig, task: Task) -> Iterator[Finding]:
     """Yield what the reward of the first prompts has wrong."""
     prompts = [training_prompt(task, number) for number in range(PROMPTS)]
+    scorer = task
     try:
-        scorer = _scorer(config, task)
+        if vars(type(task)).get("can_only_score"):  # builds it without reading the data
+            with users_code("task: building it with only_scores=True"):
+                scorer = config.task.build_scorer(seed=config.seed, model=config.model)
     except ConfigError as reason:
         yield error("reward", "task", str(reason), "have the constructor take only_scores=True")
         return
@@ -95,22 +98,12 @@ def _scores(task: Task, prompt: Prompt, room: int) -> Scores | GroupLost:
     for kind, rows in completions.items():
         group = [Completion.written([*row, *stop] or [0]) for row in rows]
         try:
-            found[kind] = _rewards(task, prompt, group)
+            if isinstance(task, EnvironmentTask):
+                ends = [asyncio.run(played(task, prompt, completion)) for completion in group]
+                found[kind] = [end.reward for end in ends if end is not None]
+            else:
+                scored = score_group(task, prompt, group)
+                found[kind] = [score.reward for _, score in scored]
         except GroupLost as lost:
             return lost
     return found
-
-
-def _rewards(task: Task, prompt: Prompt, group: list[Completion]) -> list[float]:
-    if not isinstance(task, EnvironmentTask):
-        return [score.reward for _, score in score_group(task, prompt, group)]
-    ends = [asyncio.run(played(task, prompt, completion)) for completion in group]
-    return [end.reward for end in ends if end is not None]
-
-
-def _scorer(config: RLConfig, task: Task) -> Task:
-    """Return the task that a reward worker builds, if that takes less than to read the data."""
-    if not vars(type(task)).get("can_only_score"):
-        return task
-    with users_code("task: building it with only_scores=True"):
-        return config.task.build_scorer(seed=config.seed, model=config.model)

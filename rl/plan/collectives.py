@@ -120,8 +120,13 @@ class _Collectives(PassSizes):
             )
             trained = sum(adapters.values())
         head = sizes.pop("head")
-        if group.size > 1:
-            yield from self._gathered(group, sum(sizes.values()), head)
+        policy = self.degrees.fsdp_reshard_after_forward
+        parts = ((sum(sizes.values()), policy == "never"), (head, policy != "always"))
+        for count, stays in parts if group.size > 1 else ():
+            # before the forward and the backward pass, unless they stay
+            times = 2 if self.train and not stays else 1
+            once = stays and not self.train
+            yield self._made("FSDP", "all-gather", times * self.p * count, group, once=once)
         if not self.train:
             return
         if group.size > 1:
@@ -130,16 +135,6 @@ class _Collectives(PassSizes):
         if replicas.size > 1:
             bytes = REDUCED * trained // group.size
             yield self._made("HSDP", "all-reduce", bytes, replicas, once=True)
-
-    def _gathered(self, group: Group, layers: int, head: int) -> Iterator[Collective]:
-        """Yield the gathering of weights: before the forward and the backward pass, unless they
-        stay from the forward pass on.
-        """
-        policy = self.degrees.fsdp_reshard_after_forward
-        for count, stays in ((layers, policy == "never"), (head, policy != "always")):
-            times = 2 if self.train and not stays else 1
-            once = stays and not self.train
-            yield self._made("FSDP", "all-gather", times * self.p * count, group, once=once)
 
     def of_hidden_states(self) -> Iterator[Collective]:
         """Yield the collectives of tensor parallelism."""

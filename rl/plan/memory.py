@@ -83,17 +83,23 @@ class RankMemory:
 def all_ranks(run: PlannedRun) -> list[RankMemory]:
     """Return every rank of the run."""
     slots, staging = _push_sizes(run) if run.generators else ([], [])
+    readers = [seat_of(place, rank) for place in run.generators for rank in range(place.ranks)]
     ranks = []
     for name, place in run.places.items():
-        passes = _passes(run, name)
+        peak = MemoryOfPasses(run, name).peak()
+        passes = [
+            Item("activations", peak.activations, estimate=True),
+            Item("logits", peak.logits, estimate=True),
+            Item("gathered by FSDP", peak.gathered, estimate=True),
+        ]
         for rank, layout in enumerate(run.held[name]):
             items = [*_model_items(run, name, layout), *passes]
             if name == "trainer" and slots:
                 on_host = run.transport not in ON_DEVICE
                 items.append(Item("push slots", slots[rank], on_host=on_host))
-                by_handle = run.transport == "cuda_ipc"
-                count = _readers(run, seat_of(place, rank)) if by_handle else 0
-                items.append(Item("contexts of readers", count * READER_CONTEXT, estimate=True))
+                own = seat_of(place, rank)
+                others = sum(seat != own for seat in readers) if run.transport == "cuda_ipc" else 0
+                items.append(Item("contexts of readers", others * READER_CONTEXT, estimate=True))
             ranks.append(_rank(run, name, rank, place, items))
     for number, place in enumerate(run.generators):
         for rank in range(place.ranks):
@@ -125,12 +131,6 @@ def _rank(run: PlannedRun, mesh: str, rank: int, place: Place, items: list[Item]
         items = [replace(item, on_host=False) for item in items]
     held = tuple(item for item in items if item.bytes)
     return RankMemory(mesh, rank, host, gpu if run.cuda else None, held)
-
-
-def _readers(run: PlannedRun, seat: tuple[int, int]) -> int:
-    """Return the number of generator ranks on other GPUs that copy from the GPU at ``seat``."""
-    seats = (seat_of(place, rank) for place in run.generators for rank in range(place.ranks))
-    return sum(each != seat for each in seats)
 
 
 def _model_items(run: PlannedRun, name: str, layout: Layout) -> list[Item]:
@@ -182,16 +182,6 @@ def _buffers(run: PlannedRun, sizes: Iterable[int]) -> int:
 def pinned(size: int) -> int:
     """Return the bytes that torch takes for a pinned tensor: the next power of two."""
     return 1 << (size - 1).bit_length() if size else 0
-
-
-def _passes(run: PlannedRun, name: str) -> list[Item]:
-    """Return the items that a role's ranks need while they compute."""
-    peak = MemoryOfPasses(run, name).peak()
-    return [
-        Item("activations", peak.activations, estimate=True),
-        Item("logits", peak.logits, estimate=True),
-        Item("gathered by FSDP", peak.gathered, estimate=True),
-    ]
 
 
 def _push_sizes(run: PlannedRun) -> tuple[list[int], list[int]]:

@@ -69,23 +69,19 @@ class Plan:
                     for memory in self.memories
                 ],
             },
-            "kv_cache": self._kv_cache(),
+            "kv_cache": {
+                "bytes": kv_cache(run),
+                "longest_sequence_tokens": run.rl.longest,
+                "sequences": kv_sequences(run, run.rl.longest),
+            }
+            if run.generators
+            else None,
             "record_bytes": run.record_bytes,
             "episodes": self._episodes(),
             "push": asdict(self.push) if self.push else None,
             "pushes": [asdict(push) for push in self.pushes],
             "turns": [asdict(turn) for turn in self.turns],
             "step": asdict(self.step),
-        }
-
-    def _kv_cache(self) -> dict[str, int] | None:
-        run = self.run
-        if not run.generators:
-            return None
-        return {
-            "bytes": kv_cache(run),
-            "longest_sequence_tokens": run.rl.longest,
-            "sequences": kv_sequences(run, run.rl.longest),
         }
 
     def _episodes(self) -> dict[str, int] | None:

@@ -13,13 +13,13 @@ from rl.model.shape import ModelShape, shape_of
 from rl.model.shards import Layout
 from rl.model.tp_plan import generator_layout
 from rl.session.placement import Placement, threads_of
+from rl.session.session_config import LEARNING as LEARNING
 from rl.session.session_config import Role, records_experts
 from rl.training.layout import trainer_layout
 from rl.training.sharded_model import is_adapter
 from rl.types import Place
 from rl.weights.transport import choose_transport
 
-LEARNING = ("trainer", "critic")
 GENERATOR = "generator-0"
 """Mesh of the first generator. The others are like it."""
 ON_CPU = 0.9

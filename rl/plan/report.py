@@ -109,8 +109,18 @@ def _meshes(plan: Plan) -> Iterator[str]:
         degrees = "  ".join(f"{axis} {degree}" for axis, degree in axes.items())
         yield f"  {name:12} {_counted(place.ranks, 'rank')}  {degrees:45}  {_seats(run, place)}"
     if run.generators:
-        yield _generators(run)
-    for roles, devices in _shared(plan).items():
+        generator = run.rl.generator
+        experts = "  whole experts" if generator.expert_parallel else ""
+        tp = f"tp {generator.tensor_parallel_degree}{experts}"
+        seats = list(dict.fromkeys(_seats(run, place) for place in run.generators))
+        shown = "; ".join(seats[:3]) + (f"; … {seats[-1]}" if len(seats) > 3 else "")
+        yield f"  {'generators':12} {_counted(generator.replicas, 'time')}  {tp:45}  {shown}"
+    shared: dict[tuple[str, ...], list[str]] = {}
+    for memory in plan.memories:
+        if memory.kind == "device" and len(memory.ranks) > 1:
+            together = tuple(dict.fromkeys(rank.role for rank in memory.ranks))
+            shared.setdefault(together, []).append(memory.name)
+    for roles, devices in shared.items():
         last = f" up to {devices[-1]}" if len(devices) > 1 else ""
         yield f"  {' and '.join(roles)} share {devices[0]}{last}"
     if run.shared:
@@ -118,27 +128,8 @@ def _meshes(plan: Plan) -> Iterator[str]:
         yield f"  one at a time has memory on its devices: {', '.join(turns)}"
 
 
-def _generators(run: PlannedRun) -> str:
-    generator = run.rl.generator
-    experts = "  whole experts" if generator.expert_parallel else ""
-    tp = f"tp {generator.tensor_parallel_degree}{experts}"
-    seats = list(dict.fromkeys(_seats(run, place) for place in run.generators))
-    shown = "; ".join(seats[:3]) + (f"; … {seats[-1]}" if len(seats) > 3 else "")
-    return f"  {'generators':12} {_counted(generator.replicas, 'time')}  {tp:45}  {shown}"
-
-
 def _counted(number: int, noun: str) -> str:
     return f"{number:3} {noun}{'s' if number > 1 else ' '}"
-
-
-def _shared(plan: Plan) -> dict[tuple[str, ...], list[str]]:
-    """Return the devices with several ranks, by the roles of these ranks."""
-    found: dict[tuple[str, ...], list[str]] = {}
-    for memory in plan.memories:
-        if memory.kind == "device" and len(memory.ranks) > 1:
-            roles = tuple(dict.fromkeys(rank.role for rank in memory.ranks))
-            found.setdefault(roles, []).append(memory.name)
-    return found
 
 
 def _seats(run: PlannedRun, place: Place) -> str:

@@ -201,8 +201,7 @@ class Models:
         self._reductions.pop((role, adapter), None)
         eps = options.get("eps")
         fix = "less is 0 in float32, and a gradient of 0 would be divided by 0"
-        rule = f"at least {LEAST_EPS}"
-        require_value(eps is None or eps >= LEAST_EPS, "eps", eps, rule, fix)
+        require_value(eps is None or eps >= LEAST_EPS, "eps", eps, f"at least {LEAST_EPS}", fix)
         if adapter is not None:
             options["adapter"] = adapter
         else:

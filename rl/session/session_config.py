@@ -51,6 +51,10 @@ class ProfileConfig:
     """Whether to record allocations too, and on GPUs a memory snapshot."""
 
 
+LEARNING = ("trainer", "critic")
+"""Roles whose weights are trained."""
+
+
 @dataclass(frozen=True, slots=True)
 class Role:
     """A model with a mesh of its own."""

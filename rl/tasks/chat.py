@@ -136,7 +136,9 @@ class ChatTask(Task):
     def _make_questions(
         self, problems: Iterable[Problem], hashes: list[bytes]
     ) -> Iterator[_Question]:
-        """Yield the questions as prompts, and add the hash of each to ``hashes``."""
+        """Yield the questions as prompts, and add the hash of each to ``hashes``. Raises
+        ConfigError in the end if prompts are too long.
+        """
         source = iter(problems)
         long = list[tuple[int, int]]()
         limit = self.prompt_limit()[0]
@@ -149,7 +151,15 @@ class ChatTask(Task):
                     long.append((len(row), problem.number))
                 yield _Question(text, array("i", row), problem.answer)
             tell_progress(f"tokenised {len(hashes):,} questions of {self.source}")
-        self._check_lengths(long)
+        if long:
+            length, number = long[0]
+            problem = (
+                f"{self.source} {self.unit} {number}: its prompt has {length} tokens, more than "
+                f"{self.prompt_limit()[1]} allows ({len(long)} such {self.unit}s, the longest of "
+                f"{max(long)[0]} tokens)"
+            )
+            fix = f"raise the limit or leave such {self.unit}s out"
+            raise ConfigError(problem, field=f"task.{self.field}", fix=fix)
 
     def _render(self, question: str) -> str:
         messages = [{"role": "user", "content": f"{question}\n{self.config.instruction}".strip()}]
@@ -162,18 +172,6 @@ class ChatTask(Task):
             roles = " and ".join(message["role"] for message in messages)
             problem = f"{error}, for messages of {roles} in {self.tokenizer.name_or_path!r}"
             raise ConfigError(problem, field="model.hf_path") from None
-
-    def _check_lengths(self, long: list[tuple[int, int]]) -> None:
-        """Raise ConfigError if there are prompts, by length and number, that are too long."""
-        if long:
-            length, number = long[0]
-            problem = (
-                f"{self.source} {self.unit} {number}: its prompt has {length} tokens, more than "
-                f"{self.prompt_limit()[1]} allows ({len(long)} such {self.unit}s, the longest of "
-                f"{max(long)[0]} tokens)"
-            )
-            fix = f"raise the limit or leave such {self.unit}s out"
-            raise ConfigError(problem, field=f"task.{self.field}", fix=fix)
 
 
 class ChatJsonl(ChatTask):

@@ -79,10 +79,13 @@ class Mixture(Task):
         weights = config.weights or dict.fromkeys(config.tasks, 1.0)
         stages = [Stage(first_prompt_id=0, weights=weights), *config.stages]
         _check(config, stages)
-        self.tasks = {
-            name: _build(name, inner, seed, model, only_scores=only_scores)
-            for name, inner in config.tasks.items()
-        }
+        self.tasks: dict[str, Task] = {}
+        for name, inner in config.tasks.items():
+            build = inner.build_scorer if only_scores else inner.build
+            try:
+                self.tasks[name] = build(seed=seed, model=model)
+            except ConfigError as error:
+                raise ConfigError(f"task.tasks.{name}: {error}") from error
         if any(inspect.iscoroutinefunction(task.score) for task in self.tasks.values()):
             self.score = self._score_later  # type: ignore[assignment, method-assign]
         (name, first), *others = self.tasks.items()
@@ -160,15 +163,6 @@ def _key(prompt: Prompt) -> bytes:
 def _named(name: str, prompt: Prompt, prompt_id: int) -> Prompt:
     task = f"{name}/{prompt.task}" if prompt.task else name
     return replace(prompt, prompt_id=prompt_id, task=task)
-
-
-def _build(
-    name: str, config: Task.Config, seed: int, model: ModelConfig, *, only_scores: bool
-) -> Task:
-    try:
-        return (config.build_scorer if only_scores else config.build)(seed=seed, model=model)
-    except ConfigError as error:
-        raise ConfigError(f"task.tasks.{name}: {error}") from error
 
 
 def _check(config: Mixture.Config, stages: list[Stage]) -> None:

@@ -6,7 +6,7 @@ from rl.config import RLConfig, RunConfig
 from rl.errors import ConfigError, counted, require, require_value
 from rl.generation.generator_config import check_variables, kv_bytes_at_least
 from rl.model.shape import shape_of
-from rl.session.session_config import Role
+from rl.session.session_config import LEARNING
 from rl.validation.values import check
 
 ADAM_OPTIONS = (
@@ -27,33 +27,30 @@ def validate_optimizers(config: RunConfig) -> None:
     """Raise ConfigError, naming field, value and what is allowed, if an optimizer could not start
     or would ignore an option.
     """
-    for name, model in config.models().items():
-        if name in ("trainer", "critic"):
-            _validate_optimizer(model)
-
-
-def _validate_optimizer(model: Role) -> None:
-    optimizer = model.trainer.optimizer
-    field = f"{model.field}.optimizer"
-    groups = optimizer.param_groups
-    rule = "one or more groups, as default_adamw(lr=...) has"
-    require_value(bool(groups), f"{field}.param_groups", groups, rule)
-    names = sorted({group.optimizer_name for group in groups})
-    for name in optimizer.optimizer_factory_kwargs_by_name:
-        rule = f"the optimizer_name of one of {field}.param_groups: {names}"
-        place = f"{field}.optimizer_factory_kwargs_by_name"
-        require(name in names, f"{place} has {name!r}", field=place, fix=f"it must be {rule}")
-    for number, group in enumerate(groups):
-        place = f"{field}.param_groups.{number}"
-        name = group.optimizer_name
-        rule = f"one of {', '.join(map(repr, OPTIMIZERS))}"
-        require_value(name in OPTIMIZERS, f"{place}.optimizer_name", name, rule)
-        options = OPTIMIZERS[name]
-        for key in group.optimizer_kwargs:
-            known = not options or key in options
-            kwargs = f"{place}.optimizer_kwargs"
-            fix = f"{name} takes {', '.join(options)}"
-            require(known, f"{kwargs} has {key!r}", field=kwargs, fix=fix)
+    for model in config.models().values():
+        if model.field not in LEARNING:
+            continue
+        optimizer = model.trainer.optimizer
+        field = f"{model.field}.optimizer"
+        groups = optimizer.param_groups
+        rule = "one or more groups, as default_adamw(lr=...) has"
+        require_value(bool(groups), f"{field}.param_groups", groups, rule)
+        names = sorted({group.optimizer_name for group in groups})
+        for name in optimizer.optimizer_factory_kwargs_by_name:
+            rule = f"the optimizer_name of one of {field}.param_groups: {names}"
+            place = f"{field}.optimizer_factory_kwargs_by_name"
+            require(name in names, f"{place} has {name!r}", field=place, fix=f"it must be {rule}")
+        for number, group in enumerate(groups):
+            place = f"{field}.param_groups.{number}"
+            name = group.optimizer_name
+            rule = f"one of {', '.join(map(repr, OPTIMIZERS))}"
+            require_value(name in OPTIMIZERS, f"{place}.optimizer_name", name, rule)
+            options = OPTIMIZERS[name]
+            for key in group.optimizer_kwargs:
+                known = not options or key in options
+                kwargs = f"{place}.optimizer_kwargs"
+                fix = f"{name} takes {', '.join(options)}"
+                require(known, f"{kwargs} has {key!r}", field=kwargs, fix=fix)
 
 
 def long_warmups(config: RunConfig, updates: int) -> Iterator[ConfigError]:
@@ -62,7 +59,7 @@ def long_warmups(config: RunConfig, updates: int) -> Iterator[ConfigError]:
     """
     for role in config.models().values():
         warm = role.trainer.lr_scheduler.warmup_steps
-        if role.field in ("trainer", "critic") and warm >= updates > 0:
+        if role.field in LEARNING and warm >= updates > 0:
             field = f"{role.field}.lr_scheduler.warmup_steps"
             problem = (
                 f"{field} is {warm}, and the run takes {counted(updates, 'optimizer step')}: the "

@@ -66,7 +66,7 @@ def _validate_algorithm(config: RLConfig) -> None:
     check(config, "colocate", holds, rule, "the devices are used in turns")
 
 
-def validate_episodes(config: RLConfig) -> None:
+def _validate_episodes(config: RLConfig) -> None:
     """Check the fields that act on episodes of several turns."""
     algorithm = config.algorithm
     is_episodic = config.task.is_episodic
@@ -148,7 +148,7 @@ def _validate_roles(config: RLConfig) -> None:
 ROLLOUT_CHECKS: list[Callable[[Any], None]] = [
     *(validate_other_folders, validate_generator_layout, validate_nodes, validate_devices),
     *(validate_generator, validate_lengths, _validate_push, _validate_sampling),
-    *(_validate_algorithm, validate_episodes, _validate_router_replay, _validate_roles),
+    *(_validate_algorithm, _validate_episodes, _validate_router_replay, _validate_roles),
     _validate_parity,
 ]
 """Checks of RL runs, beside those of all runs."""

@@ -31,6 +31,28 @@ WINDOW = 4  # pieces on the way at once
 POLL_S = 0.0002
 
 
+class LaneServer(Server):
+    """Server that sends pieces through a communicator with each reader that asks for one."""
+
+    def memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view(torch.uint8)
+
+    def _answer(self, connection: socket, kind: str, arguments: list[Any]) -> None:
+        if kind != "lane":
+            super()._answer(connection, kind, arguments)
+            return
+        host, port, name = arguments
+        with contextlib.suppress(RuntimeError):  # the reader has gone
+            store = join_store(host, port, STALL_S)
+            lane = Lane(connection, store, name, rank=0, device=self._device)
+            try:
+                while True:
+                    _, pieces = receive_json(connection)
+                    self._send(lane, pieces)
+            finally:
+                lane.close()
+
+
 class CollectivePublisher(TcpPublisher):
     """Publisher whose readers receive through communicators: see TcpPublisher for the protocol.
 
@@ -44,17 +66,7 @@ class CollectivePublisher(TcpPublisher):
     """
 
     on_device = True
-
-    def __init__(self, shards: Sequence[Shard], transfer: Any, *, rank: int):
-        """Allocate the slots for the ``shards`` of trainer rank ``rank``, and listen."""
-        self._device = shards[0].tensor.device
-        super().__init__(shards, transfer, rank=rank)
-
-    def _make_server(self, answers: dict[str, Callable[..., Any]]) -> Server:
-        return LaneServer(answers, self._device)
-
-    def _memory(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.view(torch.uint8)
+    server = LaneServer
 
 
 class CollectiveSubscriber(TcpSubscriber):
@@ -62,6 +74,7 @@ class CollectiveSubscriber(TcpSubscriber):
     CollectivePublisher.
     """
 
+    server = LaneServer
     _streams = 1
 
     def __init__(self, addresses: Sequence[Any], shards: Sequence[Shard], *args: Any, **more: Any):
@@ -79,12 +92,6 @@ class CollectiveSubscriber(TcpSubscriber):
             lane.close()
         self._lanes.clear()
 
-    def _make_server(self, shards: Sequence[Shard]) -> Server:
-        return LaneServer({}, self._device)
-
-    def _memory(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.view(torch.uint8)
-
     @contextlib.contextmanager
     def _link(self, address: Address, stall: float | None) -> Iterator[Link]:
         lane = self._lanes.pop(address, None)
@@ -100,30 +107,6 @@ class CollectiveSubscriber(TcpSubscriber):
             lane.close()
             raise
         self._lanes[address] = lane
-
-
-class LaneServer(Server):
-    """Server that sends pieces through a communicator with each reader that asks for one."""
-
-    def __init__(self, answers: dict[str, Callable[..., Any]], device: torch.device):
-        """``device`` has a communicator's memory."""
-        self._device = device
-        super().__init__(answers)
-
-    def _answer(self, connection: socket, kind: str, arguments: list[Any]) -> None:
-        if kind != "lane":
-            super()._answer(connection, kind, arguments)
-            return
-        host, port, name = arguments
-        with contextlib.suppress(RuntimeError):  # the reader has gone
-            store = join_store(host, port, STALL_S)
-            lane = Lane(connection, store, name, rank=0, device=self._device)
-            try:
-                while True:
-                    _, pieces = receive_json(connection)
-                    self._send(lane, pieces)
-            finally:
-                lane.close()
 
 
 class _Move(NamedTuple):

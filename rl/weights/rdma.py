@@ -63,14 +63,15 @@ class RdmaSubscriber(PackedSubscriber):
         return [header.view(SLOTS, -1) for header in headers]
 
     async def _read(self, reads: list[Read]) -> None:
-        await self._read_all([pair for read in reads for pair in self._pairs(read)])
-
-    def _pairs(self, read: Read) -> list[tuple[torch.Tensor, RDMABuffer]]:
-        address = self._addresses[read.source]
-        if not read.delta:
-            return [(read.into, address.slots[read.slot][read.blob])]
-        chunks = chunks_of(read.into, read.delta)
-        return list(zip(chunks, address.deltas[read.slot][read.blob], strict=False))
+        pairs: list[tuple[torch.Tensor, RDMABuffer]] = []
+        for read in reads:
+            address = self._addresses[read.source]
+            if read.delta:
+                chunks = chunks_of(read.into, read.delta)
+                pairs += zip(chunks, address.deltas[read.slot][read.blob], strict=False)
+            else:
+                pairs.append((read.into, address.slots[read.slot][read.blob]))
+        await self._read_all(pairs)
 
     async def _read_all(self, pairs: list[tuple[torch.Tensor, RDMABuffer]]) -> None:
         if not pairs:

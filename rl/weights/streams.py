@@ -16,6 +16,8 @@ from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
+import torch
+
 from rl.host.listening import is_loopback
 
 HOST = "TILLER_HOST"
@@ -134,7 +136,7 @@ class SharedBuffers:
             for start in range(0, len(view), PIECE_BYTES)
         ]
         """All pieces, whether they have arrived or not."""
-        self._known = frozenset(self.pieces)
+        self.known = frozenset(self.pieces)
         self._arrived: list[Piece] = []
         self._streams: set[Link] = set()
         self._has_readers = False
@@ -144,10 +146,6 @@ class SharedBuffers:
     def view(self, piece: Piece) -> Any:
         """Return the memory of a piece, uint8."""
         return self._memory[piece.buffer][piece.start : piece.stop]
-
-    def has_all(self, pieces: Iterable[Piece]) -> bool:
-        """Whether all ``pieces`` have arrived or will arrive."""
-        return self._known.issuperset(pieces)
 
     def arrive(self, pieces: Iterable[Piece]) -> None:
         """Make ``pieces`` readable."""
@@ -249,9 +247,12 @@ class Server:
     loopback only if the host's name is a loopback address.
     """
 
-    def __init__(self, answers: dict[str, Callable[..., Any]]):
-        """``answers`` has a function for each kind of question, which is called in a thread."""
+    def __init__(self, answers: dict[str, Callable[..., Any]], device: Any = None):
+        """``answers`` has a function for each kind of question, which is called in a thread. The
+        weights are on ``device``.
+        """
         self._answers = answers
+        self._device = device
         self._slots: dict[int, SharedBuffers] = {}
         self.bytes_sent = 0
         self._lock = threading.Lock()
@@ -259,6 +260,10 @@ class Server:
         port = self._listener.getsockname()[1]
         self.address = Address(host, port, secrets.token_hex(_TOKEN_BYTES // 2))
         threading.Thread(target=self._accept, daemon=True).start()
+
+    def memory(self, tensor: torch.Tensor) -> Any:
+        """Return the bytes of ``tensor`` as the links take them."""
+        return tensor.view(torch.uint8).numpy().data
 
     def offer(self, slot: int, buffers: SharedBuffers) -> None:
         """Serve ``buffers`` as those of a slot, which must be empty."""
@@ -306,7 +311,7 @@ class Server:
         """Send pieces over a link, if a slot has or will have all of them."""
         wanted = [Piece(Buffer(*buffer), start, stop) for buffer, start, stop in pieces]
         offered = list(self._slots.values())
-        buffers = next((each for each in offered if each.has_all(wanted)), None)
+        buffers = next((each for each in offered if each.known.issuperset(wanted)), None)
         if buffers is None:
             raise ConnectionAbortedError("the pieces are not here")
         sent = buffers.send(link, wanted)

@@ -49,6 +49,8 @@ class TcpPublisher(PackedPublisher):
     - Only ranks of this push have the token that the servers want.
     """
 
+    server: type[Server] = Server
+
     def __init__(self, shards: Sequence[Shard], transfer: Transfer, *, rank: int):
         """Allocate the slots for the ``shards`` of trainer rank ``rank``, and listen."""
         super().__init__(shards, transfer, rank=rank)
@@ -58,16 +60,9 @@ class TcpPublisher(PackedPublisher):
             "header": self._rows,
             "parent": self._parent,
         }
-        self._server = self._make_server(answers)
+        self._server = self.server(answers, self._like.device)
         self.address = self._server.address
         self._tree = RelayTree(transfer.fan_out, self.address.host)
-
-    def _make_server(self, answers: dict[str, Callable[..., Any]]) -> Server:
-        return Server(answers)
-
-    def _memory(self, tensor: torch.Tensor) -> Any:
-        """Return the bytes of ``tensor`` as the links take them."""
-        return _bytes(tensor)
 
     @property
     def bytes_sent(self) -> int:
@@ -88,9 +83,10 @@ class TcpPublisher(PackedPublisher):
         memory: dict[Buffer, Any] = {}
         codes = zip(self._deltas[slot], self._delta_sizes(slot), strict=True)
         for blob, (whole, (code, size)) in enumerate(zip(self._slots[slot], codes, strict=True)):
-            memory[Buffer(self._rank, sequence, blob, False)] = self._memory(whole)
+            memory[Buffer(self._rank, sequence, blob, False)] = self._server.memory(whole)
             if size:
-                memory[Buffer(self._rank, sequence, blob, True)] = self._memory(code)[:size]
+                code = self._server.memory(code)[:size]
+                memory[Buffer(self._rank, sequence, blob, True)] = code
         buffers = SharedBuffers(memory)
         buffers.arrive(buffers.pieces)
         return buffers
@@ -107,20 +103,14 @@ class TcpSubscriber(PackedSubscriber):
     TcpPublisher.
     """
 
+    server: type[Server] = Server
     _addresses: Sequence[Address]
     _streams = STREAMS
 
     def __init__(self, addresses: Sequence[Any], shards: Sequence[Shard], *args: Any, **more: Any):
         """Accept the arguments of PackedSubscriber."""
-        self._server = self._make_server(shards)
+        self._server = self.server({}, shards[0].tensor.device)
         super().__init__(addresses, shards, *args, **more)
-
-    def _make_server(self, shards: Sequence[Shard]) -> Server:
-        return Server({})
-
-    def _memory(self, tensor: torch.Tensor) -> Any:
-        """Return the bytes of ``tensor`` as the links take them."""
-        return _bytes(tensor)
 
     def _link(self, address: Address, stall: float | None) -> AbstractContextManager[Link]:
         return linked(address, stall)
@@ -145,7 +135,7 @@ class TcpSubscriber(PackedSubscriber):
         memory: dict[Buffer, Any] = {}
         for read in reads:
             buffer = Buffer(read.source, read.sequence, read.blob, bool(read.delta))
-            memory[buffer] = self._memory(read.into)[: read.delta or None]
+            memory[buffer] = self._server.memory(read.into)[: read.delta or None]
         buffers = SharedBuffers(memory)
         self._server.offer(_OWN, buffers)
         await asyncio.to_thread(self._receive, buffers, reads)
@@ -190,10 +180,6 @@ class TcpSubscriber(PackedSubscriber):
     def _name(self, rank: int) -> str:
         address = self._addresses[rank]
         return f"trainer rank {rank} at {address.host}:{address.port}"
-
-
-def _bytes(memory: torch.Tensor) -> memoryview:
-    return memory.view(torch.uint8).numpy().data
 
 
 @dataclass(slots=True, eq=False)

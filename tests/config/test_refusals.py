@@ -21,7 +21,6 @@ from rl.errors import ConfigError
 from rl.tasks.guessing_game import GuessingGame
 from rl.training.trainer_config import ranks_of
 from rl.validation import validate
-from rl.validation.rl_runs import validate_episodes
 from rl.weights.transport import NETWORKS
 from tests.config.command_line import parse
 from tests.tables import check_rows
@@ -50,12 +49,27 @@ GROUPS = ReinforcePlusPlus.Config(baseline="group_mean")
 COMPARING = (GroupAdvantage.Config(), LeaveOneOut.Config(), GROUPS)
 ALONE = (GAE.Config(), ReinforcePlusPlus.Config())
 ONE_SAMPLE = {"rollout.samples_per_prompt": 1}
+GAME = {"task": GuessingGame.Config(max_prompt_tokens=16, max_episode_tokens=32)}
+BY_TURN = {"discount_per": "turn"}
+TURNS = {"algorithm.credit": "turn"}
 
 Edits = dict[str, Any]
 
 REFUSED: list[tuple[Edits, str]] = [
     ({"trainer.checkpoint.async_mode": "async_with_pinned_mem"}, "'disabled' or 'async' on CPU"),
     ({"trainer.micro_batch_tokens": 21}, "at least 22, the longest"),
+    ({"trainer.nodes": 3}, r"a divisor of the trainer's 1 ranks: one of \[1\]"),
+    ({"trainer.optimizer.param_groups.0.optimizer_name": "SGD"}, "one of 'Adam', 'AdamW'"),
+    ({"generator.block_size": 16}, "None or a multiple of 32"),
+    (GPUS | {"generator.block_size": 24}, "None or a multiple of 16"),
+    ({"generator.max_batched_tokens": 64}, "at least generator.max_running_requests=256"),
+    ({"generator.kv_cache_gib": 1e-5}, "at least 0.000061, for one sequence of"),
+    (GPUS | {"model.head_dim": 36}, "a multiple of 8 up to 256 for vLLM's attention on CUDA"),
+    ({"rollout.max_staleness": 1, "colocate": "all"}, "'none' or 'models' unless rollout.max_sta"),
+    (
+        {"generator.nodes": 1, "weights.transport": "shared_memory"},
+        "'auto', 'tcp', .* with trainer.nodes=1 and generator.nodes=1",
+    ),
     ({"trainer.packing": False} | SHARING, "1 with packing=False"),
     ({"rollout.stream_chunks": 2}, "1 unless rollout.pipeline is 'asynchronous'"),
     ({"algorithm.adaptive_kl.target": 0.1}, "0 unless algorithm.loss.kl_coef or"),
@@ -174,6 +188,13 @@ REFUSED: list[tuple[Edits, str]] = [
         "'rowwise' with trainer.float8.emulate=True",
     ),
     ({"steps": 10, "trainer.lr_scheduler.total_steps": 9}, "None or at least the run's 10 opt"),
+    # episodes
+    ({"algorithm.advantage": GAE.Config()} | TURNS, "'episode' unless the task is an environment"),
+    (GAME | TURNS, "'episode' with .*GroupAdvantage, which compares whole"),
+    (GAME | {"algorithm.overlong_buffer": 2}, "0 if the task is an environment"),
+    ({"rollout.min_episodes": 2}, "0 unless the task is an environment"),
+    (GAME | {"rollout.min_episodes": 8}, "less than .*samples_per_prompt=8"),
+    (GAME | {"rollout.min_episodes": 1}, "0 or at least 2: the advantage"),
 ]
 """Edits of a config, of which the last is refused, and what the message allows instead."""
 
@@ -216,6 +237,11 @@ OTHERWISE: list[tuple[Edits, str]] = [
         EMULATED | {"trainer.lora": LORA()},
         "trainer.lora is LoRAConverter.Config; it must be None with .*float8",
     ),
+    ({"algorithm.advantage": GAE.Config(**BY_TURN)}, "discount_per is 'turn'.*an environment"),
+    *(
+        (GAME | {"algorithm.advantage": each}, "discount_per is 'turn'.*nothing to discount")
+        for each in (GAE.Config(lam=1.0, **BY_TURN), ReinforcePlusPlus.Config(**BY_TURN))
+    ),
 ]
 """Edits of a config, and a message about another field or of another form."""
 
@@ -242,6 +268,12 @@ ACCEPTED: list[Edits] = [
     MIXTURE | {"generator.tensor_parallel_degree": 2},
     MIXTURE | {"generator.expert_parallel": True, "generator.record_experts": True},
     MIXTURE | {"trainer.lora": LORA(), "trainer.lora.target_modules": ["experts"]},
+    GAME | {"rollout.min_episodes": 2},
+    GAME | {"algorithm.advantage": GAE.Config(), "rollout.min_episodes": 1},
+    GAME | {"algorithm.advantage": GAE.Config(lam=1.0)} | TURNS,
+    GAME | {"algorithm.advantage": ReinforcePlusPlus.Config(gamma=0.9, **BY_TURN)} | TURNS,
+    GAME | {"algorithm.advantage": GAE.Config(**BY_TURN)},
+    GAME,
 ]
 """Edits with which a config can work."""
 
@@ -365,44 +397,3 @@ def test_a_role_that_cannot_work_is_refused_by_name():
 
     validate(background())
     check_rows(rows, check)
-
-
-# Episodes.
-
-GAME = {"task": GuessingGame.Config()}
-BY_TURN = {"discount_per": "turn"}
-TURNS = {"algorithm.credit": "turn"}
-EPISODES: list[tuple[Edits, str | None]] = [
-    ({"algorithm.advantage": GAE.Config()} | TURNS, "credit is 'turn'.*an environment"),
-    (GAME | TURNS, "credit is 'turn'.*GroupAdvantage, which compares whole"),
-    ({"algorithm.advantage": GAE.Config(**BY_TURN)}, "discount_per is 'turn'.*an environment"),
-    *(
-        (GAME | {"algorithm.advantage": each}, "discount_per is 'turn'.*nothing to discount")
-        for each in (GAE.Config(lam=1.0, **BY_TURN), ReinforcePlusPlus.Config(**BY_TURN))
-    ),
-    (GAME | {"algorithm.overlong_buffer": 2}, "overlong_buffer is 2; it must be 0 if the task is"),
-    ({"rollout.min_episodes": 2}, "min_episodes is 2; it must be 0 unless the task is"),
-    (GAME | {"rollout.min_episodes": 8}, "is 8; it must be less than .*samples_per_prompt=8"),
-    (GAME | {"rollout.min_episodes": 1}, "is 1; it must be 0 or at least 2: the advantage"),
-    (GAME | {"rollout.min_episodes": 2}, None),
-    (GAME | {"rollout.min_episodes": 1, "algorithm.advantage": GAE.Config()}, None),
-    (GAME | TURNS | {"algorithm.advantage": GAE.Config(lam=1.0)}, None),
-    (GAME | TURNS | {"algorithm.advantage": ReinforcePlusPlus.Config(gamma=0.9, **BY_TURN)}, None),
-    (GAME | {"algorithm.advantage": GAE.Config(**BY_TURN)}, None),
-    (GAME, None),
-]
-"""Edits of a config, and the message about them; None if they can work."""
-
-
-def test_fields_of_episodes_that_cannot_act_are_refused():
-    def check(row: tuple[Edits, str | None]) -> None:
-        edits, message = row
-        if message is None:
-            validate_episodes(edited(edits))
-            return
-        with pytest.raises(ConfigError, match=message):
-            validate_episodes(edited(edits))
-
-    check_rows(EPISODES, check)
-    with pytest.raises(ConfigError, match="algorithm.credit is 'turn'"):
-        validate(edited(TURNS))

@@ -13,15 +13,12 @@ from rl.model.shape import ModelConfig
 
 DP = "--trainer.parallelism.data_parallel_shard_degree"
 FINDINGS = {
-    "--rollout.stream_chunks 2": ("error", "rollout.stream_chunks", "is 2", "it must be 1 unless"),
-    "--rollout.temperature -1": ("error", "rollout.temperature", "is -1.0", "must be at least"),
     "--stpes 4": ("error", "--stpes", "there is no such field", "did you mean --steps"),
     "--steps many": ("error", "--steps", "many", "correct it there"),
     "--rollout.max_tokens 600": (
         *("error", "task.max_prompt_tokens=16 + rollout.max_tokens=600", "is 616"),
         "at most model.max_seq_len=32",
     ),
-    "--generator.kv_cache_gib 1e-6": ("error", "generator.kv_cache_gib", "is 1e-06", "at least"),
     "--hardware.memory_gib 1": (
         *("error", "generator-0", r"needs .* of the 1\.0 that it has"),
         "set hardware.memory_gib to",

@@ -6,38 +6,12 @@ import pytest
 
 from tests.plan.programs import planned
 
-EXPERTS = (
-    "quickstart --model.num_experts 8 --model.experts_per_token 2 --model.moe_hidden_dim 64 "
-    "--trainer.parallelism.data_parallel_shard_degree 2 "
-    "--trainer.parallelism.expert_parallel_degree 4"
-)
 RULES = {
     "quickstar": "did you mean quickstart",
     "quickstart --seed two": "--seed: invalid literal",
-    "quickstart --trainer.parallelism.tensor_parallel_degree 4": r"degree is 4; .* \[1, 2\]",
-    "quickstart --generator.tensor_parallel_degree 3": r"is 3; .*allowed are \[1, 2\]",
     "quickstart --task.max_prompt_tokens 27": "max_prompt_tokens=27 .* is 33; .* at most .*=32",
-    "quickstart --task.max_prompt_tokens 0": "is 0; it must be at least 1",
-    "quickstart --trainer.micro_batch_tokens 21": "is 21; it must be at least 22",
-    "quickstart --algorithm.prompts_per_minibatch 7": "is 7; it must divide .*=32",
-    "quickstart --rollout.stream_chunks 2": "is 2; it must be 1 unless rollout.pipeline is",
-    "quickstart --trainer.training.max_norm 0": "max_norm is 0.0; it must be above 0",
-    "quickstart --trainer.training.enable_cpu_offload": "is True; .* set colocate or data_par",
-    "quickstart --trainer.optimizer.param_groups.0.optimizer_name SGD": "one of 'Adam', 'AdamW'",
-    "quickstart --generator.block_size 16": "is 16; it must be None or a multiple of 32",
-    "quickstart --generator.max_running_requests 0": "is 0; it must be at least 1",
-    "quickstart --generator.max_batched_tokens 64": "is 64; .*max_running_requests=256",
-    "quickstart --generator.kv_cache_gib 1e-5": "is 1e-05; .*0.000061, for one sequence of",
-    "qwen3_8b --generator.block_size 24": "is 24; it must be None or a multiple of 16",
     "qwen3_8b --generator.gpu_memory_utilization 1.5": "is 1.5; it must be at most 1",
-    "qwen3_8b --model.head_dim 36": "is 36; it must be a multiple of 8 up to 256 for .* CUDA",
-    "qwen3_8b --trainer.nodes 3": r"is 3; .* divisor of the trainer's 4 ranks: .*\[1, 2, 4\]",
-    "qwen3_8b --colocate all": "is 'all'; it must be 'none' or 'models' unless rollout.max_sta",
-    "qwen3_8b --deadlines.reward 0": "deadlines.reward is 0.0; it must be above 0",
-    "qwen3_8b --hardware.training_efficiency 40": "is 40.0; it must be at",
-    "qwen3_8b_2_nodes --weights.transport shared_memory": "is 'shared_memory'; it must be 'auto', "
-    "'tcp', .* with trainer.nodes=1 and generator.nodes=1",
-    EXPERTS: r"is 4; it must be a divisor of model.num_experts=8 and .*=2: one of \[1, 2\]",
+    "qwen3_8b_2_nodes --weights.transport shared_memory": "is 'shared_memory'; it must be 'auto', ",
 }
 """Command lines, and the sentences that refuse them."""
 

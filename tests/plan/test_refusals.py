@@ -33,7 +33,8 @@ TOO_LARGE = {
     f"qwen3_8b {SHARDS} 8 --generator.nodes 1 --algorithm.loss.kl_coef 0.1 "
     "--hardware.memory_gib 60": "need 9 GPUs on a node, which has 8; set colocate to 'models', or",
     "qwen3_8b --hardware.host_memory_gib 140": "host 0: .*staging, .*async_mode to 'disabled'",
-    "quickstart --generator.kv_cache_gib 10": "generator-0 rank 0 needs .* of the 4.0 .*to at mo",
+    "quickstart --hardware.memory_gib 4 --generator.kv_cache_gib 10": "generator-0 rank 0 needs .* "
+    "of the 4.0 .*to at mo",
     "quickstart --hardware.memory_gib 0.5": "process, .*; set hardware.memory_gib to 0.9, if a",
 }
 AT_ONCE = [*TOO_LARGE][:4]

@@ -8,7 +8,7 @@ from rl.config import PolicyGradientConfig, RLConfig, RunConfig
 from rl.doctor.findings import Finding, refused, warning
 from rl.errors import ConfigError
 from rl.host.platform import device_type
-from rl.session.session_config import LEARNING
+from rl.plan.planned_run import LEARNING
 from rl.validation.engines import long_warmups
 
 BFLOAT16_NOISE = 0.05  # log-probs of trainer and generators differ by up to half of it

@@ -12,8 +12,8 @@ from rl.model.shape import shape_of
 from rl.observe.owner import run_folder
 from rl.plan.memory import GIB
 from rl.plan.plan import Plan
+from rl.plan.planned_run import LEARNING
 from rl.plan.speed import sizes_of
-from rl.session.session_config import LEARNING
 
 SHARED_BYTES = 256 * 2**20  # of each rank of a mesh; containers have 64 MiB by default
 

@@ -153,13 +153,13 @@ class ChatTask(Task):
             tell_progress(f"tokenised {len(hashes):,} questions of {self.source}")
         if long:
             length, number = long[0]
-            problem = (
+            fault = (
                 f"{self.source} {self.unit} {number}: its prompt has {length} tokens, more than "
                 f"{self.prompt_limit()[1]} allows ({len(long)} such {self.unit}s, the longest of "
                 f"{max(long)[0]} tokens)"
             )
             fix = f"raise the limit or leave such {self.unit}s out"
-            raise ConfigError(problem, field=f"task.{self.field}", fix=fix)
+            raise ConfigError(fault, field=f"task.{self.field}", fix=fix)
 
     def _render(self, question: str) -> str:
         messages = [{"role": "user", "content": f"{question}\n{self.config.instruction}".strip()}]

@@ -14,7 +14,7 @@ from torchtitan.models.common import FeedForward, Linear, RMSNorm
 from torchtitan.models.qwen3 import Qwen3Model
 
 from rl.compat.vllm_kernels import PackedWeight, rms_norm, rotary_embedding
-from rl.model.decoder import GeluFeedForward
+from rl.model.decoder import ActivatedFeedForward
 from rl.model.rotary import RotaryEmbedding
 
 JOINED = ("w1", "w3")
@@ -101,7 +101,7 @@ FUSED: dict[Any, Any] = {RMSNorm: KernelRMSNorm, RotaryEmbedding: KernelRoPE}
 PACKED: dict[Any, Any] = {
     Linear: PackedLinear,
     FeedForward: PackedFeedForward,
-    GeluFeedForward: PackedFeedForward,
+    ActivatedFeedForward: PackedFeedForward,
 }
 
 

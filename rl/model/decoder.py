@@ -3,7 +3,7 @@ share it.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Any, TypeVar
@@ -126,16 +126,20 @@ class OffsetNorm(RMSNorm):
         return F.rms_norm(x.to(wide), self.normalized_shape, weight, self.eps).type_as(x)
 
 
-class GeluFeedForward(FeedForward):
-    """Feed-forward whose gate is GELU's approximation by tanh."""
+class ActivatedFeedForward(FeedForward):
+    """Feed-forward whose gate has another activation than SiLU."""
 
     @dataclasses.dataclass(kw_only=True, slots=True)
     class Config(FeedForward.Config):
-        activation: Any = gelu
+        activation: Callable[[torch.Tensor], torch.Tensor]
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self.activation = config.activation
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the outputs [..., D] of inputs [..., D]."""
-        return self.w2(gelu(self.w1(x)) * self.w3(x))  # type: ignore[no-any-return]
+        return self.w2(self.activation(self.w1(x)) * self.w3(x))  # type: ignore[no-any-return]
 
 
 class Layer(Qwen3TransformerBlock):
@@ -271,7 +275,8 @@ def _set_options(layer: Any, shape: ModelShape) -> None:
     biases = [(attention.qkv_linear, shape.qkv_bias), (attention.wo, shape.output_bias)]
     if layer.moe is None:
         if shape.activation == "gelu_tanh":
-            layer.feed_forward = GeluFeedForward.Config(**_fields(layer.feed_forward))
+            fields = _fields(layer.feed_forward)
+            layer.feed_forward = ActivatedFeedForward.Config(**fields, activation=gelu)
         biases.append((layer.feed_forward, shape.feed_forward_bias))
     else:
         biases.append((layer.moe.router.gate, shape.router_bias))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC
 
+from rl.model.delta_net import heads_of
 from rl.model.delta_rule import CHUNK
 from rl.model.shape import ModelShape, shape_of
 from rl.model.shards import Layout
@@ -331,6 +332,21 @@ def rope_tables(run: PlannedRun, role: Role) -> int:
     return shape.n_attentions * shape.max_seq_len * 2 * rotated * 4
 
 
+def delta_step(run: PlannedRun) -> int:
+    """Return the bytes of a gated delta net for a token of an engine step: the rows before and in
+    the convolution, the gates, and in float32 what the chunks of the delta rule keep.
+    """
+    shape = run.shape
+    if not shape.layers_with_delta_rule:
+        return 0
+    heads = heads_of(shape)
+    values = shape.delta_value_heads * heads.value_dim
+    rows = 5 * heads.rows * shape.delta_key_heads + values
+    chunks = 9 * heads.key_dim + 5 * heads.value_dim + 3 * CHUNK
+    whole = run.transfer_bytes * rows + 4 * shape.delta_value_heads * chunks
+    return whole // run.rl.generator.tensor_parallel_degree
+
+
 def engine_step(run: PlannedRun) -> int:
     """Return the bytes that an engine step needs on a generator rank: those of a layer for the
     step's tokens, or the logits of sampled tokens with two float32 copies.
@@ -348,7 +364,8 @@ def engine_step(run: PlannedRun) -> int:
         other += p * shape.dim + 8 * shape.num_experts
     else:
         other = 3 * p * shape.hidden_dim // tp
-    layer = INPUT + 3 * p * shape.dim + max(attention, other)
+    norm = 12 * shape.dim + 4 if shape.norm_offset else 0  # three float32 copies, and the scale
+    layer = INPUT + 3 * p * shape.dim + max(attention, other, delta_step(run), norm)
     tokens = generator.max_batched_tokens
     sampled = generator.max_running_requests  # the step with which vLLM profiles GPU memory
     if not run.cuda:

@@ -32,7 +32,7 @@ class Report:
 
     def __post_init__(self) -> None:
         self._watchdog = Watchdog(self.config.watchdog_limits())
-        self._peak_tflops = self.config.trainer.ranks * self.config.hardware.peak_tflops
+        self._peak_tflops = self.config.trainer_tflops
 
     def resume_after(self, step: int, state: dict[str, Any]) -> None:
         """Forget all rows after ``step``; ``state`` is what ``to_dict`` returned then."""

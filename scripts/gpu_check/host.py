@@ -1,13 +1,13 @@
 """Check of the host."""
 
-from rl.doctor.host import Host, check_host
+from rl.doctor.host import check_host, this_host
 from scripts.gpu_check.setting import Setting
 from scripts.gpu_check.verdicts import Verdict
 
 
 async def host(setting: Setting) -> Verdict:
     """Return the doctor's findings; its warnings do not fail."""
-    facts = Host()
+    facts = this_host()
     found = [*check_host(facts)]
     wrong = [f"{each.where}: {each.what}; {each.fix}" for each in found if each.severity == "error"]
     if setting.cuda and not facts.cuda:

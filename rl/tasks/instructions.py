@@ -8,8 +8,6 @@ import json
 import re
 from collections.abc import Callable, Sequence
 
-from rl.dialects.answers import between
-
 CHOICES = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 FENCES = ("```json", "```Json", "```JSON", "```")
 POSTSCRIPTS = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}
@@ -122,7 +120,8 @@ RULES: dict[str, Callable[..., bool]] = {
     ),
     "length_constraints:nth_paragraph_first_word": _first_word,
     "detectable_content:number_placeholders": lambda text, num_placeholders: (
-        sum(len(between(line, "[", "]")) for line in text.split("\n")) >= num_placeholders
+        sum("[" in piece for line in text.split("\n") for piece in line.split("]")[:-1])
+        >= num_placeholders
     ),
     "detectable_content:postscript": _has_postscript,
     "detectable_format:number_bullet_lists": lambda text, num_bullets: (

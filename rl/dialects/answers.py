@@ -103,9 +103,3 @@ def without_thoughts(text: str, prompt: Any = None) -> str:
     *thoughts, answer = THOUGHT_END.split(text)
     is_open = not thoughts and THOUGHT_OPEN.search(getattr(prompt, "text", "")[-40:])
     return "" if is_open or THOUGHT_BEGIN.match(answer) else answer.lstrip()
-
-
-def between(text: str, begin: str, end: str) -> list[str]:
-    """Return the texts between each ``begin`` and the next ``end``, in linear time."""
-    pieces = text.split(end)[:-1]
-    return [piece.split(begin, 1)[1] for piece in pieces if begin in piece]

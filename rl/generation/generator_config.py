@@ -87,6 +87,11 @@ class GeneratorConfig:
       pass of a single policy reproduces. Requests that start later share none of this cache.
     """
 
+    @property
+    def dtype_bytes(self) -> int:
+        """Bytes of a number in ``dtype``."""
+        return 2 if self.dtype == "bfloat16" else 4
+
 
 CPU_BLOCK = 32
 """Default of ``block_size`` on CPU. In vLLM's blocks of 128, samples share no shorter prompt."""
@@ -97,8 +102,7 @@ def kv_bytes_per_token(config: GeneratorConfig, shape: ModelShape) -> int:
     copy.
     """
     heads = max(1, shape.n_kv_heads // config.tensor_parallel_degree)
-    size = 2 if config.dtype == "bfloat16" else 4
-    return 2 * shape.n_attentions * heads * shape.head_dim * size
+    return 2 * shape.n_attentions * heads * shape.head_dim * config.dtype_bytes
 
 
 def delta_states(shape: ModelShape, tp: int) -> tuple[tuple[int, int], tuple[int, int, int]]:
@@ -106,9 +110,8 @@ def delta_states(shape: ModelShape, tp: int) -> tuple[tuple[int, int], tuple[int
     last inputs of its convolution, [kernel - 1, D], and the state of its delta rule, [N, key_dim,
     value_dim].
     """
-    keys, values = shape.delta_key_heads // tp, shape.delta_value_heads // tp
-    rows = 2 * keys * shape.delta_key_dim + values * shape.delta_value_dim
-    return (shape.delta_kernel - 1, rows), (values, shape.delta_key_dim, shape.delta_value_dim)
+    memory = (shape.delta_value_heads // tp, shape.delta_key_dim, shape.delta_value_dim)
+    return (shape.delta_kernel - 1, shape.delta_rows // tp), memory
 
 
 def record_bytes_per_token(shape: ModelShape) -> int:
@@ -133,7 +136,7 @@ def block_tokens(config: GeneratorConfig, shape: ModelShape, *, cuda: bool) -> i
     if not shape.layers_with_delta_rule:
         return size
     inputs, memory = map(math.prod, delta_states(shape, config.tensor_parallel_degree))
-    kept = inputs * (2 if config.dtype == "bfloat16" else 4) + memory * 4
+    kept = inputs * config.dtype_bytes + memory * 4
     token = kv_bytes_per_token(config, shape) // shape.n_attentions
     return size * -(-kept // (size * token))
 

@@ -148,7 +148,7 @@ def delta_net_config(shape: ModelShape, inner: Module.Config | None) -> GatedDel
     heads = heads_of(shape)
     dim = shape.dim
     values = shape.delta_value_heads * heads.value_dim
-    rows = 2 * shape.delta_key_heads * heads.key_dim + values
+    rows = shape.delta_rows
     bound = shape.delta_kernel**-0.5
     conv = Conv1d.Config(
         in_channels=rows,

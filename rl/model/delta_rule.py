@@ -258,18 +258,6 @@ def _in_chunks(
     return chunks.joined(outputs), states.index_select(0, chunks.order.argsort())
 
 
-@torch.library.custom_op("tiller::delta_net", mutates_args=())
-def _delta_net(
-    rows: torch.Tensor,
-    decay: torch.Tensor,
-    beta: torch.Tensor,
-    weight: torch.Tensor,
-    positions: torch.Tensor,
-    heads: list[int],
-) -> torch.Tensor:
-    return _of_documents(rows, decay, beta, weight, positions, heads)
-
-
 def _of_documents(
     rows: torch.Tensor,
     decay: torch.Tensor,
@@ -281,6 +269,9 @@ def _of_documents(
     starts = (positions == 0).nonzero().flatten().tolist()
     lengths = tuple(np.diff([*starts, len(positions)]).tolist())
     return delta_net(rows, decay, beta, weight, Heads(*heads), lengths)[0]
+
+
+_delta_net = torch.library.custom_op("tiller::delta_net", _of_documents, mutates_args=())
 
 
 @torch.library.custom_op("tiller::delta_net_backward", mutates_args=())

@@ -191,6 +191,12 @@ class ModelShape:
         """Number of layers with attention."""
         return self.n_layers - len(self.layers_with_delta_rule)
 
+    @property
+    def delta_rows(self) -> int:
+        """Number of rows of queries, keys and values in a gated delta net."""
+        values = self.delta_value_heads * self.delta_value_dim
+        return 2 * self.delta_key_heads * self.delta_key_dim + values
+
     def shortened(self) -> "ModelShape":
         """Return the shape of the shortest model whose layers are of all ``kinds``."""
         return replace(self, n_layers=max(self.kinds) + 1)

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC
 
-from rl.model.delta_net import heads_of
 from rl.model.delta_rule import CHUNK
 from rl.model.shape import ModelShape, shape_of
 from rl.model.shards import Layout
@@ -271,8 +270,7 @@ def _delta_net(shape: ModelShape, p: int) -> int:
     """
     heads = shape.delta_value_heads
     values = heads * shape.delta_value_dim
-    rows = 2 * shape.delta_key_heads * shape.delta_key_dim + values
-    return p * (rows + 4 * values) + 12 * values + 20 * heads
+    return p * (shape.delta_rows + 4 * values) + 12 * values + 20 * heads
 
 
 def parameter_groups(
@@ -339,10 +337,8 @@ def delta_step(run: PlannedRun) -> int:
     shape = run.shape
     if not shape.layers_with_delta_rule:
         return 0
-    heads = heads_of(shape)
-    values = shape.delta_value_heads * heads.value_dim
-    rows = 5 * heads.rows * shape.delta_key_heads + values
-    chunks = 9 * heads.key_dim + 5 * heads.value_dim + 3 * CHUNK
+    rows = 5 * shape.delta_rows + shape.delta_value_heads * shape.delta_value_dim
+    chunks = 9 * shape.delta_key_dim + 5 * shape.delta_value_dim + 3 * CHUNK
     whole = run.transfer_bytes * rows + 4 * shape.delta_value_heads * chunks
     return whole // run.rl.generator.tensor_parallel_degree
 

@@ -6,7 +6,7 @@ from rl.generation.generator_config import GeneratorConfig
 from rl.host.platform import core_count, device_type
 from rl.model.decoder import parameter_shapes
 from rl.model.shape import shape_of
-from rl.session.session_config import SessionConfig
+from rl.session.session_config import LEARNING, SessionConfig
 from rl.types import Place
 
 TINY = 10**7
@@ -104,7 +104,7 @@ def threads_of(config: SessionConfig, share: float | None = None) -> tuple[int, 
         models = min(max(round(cores * share), 1), max(cores - 1, 1))
         generators = cores - models
     places = Placement(config, 0).models
-    learning = sum(places[name].per_host for name in ("trainer", "critic") if name in places)
+    learning = sum(places[name].per_host for name in LEARNING if name in places)
     sampling = 1
     if generator is not None:
         hosts = generator.nodes or (places["trainer"].hosts if "trainer" in places else 1)

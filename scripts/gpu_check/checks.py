@@ -80,27 +80,22 @@ def run(gpus: int, what: str) -> Check:
     )
 
 
+def part(name: str, what: str, function: str, **options: Any) -> Check:
+    return Check(name=f"engine-{name}", what=what, function=function, options=options)
+
+
 def engine(variant: str) -> Check:
-    return Check(
-        name=f"engine-{variant}",
-        what=f"a trainer's step against the CPU in float32: {variant.replace('-', ', ')}",
-        function="engine:parity",
-        options={"variant": variant},
-    )
+    what = f"a trainer's step against the CPU in float32: {variant.replace('-', ', ')}"
+    return part(variant, what, "engine:parity", variant=variant)
 
 
-def part(name: str, what: str, function: str = "", **options: Any) -> Check:
-    return Check(
-        name=f"engine-{name}",
-        what=what,
-        function=f"parts:{function or name}",
-        options=options,
-    )
+def pushed(transport: str, what: str) -> Check:
+    return part(f"push-{transport}", what, "parts:push", transport=transport)
 
 
 def speed(case: str, what: str) -> Check:
     what = f"{what} in bfloat16: tokens/s, MFU, memory beside the plan's"
-    return part(f"speed-{case}", what, "speed", case=case)
+    return part(f"speed-{case}", what, "parts:speed", case=case)
 
 
 CHECKS = [
@@ -111,17 +106,21 @@ CHECKS = [
         seconds=120.0,
     ),
     *map(engine, VARIANTS),
-    part("push-shared_memory", "pushes to another process", "push", transport="shared_memory"),
-    part("push-cuda_ipc", "the same from GPU to GPU", "push", transport="cuda_ipc"),
-    part("head", "memory of log-probs beside that of all logits at once"),
-    part("offload", "a trainer's way to the host and back"),
-    part("checkpoint", "a checkpoint that is saved in the background and loaded"),
+    part(
+        "push-shared_memory", "pushes to another process", "parts:push", transport="shared_memory"
+    ),
+    part("push-cuda_ipc", "the same from GPU to GPU", "parts:push", transport="cuda_ipc"),
+    part("head", "memory of log-probs beside that of all logits at once", "parts:head"),
+    part("offload", "a trainer's way to the host and back", "parts:offload"),
+    part(
+        "checkpoint", "a checkpoint that is saved in the background and loaded", "parts:checkpoint"
+    ),
     speed("0_6b", "Qwen3-0.6B"),
     speed("1_7b", "Qwen3-1.7B"),
     speed("8b", "8 layers of Qwen3-8B"),
     speed("16k", "Qwen3-0.6B with 16,384 tokens a sequence"),
-    part("widths", "the first passes at four widths of rows", "widths", tune=False),
-    part("widths-tuned", "the same with tuned kernels of attention", "widths", tune=True),
+    part("widths", "the first passes at four widths of rows", "parts:widths", tune=False),
+    part("widths-tuned", "the same with tuned kernels of attention", "parts:widths", tune=True),
     parity("bfloat16", "flex"),
     push("shared_memory"),
     Check(

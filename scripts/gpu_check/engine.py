@@ -67,7 +67,6 @@ class Step(NamedTuple):
     """Results of a trainer for one batch."""
 
     logprobs: torch.Tensor
-    entropy: torch.Tensor
     gradient: dict[str, torch.Tensor]
     counts: torch.Tensor
     """bool: tokens with a loss weight."""
@@ -162,8 +161,7 @@ def take_step(variant: str, folder: Path, *, large: bool) -> Step:
     hosts = [shard._replace(tensor=shard.tensor.cpu()) for shard in trained]
     same = digests(trained) == digests(hosts)
     engine.close()
-    logprobs, entropy = (outputs[name].cpu() for name in ("logprobs", "entropy"))
-    return Step(logprobs, entropy, gradient, batch.loss_weights > 0, same, exact)
+    return Step(outputs["logprobs"].cpu(), gradient, batch.loss_weights > 0, same, exact)
 
 
 def exact_logprobs(engine: TrainingEngine, model: ModelConfig, batch: Batch) -> torch.Tensor:

@@ -62,8 +62,8 @@ def random_batch(vocab_size: int, lengths: list[int]) -> Batch:
 
 
 @contextmanager
-def stepping(setting: Setting) -> Iterator[tuple[TrainingEngine, Callable[[], None], Batch]]:
-    """Yield an engine in bfloat16, a function that takes a step on a batch, and the batch."""
+def stepping(setting: Setting) -> Iterator[tuple[TrainingEngine, Callable[[], None]]]:
+    """Yield an engine in bfloat16, and a function that takes a step on a batch."""
     model = setting.model(longest=1024)
     engine = build(model, setting.folder, micro_batch_tokens=2048, **BFLOAT16)
     scale = 1 if setting.cuda else 8
@@ -74,7 +74,7 @@ def stepping(setting: Setting) -> Iterator[tuple[TrainingEngine, Callable[[], No
         engine.forward_backward(batch, loss)
         engine.optim_step()
 
-    yield engine, step, batch
+    yield engine, step
     engine.close()
 
 
@@ -123,7 +123,7 @@ async def head(setting: Setting) -> Verdict:
 async def offload(setting: Setting) -> Verdict:
     """Move a trainer to the host and back: bits, seconds, memory."""
     used = torch.cuda.memory_reserved if setting.cuda else lambda: 0
-    with stepping(setting) as (engine, step, _):
+    with stepping(setting) as (engine, step):
         step()
         before = digests(engine.shards().values())
         resident = used()
@@ -148,7 +148,7 @@ async def offload(setting: Setting) -> Verdict:
 
 async def checkpoint(setting: Setting) -> Verdict:
     """Save in the background, take a step, load, and compare every weight."""
-    with stepping(setting) as (engine, step, _):
+    with stepping(setting) as (engine, step):
         mode = "async_with_pinned_mem" if setting.cuda else "async"
         engine.config.checkpoint = replace(engine.config.checkpoint, async_mode=mode)
         saved = Checkpointer(engine, setting.model(), folder=str(setting.folder / "weights"))
@@ -196,7 +196,7 @@ async def push(setting: Setting, *, transport: str) -> Verdict:
     context = multiprocessing.get_context("spawn")
     seconds = []
     differing = list[str]()
-    with stepping(setting) as (engine, step, _):
+    with stepping(setting) as (engine, step):
         shards = [*engine.shards().values()]
         layout = layout_of(shards)
         transfer = Transfer(transport, torch.bfloat16, (layout,), (layout,))

@@ -39,7 +39,7 @@ def shard_digest(shard: Shard, dtype: torch.dtype) -> torch.Tensor:
     are the bits of the elements in ``dtype``.
     """
     tensor = shard.tensor.detach()
-    rows, columns, zeros = _weights(shard.box, tensor.device)
+    rows, columns, zeros = position_weights(shard.box, tensor.device)
     if not tensor.numel():
         return zeros.new_zeros(())
     values = tensor.reshape(len(rows), len(columns))
@@ -64,13 +64,15 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @cache
-def _weights(box: Box, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def position_weights(
+    box: Box, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the weights of the positions in ``box``, of all leading dimensions together and of
     the last dimension, and the sum of a row of zeros. Cached, since layers have equal boxes.
     """
     ranges = zip(box.offset, box.shape, strict=True)
     places = [torch.arange(offset, offset + size, device=device) for offset, size in ranges]
-    weights = [_mix(place + (dimension << 56)) for dimension, place in enumerate(places)]
+    weights = [mix(place + (dimension << 56)) for dimension, place in enumerate(places)]
     rows = torch.ones(1, dtype=torch.int64, device=device)
     *leading, last = weights or [rows]
     for each in leading:
@@ -78,7 +80,7 @@ def _weights(box: Box, device: torch.device) -> tuple[torch.Tensor, torch.Tensor
     return rows, last, last.sum() * _ZERO
 
 
-def _mix(x: torch.Tensor) -> torch.Tensor:
+def mix(x: torch.Tensor) -> torch.Tensor:
     """Hash small numbers to odd ones (the finalizer of splitmix64, with signed shifts)."""
     x = (x + 1) * -7046029254386353131
     x = (x ^ (x >> 30)) * -4658895280553007687

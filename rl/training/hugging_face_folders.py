@@ -18,6 +18,7 @@ from torchtitan.config import TORCH_DTYPE_MAP
 
 from rl.errors import RunError
 from rl.host.disk import replace_folder, sync_file
+from rl.model.dither import dithered
 from rl.model.families import keep_language_model
 from rl.model.hub import DESCRIPTIONS, INDEX, ONE_FILE
 from rl.model.hugging_face_config import HuggingFaceConfig
@@ -119,7 +120,8 @@ class HuggingFaceFolders:
         if self._has_values and SCORE not in stored:  # a language model: the head stays 0
             del shards["lm_head.weight"]
         check_parameters(folder, stored, self._names, {n: each.shape for n, each in shards.items()})
-        read_tensors(folder, stored, self._names, shards.values())
+        dither = self._engine.config.dither
+        read_tensors(folder, stored, self._names, shards.values(), dither=dither)
 
     def _headers(self, folder: Path) -> dict[str, StoredTensor]:
         return stored_tensors(folder, self._shape)
@@ -177,6 +179,8 @@ class HuggingFaceFolders:
                         opened[path.name] = stack.enter_context(safe_open(path, framework="pt"))
                     place = source.place_of(piece.in_tensor)
                     before = opened[path.name].get_slice(source.name)[place]
+                    if self._engine.config.dither:
+                        before = dithered(before, piece.in_tensor, piece.tensor)
                     update = Update.total([update, Update.of(before, whole, dtype)])
                 sync_file(out)
         return written, update
@@ -232,9 +236,11 @@ def read_tensors(
     names: HuggingFaceNames,
     shards: Iterable[Shard],
     dtype: torch.dtype | None = None,
+    *,
+    dither: bool = False,
 ) -> None:
     """Copy tensors that are ``stored`` in ``folder`` into ``shards``, cast to ``dtype`` first if
-    given. Biases of routers are 0 if the folder has none.
+    given, or moved by ``dither``. Biases of routers are 0 if the folder has none.
     """
     files = {name: tensor.file for name, tensor in stored.items()}
     by_file = _by_file(names, shards, files)
@@ -246,6 +252,8 @@ def read_tensors(
                 name = stored[piece.tensor].name
                 found = tensors.get_slice(name)[stored[piece.tensor].place_of(piece.in_tensor)]
                 require_finite(folder / file, name, found)
+                if dither:
+                    found = dithered(found, piece.in_tensor, piece.tensor)
                 values.copy_(found.to(dtype or found.dtype))
 
 

@@ -221,6 +221,14 @@ class TrainerConfig:
     between collections of Python's garbage (``gc_freq``). Batch sizes, ``seq_len`` and ``steps``
     must keep their defaults: other fields set them."""
 
+    dither: Annotated[bool, NUMERICS] = False
+    """Whether the float32 weights that the trainer reads from a Hugging Face folder get random
+    noise of up to half a rounding step of bfloat16. Their casts to bfloat16 stay the same, and then
+    follow updates that are smaller than a step: in the forward pass with
+    ``training.mixed_precision_param`` bfloat16, and in generators with ``dtype`` bfloat16. Without
+    the noise, a weight that bfloat16 holds exactly has to move by half a step before its cast
+    changes."""
+
     optimizer: Annotated[OptimizersContainer.Config, NUMERICS] = field(
         default_factory=lambda: default_adamw(lr=1e-6)
     )

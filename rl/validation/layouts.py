@@ -35,6 +35,15 @@ def validate_layouts(config: RunConfig) -> None:
         check(config, f"{field}.spmd_backend", holds, "'partial_dtensor' with this torch")
         _validate_attention(model, cuda=config.hardware.kind == "cuda")
         _validate_sizes(model)
+        trainer = model.trainer
+        if trainer.dither:
+            field = f"{model.field}.dither"
+            starts = model.model.hf_path or trainer.checkpoint.initial_load_in_hf
+            rule = "False for weights that come from no Hugging Face folder"
+            require_value(bool(starts), field, True, rule)
+            dtype = trainer.training.dtype
+            rule = f"False with {model.field}.training.dtype={dtype!r}, which rounds the noise away"
+            require_value(dtype == "float32", field, True, rule)
 
 
 def validate_generator_layout(config: RLConfig) -> None:

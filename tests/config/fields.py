@@ -336,6 +336,8 @@ training/test_optim_step.py
   test_gradients_longer_than_max_norm_are_shortened_to_it: TrainingConfig max_norm
 training/test_peft.py
   test_peft_puts_the_adapter_on_the_base_and_gets_the_same_logits: LoRAConverter.Config rank alpha
+training/test_updates.py
+  test_dithered_weights_follow_updates_that_bfloat16_rounds_away: TrainerConfig dither
 training/test_zero_gradient.py
   test_sequences_without_a_gradient_change_neither_gradient_nor_denominator:
     TrainerConfig zero_gradient

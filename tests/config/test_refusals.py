@@ -58,6 +58,7 @@ Edits = dict[str, Any]
 REFUSED: list[tuple[Edits, str]] = [
     ({"trainer.checkpoint.async_mode": "async_with_pinned_mem"}, "'disabled' or 'async' on CPU"),
     ({"trainer.micro_batch_tokens": 21}, "at least 22, the longest"),
+    ({"trainer.dither": True}, "False for weights that come from no Hugging Face folder"),
     ({"trainer.nodes": 3}, r"a divisor of the trainer's 1 ranks: one of \[1\]"),
     ({"trainer.optimizer.param_groups.0.optimizer_name": "SGD"}, "one of 'Adam', 'AdamW'"),
     ({"generator.block_size": 16}, "None or a multiple of 32"),

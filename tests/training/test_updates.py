@@ -6,7 +6,9 @@ import pytest
 import torch
 from torchtitan.components.lora import LoRAConverter
 
+from rl.model.dither import dithered
 from rl.model.shape import ModelConfig
+from rl.model.shards import Box
 from rl.model.updates import Update, sample
 from rl.training.checkpoint import Checkpointer
 from tests.training.batches import ragged_batch
@@ -84,3 +86,38 @@ def test_updates_of_shards_add_up():
     assert (total.weights, total.changed) == (whole.weights, whole.changed)
     assert total.share == pytest.approx(whole.share)
     assert Update.of(before, before, torch.bfloat16).share == 1.0
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
+def test_dithered_weights_follow_updates_that_bfloat16_rounds_away(tmp_path, lora):
+    source = Folder(dtype="bfloat16").write(tmp_path / "in")
+    model = ModelConfig(hf_path=str(source), fuse_qkv=False)
+    shares = {}
+    for dither in (False, True):
+        engine = engine_of(
+            model, folder=str(tmp_path), loads=True, lora=lora, decay=0.0, dither=dither
+        )
+        checkpointer = Checkpointer(engine, model, folder=str(tmp_path))
+        checkpointer.load()
+        started = checkpointer.export_hf(str(tmp_path / "started"))
+        assert started.changed == 0
+        learn(engine, ragged_batch(seed=0), lr=1e-5)
+        shares[dither] = checkpointer.export_hf(str(tmp_path / "learned")).share
+        checkpointer.close()
+    assert shares[False] < 0.2
+    assert shares[True] == pytest.approx(1.0, abs=0.15)
+
+
+def test_dither_depends_on_no_layout():
+    whole = torch.randn(6, 40, generator=torch.Generator().manual_seed(0)).bfloat16()
+    whole[0, :3] = torch.tensor([0.0, 1.0, -(2.0**-126)])
+    noisy = dithered(whole, Box.whole(whole.shape), "layers.0")
+    assert torch.equal(noisy.bfloat16(), whole)
+    assert noisy[0, 0] == 0
+    steps = (noisy - whole.float()).abs()[whole != 0]
+    assert (steps > 0).float().mean() > 0.99
+    box = Box((2, 8), (3, 16))
+    part = dithered(whole[box.slices_in(Box.whole(whole.shape))], box, "layers.0")
+    assert torch.equal(part, noisy[2:5, 8:24])
+    assert not torch.equal(dithered(whole, Box.whole(whole.shape), "layers.1"), noisy)
+    assert torch.equal(dithered(noisy, Box.whole(whole.shape), "layers.0"), noisy)

@@ -25,6 +25,12 @@ class SFTDataConfig(ConversationsConfig, DatasetConfig):
     and ``completion``, or ``text``.
     """
 
+    weights: dict[str, Annotated[float, at_least(0)]] = field(default_factory=dict)
+    """Shares of several sets in the examples that are trained, in proportion to these weights: by
+    the text of each set in ``path``, and 0 for a set that is not named. A set begins again once it
+    ends, and an epoch is as many examples as all sets have. Empty: each epoch has each example
+    once."""
+
 
 @dataclass(kw_only=True, slots=True)
 class SampledEvaluationConfig(EvaluationConfig):

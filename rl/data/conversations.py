@@ -1,7 +1,7 @@
 """Rows of conversations, of prompts with completions or of texts, as examples."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
@@ -24,6 +24,8 @@ from rl.errors import require
 
 LossOn = Literal["assistant", "completion", "all"]
 Turns = Literal["together", "apart"]
+SHAREGPT = "conversations"
+"""Column of ShareGPT's rows with the messages, beside ``system`` and ``tools``."""
 FORM = '{"messages": […]}, {"prompt": …, "completion": …} or {"text": …}'
 
 
@@ -63,7 +65,8 @@ def read_conversations(
     A row has one of three forms:
 
     - ``messages``, with ``tools`` if there are any: a conversation. A ``prompt`` beside it must
-      repeat its first messages, or the text of one of them.
+      repeat its first messages, or the text of one of them. ShareGPT's ``conversations``, with
+      ``system``, is the same.
     - ``prompt`` and ``completion``: two texts, or two lists of messages. The completion may also be
       the text of the assistant's message.
     - ``text``: plain text outside of any template.
@@ -85,6 +88,7 @@ def read_conversations(
     encoder = Encoder(dialect, config, section, every_token=config.loss_on == "all")
 
     def make(row: Row) -> Iterator[Example | None]:
+        row = _without_sharegpt(row)
         several = apart and _kind(row.value) == "messages"
         if row.value.get("label") is False and _kind(row.value) != "text":
             raise row.error(
@@ -99,6 +103,17 @@ def read_conversations(
                 yield encoder.example(row, (tokens, factors * np.float32(weight)))
 
     return read_examples(source, encoder, FORM, make)
+
+
+def _without_sharegpt(row: Row) -> Row:
+    """Return a row of ShareGPT's form with ``messages``; any other row as it is."""
+    given = row.value.get(SHAREGPT)
+    if not isinstance(given, list) or row.value.get("messages") is not None:
+        return row
+    value = {key: each for key, each in row.value.items() if key not in (SHAREGPT, "system")}
+    if row.value.get("system"):
+        given = [{"role": "system", "content": row.value["system"]}, *given]
+    return replace(row, value=value | {"messages": given})
 
 
 def _masked(row: Row, encoder: Encoder, config: ConversationsConfig) -> Masked:

@@ -1,6 +1,5 @@
 """Examples of tokens, made of conversations or of plain text."""
 
-import json
 import math
 import re
 from collections import Counter
@@ -36,6 +35,9 @@ class Example:
 
     truncated: bool = False
     """Whether tokens were cut off at the end."""
+
+    part: int = 0
+    """Number of the example's set, of those that the source names."""
 
     weights: np.ndarray | None = None
     """float32 [T]. Factor of the loss of each token, above 0 if it is trained; None if all are
@@ -125,7 +127,7 @@ SWITCHES = ("train", "trainable", "loss_mask", "loss")
 
 FIELDS = (
     *("messages", "prompt", "completion", "text", "tools", "chosen", "rejected"),
-    *("label", "margin", "weight"),
+    *("label", "margin", "weight", "chat_template_kwargs"),
 )
 """Fields of rows that the readers know."""
 
@@ -185,10 +187,11 @@ class Encoder:
         Trained is what the assistant samples from message number ``prompt`` on, times the weights
         of the messages. ``origin`` names the fields, for errors.
         """
+        options = template_options(row)
+        thinking = options.pop("enable_thinking", self.config.enable_thinking)
         try:
-            done = self.dialect.render(
-                messages, self._tools(row), enable_thinking=self.config.enable_thinking
-            )
+            dialect = self.dialect.with_options(options) if options else self.dialect
+            done = dialect.render(messages, row.json("tools"), enable_thinking=thinking)
         except ConversationError as error:
             raise row.error(f"{origin}: {error}") from None
         weights = [self._weight_of(row, *each) for each in enumerate(messages)]
@@ -276,19 +279,10 @@ class Encoder:
             tokens=tokens[:limit],
             trained=trained[:limit],
             line=row.line,
+            part=row.part,
             truncated=len(tokens) > limit,
             weights=None if (factors[trained] == 1).all() else factors[:limit],
         )
-
-    def _tools(self, row: Row) -> Any:
-        """Return field ``tools``, which may be JSON text, as datasets have it."""
-        tools = row.value.get("tools")
-        if not isinstance(tools, str):
-            return tools
-        try:
-            return json.loads(tools)
-        except (ValueError, RecursionError) as error:
-            raise row.error(f"field 'tools' is not JSON: {error}") from None
 
     def _begun(self, tokens: list[int]) -> list[int]:
         """Return ``tokens`` after the token that begins a plain text, if the tokenizer has one."""
@@ -301,6 +295,23 @@ class Encoder:
             stop = self.dialect.stop_token_ids[0]
         ends = {stop, *self.dialect.stop_token_ids}
         return tokens if tokens and tokens[-1] in ends else [*tokens, stop]
+
+
+def template_options(row: Row) -> dict[str, Any]:
+    """Return the arguments of the chat template that a row has. Raises ConfigError."""
+    options = row.json("chat_template_kwargs")
+    if options is None:
+        return {}
+    if not isinstance(options, Mapping) or options.get("enable_thinking") not in (
+        None,
+        True,
+        False,
+    ):
+        raise row.error(
+            f"field 'chat_template_kwargs' is {shown(options)}; write an object, such as "
+            '{"enable_thinking": false}'
+        )
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def weight_of(row: Row, value: Mapping[str, Any], where: str = "") -> float:

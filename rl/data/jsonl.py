@@ -1,6 +1,7 @@
 """Rows of files, of datasets and of lists, with errors that name the row."""
 
 import gzip
+import io
 import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -10,15 +11,15 @@ from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any
 
-from rl.data.sources import SourceConfig, Table, open_source
+from rl.data.sources import Sets, SourceConfig, Table, open_source
 from rl.dialects.plain_text import is_unicode
 from rl.errors import ConfigError, require, shown
 
 BOM = b"\xef\xbb\xbf"
-GZIP = b"\x1f\x8b"
+GZIP, ZSTD = b"\x1f\x8b", b"(\xb5/\xfd"
 OTHER_BEGINS = {
     **dict.fromkeys((b"\xff\xfe", b"\xfe\xff"), "UTF-16"),
-    **{b"(\xb5": "compressed by zstd", b"BZ": "compressed by bzip2", b"PK": "a zip archive"},
+    **{b"BZ": "compressed by bzip2", b"PK": "a zip archive"},
     **{b"\xfd7": "compressed by xz", b"PA": "Parquet"},
 }
 """Forms of files by their first two bytes."""
@@ -26,7 +27,7 @@ EVERY = 10_000  # rows between two lines of progress
 
 _listener: ContextVar[Callable[[str], None] | None] = ContextVar("listener", default=None)
 
-Source = SourceConfig | Table | str | PathLike[str] | Iterable[Mapping[str, Any]]
+Source = SourceConfig | Table | Sets | str | PathLike[str] | Iterable[Mapping[str, Any]]
 """Path of a file or folder, name of a dataset of the Hugging Face Hub, or a config with these; or a
 ``datasets.Dataset``, a list or any iterable of rows."""
 
@@ -46,6 +47,8 @@ class Row:
     value: Mapping[str, Any]
     field: str = ""
     """Config field that names the source."""
+    part: int = 0
+    """Number of the row's set, of those that the source names."""
 
     @property
     def unit(self) -> str:
@@ -97,6 +100,16 @@ class Row:
             raise self.error(problem, fix="remove it")
         return value
 
+    def json(self, name: str) -> Any:
+        """Return field ``name``, which may be JSON text, as tables have it. Raises ConfigError."""
+        value = self.value.get(name)
+        if not isinstance(value, str):
+            return value
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise self.error(f"field {name!r} is not JSON: {error}") from None
+
 
 def read_rows(source: Source, *, field: str = "data.path", form: str = "{…}") -> Iterator[Row]:
     """Yield the rows of ``source``.
@@ -110,6 +123,11 @@ def read_rows(source: Source, *, field: str = "data.path", form: str = "{…}") 
     if opened == "":
         fix = f"name a JSONL file whose lines are {form}, or another source of such rows"
         raise ConfigError("not set", field=field, fix=fix)
+    if isinstance(opened, Sets):
+        for part, each in enumerate(opened.parts):
+            for row in read_rows(each, field=field, form=form):
+                yield replace(row, part=part)
+        return
     if isinstance(opened, Table):
         name = opened.name or f"the {type(opened.rows).__name__}"
         found = _of_table(opened, field)
@@ -131,7 +149,7 @@ def _of_file(path: str, field: str) -> Iterator[Found]:
     source = f"{field}: {path}"
     try:
         with open(path, "rb") as file:
-            lines: Any = gzip.open(file) if file.peek(2)[:2] == GZIP else file  # noqa: SIM115
+            lines = _decompressed(file)
             for number, raw in enumerate(lines, start=1):
                 if number % EVERY == 0:
                     tell_progress(f"read {number:,} lines of {path}")
@@ -151,6 +169,18 @@ def _of_file(path: str, field: str) -> Iterator[Found]:
     except (OSError, EOFError, zlib.error) as error:  # no permission, a broken disk or archive
         problem = f"{path!r} cannot be read: {getattr(error, 'strerror', None) or error}"
         raise ConfigError(problem, field=field) from None
+
+
+def _decompressed(file: io.BufferedReader) -> Any:
+    """Return ``file`` as it was before gzip or zstd compressed it."""
+    begin = file.peek(4)
+    if begin[:2] == GZIP:
+        return gzip.open(file)
+    if begin[:4] != ZSTD:
+        return file
+    import pyarrow
+
+    return io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"))
 
 
 def _of_table(table: Table, field: str) -> Iterator[Found]:

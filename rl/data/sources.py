@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from glob import glob
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,8 @@ class SourceConfig:
     path: str = ""
     """File of rows (JSONL, JSON, Parquet or Arrow), folder of such files or of
     ``Dataset.save_to_disk``, or name of a dataset of the Hugging Face Hub, such as
-    ``openai/gsm8k``. A file or folder takes precedence over a name."""
+    ``openai/gsm8k``. A file or folder takes precedence over a name. Several, separated by commas,
+    are read one after the other, and so are the files of a pattern such as ``data/*.jsonl``."""
 
     dataset_config: str = ""
     """Config of the dataset, such as ``main``. Empty: its default, or its only one."""
@@ -83,9 +85,36 @@ class Table:
     name: str = ""
     """Path or name of the source, for errors; empty if the caller gave the rows."""
 
+    @property
+    def is_mapped(self) -> bool:
+        """Whether the rows are files that are mapped into memory."""
+        return bool(getattr(self.rows, "cache_files", None))
 
-def open_source(source: Any, field: str = "data.path") -> Table | str:
-    """Return the table of ``source``, or the path of a file of JSON.
+
+@dataclass(frozen=True, slots=True)
+class Sets:
+    """Sources that are open, and read one after the other."""
+
+    parts: "list[Opened]"
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether the rows of any part are mapped into memory."""
+        return any(not isinstance(part, str) and part.is_mapped for part in self.parts)
+
+
+Opened = Table | Sets | str
+"""Rows that are open; a text is the path of a file of JSON."""
+
+
+def set_names(path: str) -> list[str]:
+    """Return the paths, patterns and names in ``path``, which commas separate."""
+    whole = os.path.exists(os.path.expanduser(path))
+    return [path] if whole else [name.strip() for name in path.split(",")]
+
+
+def open_source(source: Any, field: str = "data.path") -> Opened:
+    """Return the rows of ``source``.
 
     Parquet files and files of the Hub are converted once, to Arrow files in the cache of
     ``datasets``, which are mapped into memory. ``field`` is the config field that names the source.
@@ -94,14 +123,17 @@ def open_source(source: Any, field: str = "data.path") -> Table | str:
     if isinstance(source, str | PathLike):
         source = SourceConfig(path=str(source))
     if not isinstance(source, SourceConfig):
-        return source if isinstance(source, Table) else Table(source)
+        return source if isinstance(source, Table | Sets) else Table(source)
     path = os.path.expanduser(source.path)
     source = replace(source, path=path)
+    if len(names := set_names(path)) > 1:
+        return Sets([open_source(replace(source, path=name), field) for name in names])
     if os.path.isfile(path):
         refuse_pointer(path, field)
     elif any(each in path for each in "*?[") and not os.path.exists(path):
-        fix = "name one file, or a folder whose files are all read"
-        raise ConfigError(f"{path!r} is a pattern, which is not expanded", field=field, fix=fix)
+        found = sorted(glob(path, recursive=True))
+        require(bool(found), f"no file matches {path!r}", field=field)
+        return Sets([open_source(replace(source, path=name), field) for name in found])
     split_field = f"{field.removesuffix('path')}split"
     is_table = Path(path).suffix in TABLES and os.path.isfile(path)
     is_saved = os.path.isdir(path) and not SAVED.isdisjoint(os.listdir(path))

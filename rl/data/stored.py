@@ -11,7 +11,7 @@ from operator import not_
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rl.data.sources import Table
+from rl.data.sources import Sets, Table
 
 Item = TypeVar("Item")
 
@@ -51,7 +51,7 @@ def kept(items: Iterable[Item], source: Any) -> Sequence[Item]:
     """Return ``items``: stored beside the cache of ``datasets`` if they come from a table that is
     mapped into memory, else as a list.
     """
-    if not (isinstance(source, Table) and getattr(source.rows, "cache_files", None)):
+    if not (isinstance(source, Table | Sets) and source.is_mapped):
         return [*items]
     from datasets.config import HF_DATASETS_CACHE
 

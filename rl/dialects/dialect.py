@@ -25,6 +25,12 @@ UNREAD = {
 """Keys of messages that other formats have and no dialect here reads, with what to do instead."""
 
 
+SPEAKERS = {
+    **{"human": "user", "gpt": "assistant", "function_call": "assistant"},
+    **dict.fromkeys(("function", "function_response", "observation"), "tool"),
+    **{role: role for role in ROLES},
+}
+"""Roles by what ShareGPT's messages have in ``from``."""
 CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 OUTPUT = re.compile(r"<tool_response>\n?(.*?)\n?</tool_response>\s*", re.DOTALL)
 CALL_FORM = '"tool_calls": [{"function": {"name": …, "arguments": {…}}}]'
@@ -134,6 +140,15 @@ class Dialect(Protocol):
         """
         raise ConversationError("this chat format cannot force a tool call; leave tool_choice out")
 
+    def with_options(self, options: Mapping[str, Any]) -> "Dialect":
+        """Return the dialect of the chat template with ``options``, its arguments by name. Raises
+        ConversationError if the format has none.
+        """
+        names = ", ".join(options)
+        raise ConversationError(
+            f"this chat format has no option {names}, only enable_thinking; remove it"
+        )
+
     def encode(self, text: str) -> list[int]:
         """Return the tokens of ``text`` outside of any template, none of them a control token.
 
@@ -181,16 +196,18 @@ def joined_text(content: Any) -> Any:
 def usual_messages(messages: Sequence[Any], *, parse: bool = True) -> list[Any]:
     """Return the messages of a data set in the form that dialects read.
 
-    Parts of text become one text, and the role ``developer`` becomes ``system``. With ``parse``,
-    ``<tool_call>`` text of the assistant becomes tool calls, and ``<tool_response>`` text after a
-    call becomes messages of tools. Raises ConversationError, naming the message, if a call cannot
-    be read.
+    ShareGPT's ``from`` and ``value`` become role and content, parts of text become one text, and
+    the role ``developer`` becomes ``system``. With ``parse``, ``<tool_call>`` text of the assistant
+    becomes tool calls, and ``<tool_response>`` text after a call becomes messages of tools. Raises
+    ConversationError, naming the message, if a call cannot be read.
     """
     usual = list[Any]()
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping):
             usual.append(message)
             continue
+        if "from" in message and "role" not in message:
+            message = _of_sharegpt(f"message {index}", message)
         role = message.get("role")
         content = joined_text(message.get("content"))
         same = {**message, "content": content}
@@ -208,6 +225,19 @@ def usual_messages(messages: Sequence[Any], *, parse: bool = True) -> list[Any]:
         else:
             usual.append(same)
     return usual
+
+
+def _of_sharegpt(where: str, message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message of ShareGPT's form in that of the Chat Completions API."""
+    rest = {key: each for key, each in message.items() if key not in ("from", "value")}
+    speaker, value = message["from"], message.get("value")
+    role = SPEAKERS.get(speaker) if isinstance(speaker, str) else None
+    if role is None:
+        allowed = ", ".join(SPEAKERS)
+        raise ConversationError(f"{where}: from is {shown(speaker)}; allowed are {allowed}")
+    if speaker == "function_call":
+        return _with_calls(where, {**rest, "role": role}, f"<tool_call>{value}</tool_call>")
+    return {**rest, "role": role, "content": value}
 
 
 def _with_calls(where: str, message: Mapping[str, Any], content: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from rl.dialects.answers import Markup, parse_answer
 from rl.dialects.dialect import (
     AssistantTurn,
     ConversationError,
+    Dialect,
     Messages,
     Rendered,
     Tokens,
@@ -75,7 +76,7 @@ class Control(NamedTuple):
         return self.im_end, self.endoftext
 
 
-class Qwen3Dialect:
+class Qwen3Dialect(Dialect):
     """Dialect of Qwen3, with or without experts.
 
     Its tokens are those of the chat template of ``tokenizer``, except in three cases:

@@ -23,7 +23,7 @@ def template_text(
     tokenizer: "PreTrainedTokenizerFast",
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] | None,
-    **options: bool,
+    **options: Any,
 ) -> str:
     """Return the text that the chat template makes of a conversation.
 

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
+from copy import copy
 from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -61,10 +62,20 @@ class TemplateDialect(dialect.Dialect):
         self._ids = tokenizer.get_added_vocab()
         think, think_end = (self._ids.get(word, -1) for word in ("<think>", "</think>"))
         self._markup = Markup(self.stop_token_ids, think, think_end)
-        self._begin = cache(lambda thinking: self._text([], True, thinking, after=[ASKED]))
+        self._set_options({})
         self._unread = ""
         self.render([ASKED, ANSWER, ASKED, ANSWER])
         self._unread = self._find_calls()
+
+    def _set_options(self, options: Mapping[str, Any]) -> None:
+        self._options = options
+        self._begin = cache(lambda thinking: self._text([], True, thinking, after=[ASKED]))
+
+    def with_options(self, options: Mapping[str, Any]) -> "TemplateDialect":
+        """Return the dialect of the chat template with ``options``, its arguments by name."""
+        other = copy(self)
+        other._set_options(options)
+        return other
 
     def render(
         self,
@@ -159,7 +170,8 @@ class TemplateDialect(dialect.Dialect):
         ``first`` is the number of the first turn. Raises ConversationError if the template fails,
         leaves a text out, or acts on a control token in a text.
         """
-        options = {"add_generation_prompt": prompt, "enable_thinking": thinking}
+        named = {"add_generation_prompt": prompt, "enable_thinking": thinking}
+        options = {**self._options, **named}
         text = template.template_text(self.tokenizer, [*after, *turns], tools, **options)
         marked = self._spaced(turns)
         labels = list[str]()
@@ -210,7 +222,8 @@ class TemplateDialect(dialect.Dialect):
         self, turns: list[Any], tools: Any, marked: list[str], prompt: bool, thinking: bool
     ) -> None:
         """Raise ConversationError unless the template writes ``turns`` as ``marked``."""
-        options = {"enable_thinking": thinking, "add_generation_prompt": prompt}
+        named = {"enable_thinking": thinking, "add_generation_prompt": prompt}
+        options = {**self._options, **named}
         ours = MARKS.sub("", "".join(marked))
         theirs = template.template_text(self.tokenizer, turns, tools, **options)
         if turns[-1]["role"] == "assistant" and not prompt and ours != theirs:

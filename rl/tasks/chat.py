@@ -1,9 +1,10 @@
 """Tasks of questions that are asked through the chat template of a model."""
 
+import json
 import logging
 from abc import abstractmethod
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Annotated, Any
 
 from rl.data.jsonl import Row, read_rows, tell_progress
 from rl.data.order import choose_held_out, epoch_index, text_hash
-from rl.data.sources import HeldOutConfig, Table, open_source
+from rl.data.sources import HeldOutConfig, Opened, open_source
 from rl.data.stored import kept, parted
 from rl.dialects.dialect import ConversationError
 from rl.dialects.template import stop_tokens, template_text
@@ -37,6 +38,16 @@ class Problem:
 
     question: str
     answer: str
+    before: Sequence[Mapping[str, Any]] = ()
+    """Messages before the question, such as solved examples."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the chat template, which take precedence over the task's."""
+
+    @property
+    def hash(self) -> bytes:
+        """Hash of the conversation, which copies of the question share."""
+        before = json.dumps([*self.before]) if self.before else ""
+        return text_hash(before + self.question)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +93,10 @@ class ChatTask(Task):
     unit: str
     """Unit of :attr:`Problem.number`, such as ``"line"``."""
 
-    table: Table | str = ""
+    table: Opened = ""
     """Table that the questions come from, or path of their file; empty for other sources."""
 
-    held_out_table: Table | str | None = None
+    held_out_table: Opened | None = None
     """Table of the questions for evaluation; None if they are a share of the others."""
 
     def __init__(self, config: Config, *, seed: int, model: ModelConfig, only_scores: bool = False):
@@ -143,10 +154,10 @@ class ChatTask(Task):
         long = list[tuple[int, int]]()
         limit = self.prompt_limit()[0]
         while chunk := [*islice(source, CHUNK)]:
-            texts = [self._render(problem.question) for problem in chunk]
+            texts = [self._render(problem) for problem in chunk]
             rows = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
             for text, row, problem in zip(texts, rows, chunk, strict=True):
-                hashes.append(text_hash(problem.question))
+                hashes.append(problem.hash)
                 if len(row) > limit:
                     long.append((len(row), problem.number))
                 yield _Question(text, array("i", row), problem.answer)
@@ -161,17 +172,19 @@ class ChatTask(Task):
             fix = f"raise the limit or leave such {self.unit}s out"
             raise ConfigError(fault, field=f"task.{self.field}", fix=fix)
 
-    def _render(self, question: str) -> str:
-        messages = [{"role": "user", "content": f"{question}\n{self.config.instruction}".strip()}]
-        if self.config.system_prompt:
+    def _render(self, problem: Problem) -> str:
+        content = f"{problem.question}\n{self.config.instruction}".strip()
+        messages = [*problem.before, {"role": "user", "content": content}]
+        if self.config.system_prompt and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": self.config.system_prompt})
-        options = {"enable_thinking": self.config.enable_thinking, "add_generation_prompt": True}
+        options = {"enable_thinking": self.config.enable_thinking, **problem.options}
+        options["add_generation_prompt"] = True
         try:
             return template_text(self.tokenizer, messages, None, **options)
         except ConversationError as error:
             roles = " and ".join(message["role"] for message in messages)
-            problem = f"{error}, for messages of {roles} in {self.tokenizer.name_or_path!r}"
-            raise ConfigError(problem, field="model.hf_path") from None
+            fault = f"{error}, for messages of {roles} in {self.tokenizer.name_or_path!r}"
+            raise ConfigError(fault, field="model.hf_path") from None
 
 
 class ChatJsonl(ChatTask):

@@ -4,10 +4,12 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
+from rl.data.examples import template_options
 from rl.data.jsonl import Row
 from rl.dialects.answers import without_thoughts
+from rl.dialects.dialect import ConversationError, checked_messages, usual_messages
 from rl.environments.task import Score
 from rl.tasks.algebra import is_same_expression
 from rl.tasks.chat import ChatJsonl, Problem
@@ -67,7 +69,7 @@ class Gsm8kJsonl(ChatJsonl):
         wrong = list[str]()
         compared = 0
         for row in self.rows('{"question": …, "answer": …}'):
-            question = read_question(row)
+            before, question = read_question(row)
             answer, solutions = read_answer(row)
             for solution in solutions:
                 given, _ = final_answer(solution, answer)
@@ -76,7 +78,10 @@ class Gsm8kJsonl(ChatJsonl):
                 compared += not (number(answer) and number(given or ""))
                 if given is None or not same_value(given, answer):
                     wrong.append(f"{row.unit} {row.line} ({given} instead of {answer})")
-            yield Problem(number=row.line, question=question, answer=answer)
+            options = template_options(row)
+            yield Problem(
+                number=row.line, question=question, answer=answer, before=before, options=options
+            )
         self.warn("a solution does not have the row's answer, so that it scores 0", wrong)
 
     def score(self, prompt: Prompt, text: str, completion: Completion) -> Score:
@@ -89,13 +94,22 @@ class Gsm8kJsonl(ChatJsonl):
         return Score(reward=float(correct), correct=correct, metrics=metrics)
 
 
-def read_question(row: Row) -> str:
-    """Return the question of a row, which may be the only message of a conversation."""
+def read_question(row: Row) -> tuple[list[dict[str, Any]], str]:
+    """Return the question of a row, and the messages before it if it is the last message of a
+    conversation.
+    """
     name = next((name for name in QUESTIONS if name in row.value), QUESTIONS[0])
-    match row.value.get(name):
-        case [{"role": "user", "content": content}]:
-            row = replace(row, value={name: content})
-    return row.text(name).strip()
+    given = row.value.get(name)
+    if not isinstance(given, list):
+        return [], row.text(name).strip()
+    try:
+        *before, last = checked_messages(usual_messages(given))
+    except ConversationError as error:
+        raise row.error(f"field {name!r}: {error}") from None
+    if last["role"] != "user":
+        raise row.error(f"field {name!r} ends with a message of {last['role']}; end it with user")
+    before = [{key: each[key] for key in each if each[key] not in (None, [])} for each in before]
+    return before, replace(row, value={name: last["content"]}).text(name).strip()
 
 
 def read_answer(row: Row) -> tuple[str, list[str]]:

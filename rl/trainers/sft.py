@@ -1,6 +1,9 @@
 """Supervised fine-tuning: cross-entropy of given conversations or texts."""
 
 import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, count, islice, pairwise
 from typing import Any
 
 from rl.config import SFTConfig
@@ -8,7 +11,10 @@ from rl.data.batches import batch_of
 from rl.data.conversations import read_conversations
 from rl.data.examples import Example, Examples
 from rl.data.jsonl import Source
+from rl.data.order import StrideSchedule, epoch_index
+from rl.data.sources import set_names
 from rl.dialects.dialect import Dialect
+from rl.errors import require, require_value
 from rl.trainers.dataset import DatasetTrainer, Evaluate
 from rl.trainers.evaluation import Evaluation
 from rl.trainers.hooks import MetricCalculator
@@ -33,6 +39,8 @@ class SFTTrainer(DatasetTrainer[SFTConfig, Example]):
 
     def configure_dataloaders(self) -> None:
         super().configure_dataloaders()
+        data = self.arguments.task
+        self._sets = sets_of(data.path, data.weights, self.dataset_train) if data.weights else None
         self.sampling = self.arguments.sampling_run()
         if self.sampling is not None:
             self.questions = build_task(self.sampling)
@@ -48,6 +56,19 @@ class SFTTrainer(DatasetTrainer[SFTConfig, Example]):
         super().assemble()
         if self.sampling is not None:
             self.evaluation = Evaluation(self.sampling, self.questions, self.session)
+
+    def next_examples(self) -> list[Example]:
+        """Return the examples of the step after ``step``, of each set in proportion to its weight
+        if there are weights.
+        """
+        if self._sets is None:
+            return super().next_examples()
+        schedule, places = self._sets
+        due = map(schedule.at, count(self.examples_seen))
+        return [
+            self.dataset_train[places[name][epoch_index(self.arguments.seed, k, len(places[name]))]]
+            for name, k in islice(due, self.arguments.examples_per_step)
+        ]
 
     async def train_step(self) -> bool:
         if self.leaving:
@@ -122,3 +143,25 @@ class SFTTrainer(DatasetTrainer[SFTConfig, Example]):
         if metric_calculator is not None:
             scores |= {f"eval/{name}": value for name, value in metric_calculator(logprobs).items()}
         return scores
+
+
+def sets_of(
+    path: str, weights: Mapping[str, float], examples: Sequence[Example]
+) -> tuple[StrideSchedule, dict[str, range]]:
+    """Return the order of the sets in ``path``, and the places of each in ``examples``. Raises
+    ConfigError, naming ``task.weights``, if one cannot be drawn from.
+    """
+    names = set_names(path)
+    require(
+        len(names) > 1, "task.path names no sets with commas between them", field="task.weights"
+    )
+    counts = Counter(example.part for example in examples)
+    ends = [0, *accumulate(counts[part] for part in range(len(names)))]
+    places = {name: range(*each) for name, each in zip(names, pairwise(ends), strict=True)}
+    for name, weight in weights.items():
+        allowed = f"one of {', '.join(map(repr, places))}"
+        require_value(name in places, "task.weights", name, allowed)
+        problem = f"{name!r} has no example to train on"
+        require(not weight or len(places[name]) > 0, problem, field="task.weights")
+    require(any(weights.values()), "each weight is 0", field="task.weights")
+    return StrideSchedule(weights), places

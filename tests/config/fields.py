@@ -231,6 +231,8 @@ trainers/test_loop_sampling.py
   test_lost_groups_make_room_until_they_are_too_many: RolloutConfig max_lost
   test_a_group_may_go_on_with_the_episodes_that_the_config_asks_for: RolloutConfig min_episodes
   test_the_share_of_each_replica_does_not_depend_on_timing: GeneratorConfig replicas
+trainers/test_mixed_sets.py
+  test_sets_have_the_shares_of_their_weights: SFTDataConfig weights
 trainers/test_policy_gradient.py
   test_the_loss_has_the_trainers_logprobs_before_the_step: PolicyGradientConfig old_logprobs
   test_long_completions_lose_reward: PolicyGradientConfig overlong_buffer

@@ -235,7 +235,7 @@ def form(row, message, **fields):
 
 FORMS = {
     "nothing": form({}, r"it has nothing; write \{\"messages\""),
-    "sharegpt": form({"conversations": []}, "it has 'conversations'; write"),
+    "sharegpt": form({"conversations": "a"}, "it has 'conversations'; write"),
     "unknown role in a completion": form(
         {"prompt": [user("a")], "completion": [said("b"), {"role": "bot", "content": "c"}]},
         "fields 'prompt' and 'completion': message 2: role is 'bot'",

@@ -47,6 +47,52 @@ def test_prompts_are_the_chat_template_with_the_question_in_it(tiny):
     assert thinking.text.endswith("<|im_start|>assistant\n")
 
 
+SOLVED = [
+    {"role": "system", "content": "Add."},
+    {"role": "user", "content": "1 + 1?"},
+    {"role": "assistant", "content": "2"},
+]
+
+
+def test_a_prompt_may_be_a_conversation(tiny, tmp_path):
+    rows = [
+        {"prompt": [*SOLVED, {"role": "user", "content": f"{n} + 1?"}], "answer": str(n + 1)}
+        for n in range(6)
+    ]
+    rows[0]["chat_template_kwargs"] = {"enable_thinking": True}
+    shown = {"system_prompt": "Be brief.", "instruction": "Go."}
+    task = build(tiny, path=write(tmp_path / "a.jsonl", *rows), held_out_fraction=0.2, **shown)
+    prompts = {task.prompt(number).answer: task.prompt(number) for number in range(9)}
+    prompts |= {prompt.answer: prompt for prompt in task.eval_prompts(9)}
+    assert {*prompts} == {*map(str, range(1, 7))}
+    wanted = task.tokenizer.apply_chat_template(
+        [*SOLVED, {"role": "user", "content": "3 + 1?\nGo."}],
+        **{"tokenize": False, "add_generation_prompt": True, "enable_thinking": False},
+    )
+    assert prompts["4"].text == wanted
+    assert prompts["4"].text.endswith("</think>\n\n") > prompts["1"].text.endswith("</think>\n\n")
+
+
+def test_a_conversation_is_held_out_with_its_copies_alone(tiny, tmp_path):
+    rows = [
+        {"prompt": [{**SOLVED[1], "content": str(n)}, SOLVED[2], SOLVED[1]], "answer": str(n)}
+        for n in range(9)
+    ]
+    task = build(tiny, path=write(tmp_path / "a.jsonl", *rows, *rows), held_out_fraction=0.3)
+    answers = [prompt.answer for prompt in task.eval_prompts(99)]
+    assert len(answers) == 2 * len({*answers}) == 6
+    assert not {*answers} & {task.prompt(number).answer for number in range(12)}
+
+
+def test_a_conversation_that_asks_nothing_is_refused(tiny, tmp_path):
+    for prompt, said in (
+        (SOLVED, "field 'prompt' ends with a message of assistant; end it with user"),
+        ([{"role": "guru", "content": "a"}], "field 'prompt': message 0: role is 'guru'"),
+    ):
+        with pytest.raises(ConfigError, match=f"a.jsonl line 1: {said}"):
+            build(tiny, path=write(tmp_path / "a.jsonl", {"prompt": prompt, "answer": "1"}))
+
+
 def test_stop_tokens_come_from_tokenizer_and_generation_config(tiny, tmp_path):
     task = build(tiny)
     words = task.tokenizer.convert_ids_to_tokens(task.stop_token_ids)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl.tasks.mixture import StrideSchedule
+from rl.data.order import StrideSchedule
 
 WEIGHT = st.one_of(st.integers(1, 20).map(float), st.floats(1e-6, 1e6))
 WEIGHTS = st.lists(WEIGHT, min_size=1, max_size=12).map(

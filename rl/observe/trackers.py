@@ -1,8 +1,9 @@
-"""Sinks for TensorBoard, Weights & Biases and trackio."""
+"""Sinks for TensorBoard, Weights & Biases, MLflow and trackio."""
 
 import importlib.util
 import math
 import os
+import re
 import uuid
 from collections import deque
 from collections.abc import Iterator
@@ -20,6 +21,19 @@ SAMPLED = {"metrics": "rollouts", "evaluation": "evaluations"}
 """Folder of the rollouts of a step, by the kind of the event that ends it."""
 
 
+MLFLOW_BATCH, MLFLOW_VALUE = 100, 6000
+"""Number of fields in a request of MLflow, and length of the text of a field."""
+
+
+def leaves(section: dict[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
+    """Yield path and value of each field of a frozen config."""
+    for name, value in section.items():
+        if isinstance(value, dict) and value:
+            yield from leaves(value, f"{path}{name}.")
+        else:
+            yield f"{path}{name}", str(value)
+
+
 def require_package(field: str, package: str) -> None:
     """Raise ConfigError, naming ``field``, unless ``package`` is installed."""
     require(
@@ -35,6 +49,28 @@ def numbers(metrics: dict[str, Any]) -> Iterator[tuple[str, float]]:
     for name, value in metrics.items():
         if isinstance(value, int | float) and math.isfinite(value):
             yield name, float(value)
+
+
+class Tracker(Sink):
+    """Base class of sinks that keep the runs of a project, each with labels."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Sink.Config):
+        """Fields of the sink."""
+
+        project: str = "tiller"
+        """Project of the run."""
+
+        name: str = ""
+        """Name of the run; empty for that of the run folder."""
+
+        tags: tuple[str, ...] = ()
+        """Tags of the run, if the tracker has tags."""
+
+        notes: str = ""
+        """Text about the run, if the tracker has notes."""
+
+    config: Config
 
 
 class TensorBoard(Sink):
@@ -70,20 +106,17 @@ class TensorBoard(Sink):
         self._writer.close()
 
 
-class WeightsAndBiases(Sink):
+class WeightsAndBiases(Tracker):
     """A run of Weights & Biases. Offline, its files are in the folder ``wandb`` of the run, for
     ``wandb sync``. A resumed run goes on with the same run there.
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(Sink.Config):
+    class Config(Tracker.Config):
         """Fields of the sink."""
 
         mode: Literal["online", "offline"] = "offline"
         """Whether to send metrics over the network."""
-
-        project: str = "tiller"
-        """Project of the run."""
 
         samples: Annotated[int, at_least(0, 1000)] = 8
         """Number of rollouts of each step, and of each evaluation, to log as a table."""
@@ -121,7 +154,9 @@ class WeightsAndBiases(Sink):
         self._run = wandb.init(
             project=self.config.project,
             id=identity.read_text(),
-            name=run.folder.name,
+            name=self.config.name or run.folder.name,
+            tags=self.config.tags or None,
+            notes=self.config.notes or None,
             resume="allow" if self.config.mode == "online" else None,
             mode=self.config.mode,
             dir=run.folder,
@@ -158,15 +193,70 @@ class WeightsAndBiases(Sink):
         self._run.finish()
 
 
-class Trackio(Sink):
+class MLflow(Tracker):
+    """A run of MLflow in the experiment ``project``. A resumed run goes on with the same run there,
+    whose id is in ``mlflow.id`` of the run folder.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Tracker.Config):
+        """Fields of the sink."""
+
+        uri: str = "sqlite:///mlflow.db"
+        """Address of the tracking server, or a store of MLflow."""
+
+        def check(self) -> None:
+            """Raise ConfigError if mlflow is not installed."""
+            require_package("sinks.mlflow", "mlflow")
+
+    config: Config
+
+    def open(self, run: RunFacts) -> None:
+        from mlflow import MlflowClient
+        from mlflow.entities import Param
+
+        client = self._client = MlflowClient(self.config.uri)
+        self._status = "KILLED"
+        identity = run.folder / "mlflow.id"
+        if identity.exists():
+            self._id = identity.read_text()
+            client.update_run(self._id, status="RUNNING")
+            return
+        found = client.get_experiment_by_name(self.config.project)
+        project = found.experiment_id if found else client.create_experiment(self.config.project)
+        pairs = (tag.partition("=")[::2] for tag in self.config.tags)
+        tags = {name: value or "true" for name, value in pairs}
+        if self.config.notes:
+            tags["mlflow.note.content"] = self.config.notes
+        name = self.config.name or run.folder.name
+        self._id = client.create_run(project, tags=tags, run_name=name).info.run_id
+        identity.write_text(self._id)
+        fields = [Param(path, value[:MLFLOW_VALUE]) for path, value in leaves(run.config)]
+        for first in range(0, len(fields), MLFLOW_BATCH):
+            client.log_batch(self._id, params=fields[first : first + MLFLOW_BATCH])
+
+    def write(self, event: Event) -> None:
+        from mlflow.entities import Metric
+
+        kind = event["kind"]
+        if kind in SAMPLED:
+            when = int(event["time"] * 1000), event["step"]
+            named = {re.sub(r"[^\w./: -]", "_", n): v for n, v in numbers(event["metrics"])}
+            rows = [Metric(name, value, *when) for name, value in named.items()]
+            self._client.log_batch(self._id, metrics=rows)
+        elif kind in ("ended", "failed"):
+            self._status = "FINISHED" if kind == "ended" else "FAILED"
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id, self._status)
+
+
+class Trackio(Tracker):
     """A run of trackio, which keeps its files in its own folder (``TRACKIO_DIR``)."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(Sink.Config):
+    class Config(Tracker.Config):
         """Fields of the sink."""
-
-        project: str = "tiller"
-        """Project of the run."""
 
         def check(self) -> None:
             """Raise ConfigError if trackio is not installed."""
@@ -179,7 +269,7 @@ class Trackio(Sink):
 
         self._run = trackio.init(
             project=self.config.project,
-            name=run.folder.name,
+            name=self.config.name or run.folder.name,
             config=run.config,
             resume="allow",
             embed=False,

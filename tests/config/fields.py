@@ -107,10 +107,14 @@ observe/test_progress.py
   test_a_quiet_run_shows_nothing_others_their_warnings: RunConfig quiet
 observe/test_trackers.py
   test_the_config_says_which_sinks_a_run_has:
-    SinksConfig tensorboard wandb wandb_samples trackio project
+    SinksConfig tensorboard wandb wandb_samples trackio project mlflow name tags notes webhook
   test_recorded_rollouts_are_tables_in_wandb: WeightsAndBiases.Config samples
-  test_an_offline_wandb_run_is_complete_and_resumed_as_itself: WeightsAndBiases.Config mode project
-  test_trackio_has_each_step: Trackio.Config project
+  test_an_offline_wandb_run_is_complete_and_resumed_as_itself:
+    WeightsAndBiases.Config mode
+    Tracker.Config project name tags notes
+  test_mlflow_has_each_step_with_the_config_and_the_labels: MLflow.Config uri
+observe/test_webhook.py
+  test_alerts_are_posted_and_other_events_are_not: Webhook.Config url
 parity/test_parity.py
   test_the_config_chooses_the_bits_of_both_sides: SamplingRunConfig parity
 plan/test_generator.py

@@ -1,4 +1,4 @@
-"""Metrics reach TensorBoard, Weights & Biases and trackio, also after kills and resumes."""
+"""Metrics reach TensorBoard, Weights & Biases, MLflow and trackio, also after kills and resumes."""
 
 import json
 import os
@@ -14,9 +14,11 @@ from rl.cli.arguments import find_config
 from rl.config import SinksConfig
 from rl.errors import ConfigError
 from rl.observe.sinks import Sinks
-from rl.observe.trackers import TensorBoard, Trackio, WeightsAndBiases
+from rl.observe.trackers import MLflow, TensorBoard, Trackio, WeightsAndBiases
+from rl.observe.webhook import Webhook
 from rl.validation import validate
-from tests.installed import trackio_folder
+from tests.docs.pages import ROOT
+from tests.installed import MLFLOW, TRACKIO, package_folder
 from tests.observe.test_sinks import WAIT_S, Lines, attempt, events_to
 
 
@@ -49,7 +51,7 @@ from pathlib import Path
 from rl.observe import sinks as module
 from rl.observe.events import Events
 from rl.observe.sinks import Sinks
-from rl.observe.trackers import TensorBoard, Trackio, WeightsAndBiases
+from rl.observe.trackers import MLflow, TensorBoard, Trackio, WeightsAndBiases
 module.CLOSE_S = 300.0  # the machine may be busy
 sinks = Sinks([{sink}.build()], Path(sys.argv[1]), {{"steps": 3}}, sys.exit)
 events = Events(sinks.write)
@@ -118,8 +120,8 @@ def wandb_records(path: Path) -> Iterator[bytes]:
     assert position == len(content)
 
 
-def wandb_content(path: Path) -> tuple[set[tuple[str, str]], list[tuple[int, float]]]:
-    """Return projects and ids of the run in a file, and step and reward of each row."""
+def wandb_content(path: Path) -> tuple[set[tuple[str, ...]], list[tuple[int, float]]]:
+    """Return project, id and labels of the run in a file, and step and reward of each row."""
     from wandb.proto import wandb_internal_pb2
 
     runs = set()
@@ -128,7 +130,8 @@ def wandb_content(path: Path) -> tuple[set[tuple[str, str]], list[tuple[int, flo
         record = wandb_internal_pb2.Record()
         record.ParseFromString(data)
         if record.HasField("run"):
-            runs.add((record.run.project, record.run.run_id))
+            run = record.run
+            runs.add((run.project, run.run_id, run.display_name, run.notes, *run.tags))
         if record.HasField("history"):
             items = {i.key or i.nested_key[0]: i.value_json for i in record.history.item}
             if "reward/mean" not in items:
@@ -138,18 +141,20 @@ def wandb_content(path: Path) -> tuple[set[tuple[str, str]], list[tuple[int, flo
 
 
 def test_an_offline_wandb_run_is_complete_and_resumed_as_itself(tmp_path):
-    sink = "WeightsAndBiases.Config(mode='offline', project='tests')"
+    labels = "name='sums', tags=('small', 'lr=1'), notes='hello'"
+    sink = f"WeightsAndBiases.Config(mode='offline', project='tests', {labels})"
     assert attempted(tmp_path, sink, 1, 3).returncode == 0
     (first,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
     name = (tmp_path / "wandb" / "id").read_text()
     assert name in first.name
     runs, rows = wandb_content(first)
-    assert runs == {("tests", name)}
+    wanted = {("tests", name, "sums", "hello", "small", "lr=1")}
+    assert runs == wanted
     assert rows == [(1, 0.1), (2, 0.2), (3, 0.3)]
     assert attempted(tmp_path, sink, 3, 4).returncode == 0
     (second,) = {*(tmp_path / "wandb").glob("offline-run-*/run-*.wandb")} - {first}
     runs, rows = wandb_content(second)
-    assert runs == {("tests", name)}
+    assert runs == wanted
     assert rows == [(3, 0.3), (4, 0.4)]
     assert wandb_content(first)[1][-1] == (3, 0.3)  # the file of the first attempt stays
 
@@ -186,7 +191,7 @@ print(SQLiteStorage.get_logs("tests", Path(sys.argv[1]).name))
 @pytest.mark.long
 def test_trackio_has_each_step(tmp_path):
     variables = {
-        "PYTHONPATH": str(trackio_folder()),
+        "PYTHONPATH": str(package_folder(TRACKIO)),
         "TRACKIO_DIR": str(tmp_path / "trackio"),
         "HF_HUB_OFFLINE": "1",
     }
@@ -196,6 +201,38 @@ def test_trackio_has_each_step(tmp_path):
     assert [f"'reward/mean': 0.{step}" in done.stdout for step in (1, 2, 3)] == [True] * 3
 
 
+MLFLOW_ROWS = """
+sinks.close()
+import json
+from mlflow import MlflowClient
+client = MlflowClient(str(Path(sys.argv[1], "store")))
+runs = client.search_runs([client.get_experiment_by_name("tests").experiment_id])
+rows = client.get_metric_history(runs[0].info.run_id, "reward/mean")
+facts = [[run.info.status, run.info.run_name, run.data.tags, run.data.params] for run in runs]
+print(json.dumps([facts, [[row.step, row.value] for row in rows]]))
+"""
+
+
+@pytest.mark.long
+def test_mlflow_has_each_step_with_the_config_and_the_labels(tmp_path):
+    variables = {
+        "PYTHONPATH": f"{ROOT}:{package_folder(MLFLOW)}",
+        "MLFLOW_ALLOW_FILE_STORE": "true",
+    }
+    labels = "name='sums', tags=('small', 'lr=1'), notes='hello'"
+    sink = f"MLflow.Config(uri={str(tmp_path / 'store')!r}, project='tests', {labels})"
+    ended = "events.emit('ended', summary={})"
+    for first, last, then in ((1, 3, ""), (3, 4, ended)):
+        done = attempted(tmp_path, sink, first, last, then=f"{then}\n{MLFLOW_ROWS}", **variables)
+        assert done.returncode == 0, done.stderr
+        ((run,), rows) = json.loads(done.stdout.splitlines()[-1])
+        assert run[:2] == ["FINISHED" if then else "KILLED", "sums"]
+        own = {"small": "true", "lr": "1", "mlflow.note.content": "hello"}
+        assert run[2].items() >= own.items()
+        assert run[3] == {"steps": "3"}
+    assert rows == [[1, 0.1], [2, 0.2], [3, 0.3], [3, 0.3], [4, 0.4]]
+
+
 def test_the_config_says_which_sinks_a_run_has():
     own = Lines.Config()
     sinks = SinksConfig(
@@ -203,13 +240,21 @@ def test_the_config_says_which_sinks_a_run_has():
         wandb="offline",
         wandb_samples=3,
         trackio=True,
+        mlflow="http://here",
+        webhook="$HOOK",
         project="p",
+        name="n",
+        tags=("a", "b=c"),
+        notes="why",
         custom=(own,),
     ).all()
+    labels = {"project": "p", "name": "n", "tags": ("a", "b=c"), "notes": "why"}
     assert sinks == [
         TensorBoard.Config(),
-        WeightsAndBiases.Config(mode="offline", project="p", samples=3),
-        Trackio.Config(project="p"),
+        WeightsAndBiases.Config(mode="offline", samples=3, **labels),
+        MLflow.Config(uri="http://here", **labels),
+        Trackio.Config(**labels),
+        Webhook.Config(url="$HOOK"),
         own,
     ]
     assert SinksConfig().all() == []
@@ -234,7 +279,8 @@ def test_weights_and_biases_online_needs_a_key_before_anything_starts(tmp_path, 
 
 def test_a_package_that_is_missing_is_named_before_anything_starts():
     config = find_config("quickstart")()
-    config.sinks.trackio = True
-    said = "sinks.trackio needs the package trackio, .*pip install"
-    with pytest.raises(ConfigError, match=said):
-        validate(config)
+    for name, value in (("trackio", True), ("mlflow", "mlflow.db")):
+        config.sinks = SinksConfig(**{name: value})
+        said = f"sinks.{name} needs the package {name}, .*pip install {name}"
+        with pytest.raises(ConfigError, match=said):
+            validate(config)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from rl.errors import ConfigError, RunError, error_text, name_of, shown
 from rl.host.threads import in_thread
+from rl.sandbox.elsewhere import sandbox_at
 from rl.sandbox.sandbox import open_sandbox
 from rl.sandbox.sandboxed_program import Limits, Result
 
@@ -164,16 +165,19 @@ def _untitled(schema: Any) -> Any:
     return {key: _untitled(each) for key, each in kept.items()}
 
 
-def code_tool(*, limits: Limits | None = None, unsafe: bool = False) -> Callable[[str], str]:
+def code_tool(
+    *, limits: Limits | None = None, unsafe: bool = False, at: str = ""
+) -> Callable[[str], str]:
     """Return the tool ``python(code)`` for :class:`Tools`.
 
     Each call runs a program of its own in a sandbox, within ``limits``. Its answer has what the
-    program printed, the end of its error, and the limit that it ran into.
+    program printed, the end of its error, and the limit that it ran into. ``at`` is the place of a
+    sandbox that is not this host's: see :func:`rl.sandbox.elsewhere.sandbox_at`.
 
     Raises ConfigError if no sandbox works on this host, unless ``unsafe`` is True: programs can
     then read and change whatever the run can.
     """
-    sandbox = open_sandbox(unsafe=unsafe)
+    sandbox = sandbox_at(at) if at else open_sandbox(unsafe=unsafe)
     most = limits or Limits()
 
     def python(code: str) -> str:

@@ -70,6 +70,10 @@ e2e/test_endings.py
   test_a_generator_that_hangs_is_found_and_named: DeadlineConfig heartbeat
 environments/test_adapters.py
   test_an_episode_of_openenv_is_a_session_with_the_seed_of_its_prompt: OpenEnvTask.Config url
+environments/test_harbor.py
+  test_an_episode_is_commands_in_a_container_and_the_reward_of_its_tests: HarborTask.Config engine
+  test_a_command_that_takes_too_long_is_ended: HarborTask.Config command_s step_s
+  test_tasks_are_trained_or_held_out: HarborTask.Config path held_out_fraction
 environments/test_verifiers.py
   test_an_episode_has_the_data_of_its_task_and_the_rewards_of_the_server:
     VerifiersTask.Config address renderer solved_at

@@ -1,7 +1,8 @@
 """Names of other trainers for Tiller's fields. They are refused with Tiller's name.
 
-TRL's names are those of its GRPOConfig, SFTConfig and DPOConfig; verl's and prime-rl's are the
-paths of their config files, and torchtitan's those of its trainer's.
+TRL's names are those of its GRPOConfig, SFTConfig and DPOConfig, and OpenRLHF's those of its
+options; verl's and prime-rl's are the paths of their config files, and torchtitan's those of its
+trainer's.
 """
 
 import re
@@ -28,6 +29,8 @@ OTHER_NAMES = {
     "resume_from_checkpoint": "resume",
     "model_name_or_path": "model.hf_path",
     "max_length": "model.max_seq_len",
+    "packing": "trainer.packing",
+    "run_name": "sinks.name",
     # verl
     "data.train_files": "task.path",
     "data.train_batch_size": "rollout.prompts_per_step",
@@ -50,6 +53,9 @@ OTHER_NAMES = {
     "trainer.save_freq": "trainer.checkpoint.interval",
     "trainer.test_freq": "evaluation.every",
     "trainer.val_before_train": "evaluation.at_start",
+    "trainer.project_name": "sinks.project",
+    "trainer.experiment_name": "sinks.name",
+    "data.apply_chat_template_kwargs": "task.enable_thinking",
     # torchtitan
     "profiler.enable_profiling": "profile",
     "profiler.enable_memory_snapshot": "profile.memory",
@@ -63,6 +69,27 @@ OTHER_NAMES = {
     "trainer.model.ac": "trainer.activation_checkpoint",
     "inference.parallel.tp": "generator.tensor_parallel_degree",
     "inference.parallel.dp": "generator.replicas",
+    "wandb.project": "sinks.project",
+    "wandb.name": "sinks.name",
+    "heartbeat.url": "sinks.webhook",
+    # OpenRLHF
+    "rollout_batch_size": "rollout.prompts_per_step",
+    "n_samples_per_prompt": "rollout.samples_per_prompt",
+    "micro_train_batch_size": "trainer.micro_batch_size",
+    "generate_max_len": "rollout.max_tokens",
+    "prompt_max_len": "task.max_prompt_tokens",
+    "actor_learning_rate": LR,
+    "init_kl_coef": "algorithm.reward_kl_coef",
+    "eps_clip": "algorithm.loss.clip_low",
+    "dynamic_filtering": "rollout.max_resampled_groups",
+    "vllm_num_engines": "generator.replicas",
+    "vllm_tensor_parallel_size": "generator.tensor_parallel_degree",
+    "prompt_data": "task.path",
+    "packing_samples": "trainer.packing",
+    "wandb_project": "sinks.project",
+    "wandb_run_name": "sinks.name",
+    "use_wandb": "sinks.wandb",
+    "use_tensorboard": "sinks.tensorboard",
 }
 """Path of a field, from the root of a config, by its name in another trainer."""
 

@@ -366,11 +366,31 @@ rl/trainers/dataset.py
   stream_indices(config.seed, self.examples_seen, count, size)
   stream_indices(config.seed, self.step * count, count, size)
   trainers/test_place_in_data.py
+rl/trainers/sft.py
+  due = map(schedule.at, count(self.examples_seen))
+  due = map(schedule.at, count())
+  trainers/test_mixed_sets.py
+rl/data/jsonl.py
+  yield replace(row, part=part)
+  yield row
+  data/test_sets.py
+rl/sandbox/elsewhere.py
+  self._failed = self._failed + 1 if failed else 0
+  self._failed = 0
+  sandbox/test_elsewhere.py
+rl/environments/harbor.py
+  ("exec", self._name, "rm", "-rf", "/tests", "/logs/verifier"),
+  ("exec", self._name, "rm", "-rf", "/tests"),
+  environments/test_harbor.py
 rl/data/conversations.py
   factors = np.where(message == last, factors, 0)
   factors = np.where(message <= last, factors, 0)
   data
 # observe, view
+rl/observe/webhook.py
+  if not self._ended:
+  if self._step:
+  observe/test_webhook.py
 rl/observe/owner.py
   if owner.get("token") != self._token:
   if False:

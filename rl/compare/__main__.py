@@ -8,7 +8,7 @@ import json
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rl.cli.program import as_program, reader_of_a_run
 from rl.errors import ConfigError, end_program, require
@@ -77,11 +77,25 @@ def main(arguments: list[str]) -> int:
         f"record.rollouts is {config.record.rollouts!r}, so that only steps right after a "
         f"checkpoint can be compared; --step {replay.first + 1} is one",
     )
-    example = _chosen(examples_of(replay.read(own.step)), own)
+    examples = examples_of(replay.read(own.step))
+    last = len(examples) - 1
+    problem = f"--rollout is {own.rollout}; step {own.step} has the rollouts 0 to {last}"
+    require(own.rollout is None or 0 <= own.rollout <= last, problem)
+    example = max(examples, key=lambda each: float(each.gaps.max()))
+    if own.rollout is not None:
+        example = examples[own.rollout]
     compared = _compared(replay, config, example, own, layout)
     _show(own.step, compared)
     if own.json:
-        print(json.dumps(_row(own, compared)))
+        row = {
+            "run": str(own.run),
+            "step": own.step,
+            "rollout": compared.example.number,
+            "findings": [asdict(finding) for finding in compared.findings],
+            "modules": {each.name: each.error for each in compared.modules},
+            "experts": compared.rerouted,
+        }
+        print(json.dumps(row))
     return 1 if compared.findings else 0
 
 
@@ -103,17 +117,6 @@ def _parser() -> ArgumentParser:
         "such as fsdp2-tp2",
     )
     return parser
-
-
-def _chosen(examples: list["Example"], own: Namespace) -> "Example":
-    """Return the example that was asked for, or the one whose log-probs differ most."""
-    if own.rollout is None:
-        return max(examples, key=lambda each: float(each.gaps.max()))
-    require(
-        0 <= own.rollout < len(examples),
-        f"--rollout is {own.rollout}; step {own.step} has the rollouts 0 to {len(examples) - 1}",
-    )
-    return examples[own.rollout]
 
 
 def _compared(
@@ -206,17 +209,6 @@ def _show(step: int, compared: "Compared") -> None:
         print(f"{begins}: {finding.kind}{finding.module and f' {finding.module}'}: {finding.text}")
     if not compared.findings:
         print(f"{' and '.join(sides)} are equal beyond rounding")
-
-
-def _row(own: Namespace, compared: "Compared") -> dict[str, Any]:
-    return {
-        "run": str(own.run),
-        "step": own.step,
-        "rollout": compared.example.number,
-        "findings": [asdict(finding) for finding in compared.findings],
-        "modules": {each.name: each.error for each in compared.modules},
-        "experts": compared.rerouted,
-    }
 
 
 if __name__ == "__main__":

@@ -85,10 +85,13 @@ def module_differences(ours: Activations, theirs: Activations) -> list[ModuleDif
         if name.endswith(EXPERTS):
             continue
         other = theirs.outputs.get(name)
+        error = 0.0
         if other is None or other.shape != output.shape:
             error = math.inf
-        else:
-            error = _relative(other, output)
+        elif (both := ~(other.isnan().any(1) | output.isnan().any(1))).any():
+            difference = (other[both] - output[both]).norm(dim=1)
+            scale = output[both].norm(dim=1).clamp(min=1e-30)
+            error = float((difference / scale).max())  # of the worst row that both computed
         dtypes = [each.dtypes[name] for each in (ours, theirs) if name in each.dtypes]
         floor = max(TOLERANCES.get(dtype, 0.3) for dtype in dtypes)
         found.append(ModuleDifference(name=name, error=error, limit=max(floor, GROWTH * largest)))
@@ -105,16 +108,6 @@ def kind_of(name: str) -> str:
     """Return the kind of a difference in this output."""
     parts = [part for part in name.split(".") if part in KINDS]
     return KINDS[parts[-1]] if parts else "projection"
-
-
-def _relative(other: torch.Tensor, output: torch.Tensor) -> float:
-    """Return the relative difference of the worst row that both models computed."""
-    both = ~(other.isnan().any(1) | output.isnan().any(1))
-    if not both.any():
-        return 0.0
-    difference = (other[both] - output[both]).norm(dim=1)
-    scale = output[both].norm(dim=1).clamp(min=1e-30)
-    return float((difference / scale).max())
 
 
 def temperature_of(

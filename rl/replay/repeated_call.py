@@ -14,7 +14,7 @@ from rl.host.disk import TemporaryFolder
 from rl.observe.rollout_files import RolloutFolder, read_rollouts
 from rl.session.task_rollouters import score_alone
 from rl.trainers.endings import facts_of
-from rl.types import Completion, Rollout
+from rl.types import Completion
 
 COMPARED = ("type", "error", "actor", "rank", "call", "place")
 """Facts of an error that are compared with the recorded ones."""
@@ -84,11 +84,22 @@ def score_again(config: RLConfig, run: Path, failure: dict[str, Any]) -> Repeate
     (chunk,) = read_rollouts(RolloutFolder(run / "rollouts").failed)
     prompt = chunk.rollouts[0].prompt
     error: dict[str, Any] = {}
+    completions = list[Completion]()
+    for rollout in chunk.rollouts:  # of one turn
+        (sequence,) = rollout.sequences
+        first = int(np.argmax(sequence.sampled)) if sequence.sampled.any() else len(sequence)
+        completion = Completion(
+            tokens=sequence.tokens[first:].tolist(),
+            logprobs=sequence.logprobs[first:].tolist(),
+            versions=sequence.versions[first:].tolist(),
+            finish_reason="stop" if rollout.stop_reason == "stop" else "length",
+        )
+        completions.append(completion)
     with TemporaryFolder("tiller-replay-") as folder:
         scoring = score_alone(
             config.task,
             prompt,
-            [_completion(rollout) for rollout in chunk.rollouts],
+            completions,
             model=config.model,
             seed=config.seed,
             deadlines=config.deadlines,
@@ -100,15 +111,3 @@ def score_again(config: RLConfig, run: Path, failure: dict[str, Any]) -> Repeate
             error = facts_of(lost)
     call = f"the reward of prompt {prompt.prompt_id}"
     return RepeatedCall(call=call, recorded=failure["lost_group"], error=error)
-
-
-def _completion(rollout: Rollout) -> Completion:
-    """Return the completion that a rollout of one turn was made from."""
-    (sequence,) = rollout.sequences
-    first = int(np.argmax(sequence.sampled)) if sequence.sampled.any() else len(sequence)
-    return Completion(
-        tokens=sequence.tokens[first:].tolist(),
-        logprobs=sequence.logprobs[first:].tolist(),
-        versions=sequence.versions[first:].tolist(),
-        finish_reason="stop" if rollout.stop_reason == "stop" else "length",
-    )

@@ -74,12 +74,12 @@ def test_examples_of_one_evaluation_alone_are_counted(run):
 
 
 def test_long_answers_and_many_examples_are_cut_and_said_to_be(run, monkeypatch):
-    monkeypatch.setattr("rl.view.changes.ROWS", 7)
+    monkeypatch.setattr("rl.view.run.ROWS", 7)
     data = run.changes(5, 10)
     assert len(data["rows"]) == 7
     assert len(greedy(data)) == 6
     assert data["left_out"] == 11
-    monkeypatch.setattr("rl.view.changes.EXAMPLES", 1)
+    monkeypatch.setattr("rl.view.run.EXAMPLES", 1)
     for step, place in ((15, 2), (20, 3)):
         path = run.evaluated.path(step)
         write_evaluation(path, place=place, text="x" * 1_000, prompts=1_000)

@@ -36,7 +36,7 @@ def test_rows_that_a_run_adds_are_read_once_and_a_torn_last_line_waits_for_its_e
 
 @pytest.mark.parametrize("block", [10, 1_000])
 def test_long_files_are_read_in_blocks(folder, block, monkeypatch):
-    monkeypatch.setattr("rl.view.lines.BLOCK", block)
+    monkeypatch.setattr("rl.view.history.BLOCK", block)
     run = Run(folder)
     assert run.state()["step"] == 20
     assert run.curves(["reward/mean"])["curves"]["reward/mean"][0] == [*range(1, 21)]

@@ -40,10 +40,6 @@ RELIES_ON["fake_flex"] = (
     "torch.distributed.tensor.experimental._context_parallel._attention:"
     "_compiled_create_block_mask",
 )
-RELIES_ON["flex_attention"] = (
-    # torchtitan compiles it at import, with options that no config has
-    "torchtitan.models.common.attention:FlexAttention._compiled_flex_attn inductor_configs",
-)
 RELIES_ON["fake_vllm"] = (
     # vLLM looks for the platform once, and each module keeps a copy of it
     "vllm.platforms:_current_platform",
@@ -87,6 +83,8 @@ RELIES_ON["titan"] = (
     "torchtitan.components.lora:_get_lora_cls(parent_cls)",
     # no public method returns whether a save is in progress
     "torchtitan.components.checkpointer.dcp:CheckpointManager.save_future",
+    # torchtitan compiles it at import, with options that no config has
+    "torchtitan.models.common.attention:FlexAttention._compiled_flex_attn inductor_configs",
 )
 RELIES_ON["torch_checkpoint"] = (
     # DefaultLoadPlanner.load_bytes, which reads and sets, allows any pickle
@@ -130,12 +128,8 @@ RELIES_ON["torch_internals"] = (
     " _ForceDispatchKeyGuard",
     # torch has no public name for the history of allocations
     "torch.cuda.memory:_record_memory_history(enabled, stacks) _dump_snapshot(filename)",
-)
-RELIES_ON["torch_pairs"] = (
     # new_group and init_process_group are for the ranks of one mesh, which start together
     "torch.distributed.distributed_c10d:ProcessGroupGloo._Options create_device send recv",
-)
-RELIES_ON["torch_rendezvous"] = (
     # init_process_group opens a store on rank 0 unless this variable of torchelastic is set
     "torch.distributed.rendezvous:_torchelastic_use_agent_store()",
 )
@@ -213,15 +207,6 @@ RELIES_ON["vllm_internals"] = (
     "vllm.v1.core.kv_cache_utils:KVCacheBlock.block_id",
     "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.single_type_managers",
     "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager.num_cached_block",
-)
-RELIES_ON["vllm_kernels"] = (
-    # vLLM's public layers have a parameter and a cache of their own
-    "vllm._custom_ops:rms_norm(out, input, weight, epsilon)",
-    "vllm._custom_ops:rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox)",
-    # torch says nowhere else whether oneDNN multiplies bfloat16 on this CPU
-    "torch:ops.mkldnn._is_mkldnn_bf16_supported()",
-)
-RELIES_ON["vllm_masks"] = (
     # the distribution that is sampled is known here alone
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner.sampler",
     "vllm.v1.sample.sampler:Sampler.sample(logits, sampling_metadata)",
@@ -233,8 +218,6 @@ RELIES_ON["vllm_masks"] = (
     "vllm.v1.outputs:ModelRunnerOutput.sampling_masks",
     "vllm.v1.outputs:SamplingMaskLists.slice_request(req_idx, num_positions)",
     "vllm.v1.engine:EngineCoreOutput.new_sampling_mask",
-)
-RELIES_ON["vllm_steps"] = (
     # vLLM's own record of experts needs its own layers of experts and Model Runner V2
     "vllm.v1.core.sched.scheduler:Scheduler.requests kv_cache_manager"
     " update_from_output(scheduler_output, model_runner_output)",
@@ -247,6 +230,13 @@ RELIES_ON["vllm_steps"] = (
     "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager.block_size req_to_blocks",
     "vllm.v1.core.block_pool:BlockPool.blocks null_block",
     "vllm.v1.core.kv_cache_utils:KVCacheBlock.block_id",
+)
+RELIES_ON["vllm_kernels"] = (
+    # vLLM's public layers have a parameter and a cache of their own
+    "vllm._custom_ops:rms_norm(out, input, weight, epsilon)",
+    "vllm._custom_ops:rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox)",
+    # torch says nowhere else whether oneDNN multiplies bfloat16 on this CPU
+    "torch:ops.mkldnn._is_mkldnn_bf16_supported()",
 )
 
 ON_CPU = {

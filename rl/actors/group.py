@@ -18,7 +18,7 @@ from rl.actors.endpoint import A, Endpoint, P, R, Span, Timed, endpoint
 from rl.actors.fork_server import LOG
 from rl.actors.hosts import Hosts
 from rl.actors.processes import Process, stop_procs
-from rl.compat.torch_rendezvous import EXISTING_STORE
+from rl.compat.torch_internals import EXISTING_STORE
 from rl.errors import ActorFailure, RankLost, RunError, error_text
 from rl.host.disk import end_of, shorten
 from rl.host.listening import is_loopback, listen

@@ -1,5 +1,5 @@
-"""torchtitan's choice of a device, its attention without compilers, and its Qwen3 in any size, with
-or without a head.
+"""torchtitan's choice of a device, its attention without compilers, its compiled flex attention,
+and its Qwen3 in any size, with or without a head.
 
 Each function imports torchtitan's models only when called: the models read the device at import.
 """
@@ -126,3 +126,17 @@ def set_lora_scale(layer: Any, scale: float) -> None:
 def initializers(module: Any) -> "dict[str, Callable[[torch.Tensor], Any]]":
     """Return the initializers of the module's own parameters, by name."""
     return getattr(module, "_param_init", None) or {}
+
+
+def compile_flex_attention(*, tune: bool) -> None:
+    """Compile flex attention in this process, with the kernels that torch.compile tries out if
+    ``tune``, which torchtitan always does. No test covers CUDA.
+    """
+    from torch.nn.attention.flex_attention import flex_attention
+    from torchtitan.models.common.attention import FlexAttention
+
+    tried = dict.fromkeys(("max_autotune", "coordinate_descent_tuning"), tune)
+    FlexAttention.inductor_configs = FlexAttention.inductor_configs | tried
+    FlexAttention._compiled_flex_attn = torch.compile(
+        flex_attention, options=FlexAttention.inductor_configs
+    )

@@ -1,9 +1,11 @@
-"""Model, requests, caches and weight version of a ``LLMEngine`` that runs in this process."""
+"""Model, requests, caches, steps, sampling masks and weight version of a ``LLMEngine`` that runs in
+this process, with either model runner. Imports no vLLM before the engine has started.
+"""
 
 import sys
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -161,3 +163,136 @@ def forget_prefixes(engine: Any) -> bool:
             # vLLM then treats all blocks of the request as cached
             group.num_cached_block[request.request_id] = sys.maxsize
     return len(manager.block_pool.cached_block_hash_to_block) == 0
+
+
+class Stretch(NamedTuple):
+    """Neighbouring tokens of a request."""
+
+    name: str
+    begin: int
+    """Position of the first token."""
+    end: int
+    """Position after the last token."""
+
+
+class Computed(NamedTuple):
+    """Tokens of a request that a step has computed."""
+
+    tokens: Stretch
+    draws: bool
+    """Whether the request's next token was drawn from the last of them."""
+
+
+class Slots:
+    """Places of tokens in the KV cache, numbered from 0 to ``count``."""
+
+    def __init__(self, engine: Any):
+        from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+
+        manager = engine.engine_core.engine_core.scheduler.kv_cache_manager
+        groups = manager.coordinator.single_type_managers
+        whole = [group for group in groups if isinstance(group, FullAttentionManager)]
+        # layers with a window free the blocks behind it
+        self._group = (whole or groups)[0]
+        self._size = self._group.block_size
+        self.count = len(manager.block_pool.blocks) * self._size
+        first = manager.block_pool.null_block.block_id * self._size
+        self.freed = slice(first, first + self._size)
+        """Slots that stand for those of freed blocks. No step computes tokens there."""
+
+    def of(self, stretches: Iterable[Stretch]) -> np.ndarray:
+        """Return the slots of the tokens of all ``stretches``, int64 [T]."""
+        size = self._size
+        found: list[int] = []
+        for name, begin, end in stretches:
+            blocks = self._group.req_to_blocks[name]
+            while begin < end:
+                block, offset = divmod(begin, size)
+                count = min(size - offset, end - begin)
+                slot = blocks[block].block_id * size + offset
+                found.extend(range(slot, slot + count))
+                begin += count
+        return np.array(found, dtype=np.int64)
+
+
+def follow_steps(engine: Any, follow: Callable[[list[Computed]], None]) -> None:
+    """Call ``follow`` after each forward pass with what it has computed, in the order of the
+    model's input, while the requests still have their blocks.
+    """
+    scheduler = engine.engine_core.engine_core.scheduler
+    update = scheduler.update_from_output
+
+    def update_after(scheduler_output: Any, model_runner_output: Any) -> Any:
+        counts = scheduler_output.num_scheduled_tokens
+        computed = []
+        for name in model_runner_output.req_ids:
+            request = scheduler.requests[name]
+            end = request.num_computed_tokens
+            tokens = Stretch(name, end - counts[name], end)
+            computed.append(Computed(tokens, end == request.num_tokens))
+        follow(computed)
+        return update(scheduler_output, model_runner_output)
+
+    scheduler.update_from_output = update_after
+
+
+class StepMasks:
+    """Masks of one step, a row for each request, in place of vLLM's ``SamplingMaskLists``.
+
+    vLLM's own ``return_sampling_mask`` exists for Model Runner V2 alone, and refuses greedy
+    requests and requests without top-k.
+    """
+
+    def __init__(self, rows: Sequence[np.ndarray]):
+        self.rows = rows
+
+    def slice_request(self, req_idx: int, num_positions: int) -> "StepMasks":
+        """Return the rows of one request, which samples at most one token in a step."""
+        return StepMasks(self.rows[req_idx : req_idx + num_positions])
+
+
+def record_masks(
+    engine: Any,
+    encode: Callable[[torch.Tensor], Sequence[np.ndarray]],
+    is_wanted: Callable[[], bool],
+) -> None:
+    """Make the outputs of ``engine`` contain sampling masks of the steps in which ``is_wanted``
+    returns True.
+
+    ``encode`` gets the tokens with a probability above 0, bool [requests, vocab_size], and returns
+    a row for each request.
+    """
+    sampler = runner_of(engine).sampler
+    scheduler = engine.engine_core.engine_core.scheduler
+    schedule = scheduler.schedule
+    sample = sampler.sample
+    update = scheduler.update_from_output
+    steps: list[int] = []  # the step that is computed, among steps whose outputs are not read yet
+    masks = dict[int, StepMasks]()
+
+    def schedule_and_note(*args: Any) -> Any:
+        output = schedule(*args)
+        steps[:] = [id(output)]
+        return output
+
+    def sample_and_record(*args: Any, **options: Any) -> Any:
+        sampled, processed = sample(*args, **options)
+        if is_wanted():
+            masks[steps[0]] = StepMasks(encode(processed > -torch.inf))
+        return sampled, processed
+
+    def update_with_masks(scheduler_output: Any, model_runner_output: Any) -> Any:
+        if id(scheduler_output) in masks:
+            model_runner_output.sampling_masks = masks.pop(id(scheduler_output))
+        return update(scheduler_output, model_runner_output)
+
+    scheduler.schedule = schedule_and_note
+    sampler.sample = sample_and_record
+    scheduler.update_from_output = update_with_masks
+    scheduler.return_sampling_mask = True
+
+
+def rows_of(output: Any) -> Sequence[np.ndarray]:
+    """Return the rows of the new tokens of an ``EngineCoreOutput``."""
+    mask = output.new_sampling_mask
+    return [] if mask is None else mask.rows  # type: ignore[no-any-return]

@@ -4,13 +4,13 @@ from torchtitan.config import Configurable
 
 from rl.config.algorithm import AlgorithmConfig, PolicyGradientConfig
 from rl.config.dataset import DatasetConfig, DatasetRunConfig
+from rl.config.other_names import refuse_unknown
 from rl.config.preference import PreferenceConfig, PreferenceDataConfig, RewardModelConfig
 from rl.config.rl import CriticConfig, ReferenceConfig, RLConfig, RoleConfig
 from rl.config.rollout import EvaluationConfig, RecordConfig, RolloutConfig, RolloutRecordConfig
 from rl.config.run import RunConfig, SamplingRunConfig, SinksConfig, WatchdogConfig
 from rl.config.serve import ServeConfig
 from rl.config.sft import SampledEvaluationConfig, SFTConfig, SFTDataConfig
-from rl.config.unknown_fields import refuse_unknown
 from rl.session.session_config import SessionConfig
 
 __all__ = [

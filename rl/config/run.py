@@ -309,11 +309,6 @@ class RunConfig:
         return self.watchdog
 
     @property
-    def trainer_tflops(self) -> float:
-        """Peak TFLOP/s of all devices of the trainer; 0 if it is unknown."""
-        return self.trainer.ranks * self.hardware.peak_tflops
-
-    @property
     def updates_per_step(self) -> int:
         """Number of optimizer steps per step."""
         return 1

@@ -87,7 +87,9 @@ class GenerationEngine:
         if (chosen := self._model.chosen_experts) is not None:
             records = ExpertRecords(self._engine, chosen)
         self._requests = Requests(self._engine, self.shape.vocab_size, self._decode, records)
-        self._group = _tp_group()
+        from vllm.distributed import get_tp_group  # vLLM has started
+
+        self._group = get_tp_group()
         self._is_away = False  # weights and KV cache have no memory
         self._layout = generator_layout(
             self.shape,
@@ -360,9 +362,3 @@ def _forced(model, sequence: GivenSequence) -> Iterator[Recorder]:
             yield recorder
     finally:
         del model.compute_logits
-
-
-def _tp_group():
-    from vllm.distributed import get_tp_group
-
-    return get_tp_group()

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rl.compat.vllm_steps import Computed, Slots, Stretch, follow_steps
+from rl.compat.vllm_internals import Computed, Slots, Stretch, follow_steps
 from rl.errors import RunError
 from rl.model.shape import ModelShape
 from rl.types.routed_experts import RoutedExperts, dtype_of

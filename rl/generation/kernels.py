@@ -36,15 +36,11 @@ class KernelRoPE(RotaryEmbedding):
     """Rotary embedding in float32, whatever the dtype of queries and keys."""
 
     cache: torch.Tensor
+    """Each cosine and each sine once, [max_seq_len, dim]."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(RotaryEmbedding.Config):
         pass
-
-    def halve_cache(self) -> None:
-        """Keep each cosine and each sine once, [max_seq_len, dim]: torchtitan has them twice."""
-        half = self.config.dim // 2
-        self.cache = self.cache[:, half:-half].contiguous()
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor | None = None

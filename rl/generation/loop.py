@@ -295,7 +295,13 @@ class EngineLoop:
                     with self._changed:
                         self._loads.note(engine.load)
                 for request_id, completion in done:
-                    self._deliver(request_id, completion)
+                    with self._changed:
+                        call = self._calls.pop(request_id, None)
+                    if call is None:  # this rank is a follower, or the caller was cancelled
+                        continue
+                    call.completions[request_id] = completion
+                    if len(call.completions) == len(call.ids):
+                        _set_outcome(call.done, [call.completions[name] for name in call.ids])
 
     def _note_work(self, engine: GenerationEngine) -> None:
         """Note if this rank has just begun or ended to have requests."""
@@ -376,15 +382,6 @@ class EngineLoop:
             self._pulls = [(wanted, done) for wanted, done in self._pulls if wanted > version]
         for done in served:
             _set_outcome(done, pulled)
-
-    def _deliver(self, request_id: str, completion: Completion) -> None:
-        with self._changed:
-            call = self._calls.pop(request_id, None)
-        if call is None:  # this rank is a follower, or the caller was cancelled
-            return
-        call.completions[request_id] = completion
-        if len(call.completions) == len(call.ids):
-            _set_outcome(call.done, [call.completions[name] for name in call.ids])
 
 
 def _set_outcome(done: Future, result: Any = None, error: BaseException | None = None) -> None:

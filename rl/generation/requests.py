@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rl.compat import vllm_internals, vllm_masks
+from rl.compat import vllm_internals
 from rl.errors import RunError
 from rl.generation.expert_records import ExpertRecords
 from rl.metrics import Metrics, Rule, Value
@@ -135,7 +135,7 @@ class Requests:
         self._in_flight = dict[str, _InFlight]()
         self._finished: list[tuple[str, Completion]] = []
         self._cut = set[str]()  # those of the requests that need masks
-        vllm_masks.record_masks(engine, encode, lambda: bool(self._cut))
+        vllm_internals.record_masks(engine, encode, lambda: bool(self._cut))
         self.counts = Counter[str](dict.fromkeys(COUNTS, 0))
         """Numbers since the start, by the names of COUNTS."""
         vllm_internals.on_preemption(engine, lambda: self.counts.update(preemptions=1))
@@ -214,7 +214,7 @@ class Requests:
                 if each.top_count:
                     each.top += _most_likely(output.new_logprobs, each.top_count)
                 if each.masks is not None:
-                    each.masks += vllm_masks.rows_of(output)
+                    each.masks += vllm_internals.rows_of(output)
                 if each.stops is not None and each.stops.end(each.tokens):
                     reason = "stop"
                     said.append(output.request_id)

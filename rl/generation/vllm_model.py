@@ -199,7 +199,8 @@ def _make_rope_cache(model: Qwen3Model, device: torch.device) -> None:
             continue
         rope.init_states(buffer_device=device)
         if isinstance(rope, KernelRoPE):
-            rope.halve_cache()
+            half = rope.config.dim // 2  # torchtitan has each cosine and each sine twice
+            rope.cache = rope.cache[:, half:-half].contiguous()
 
 
 def _add_collectives(model: Qwen3Model) -> None:

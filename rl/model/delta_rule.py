@@ -298,9 +298,7 @@ def _outputs(rows: torch.Tensor, decay: torch.Tensor, *rest: Any) -> torch.Tenso
     return rows.new_empty(*decay.shape, rest[-1][1])
 
 
-@_delta_net_backward.register_fake
-def _gradients(_: torch.Tensor, *inputs: Any) -> list[torch.Tensor]:
-    return [torch.empty_like(each) for each in inputs[:4]]
+_delta_net_backward.register_fake(lambda _, *inputs: [*map(torch.empty_like, inputs[:4])])
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

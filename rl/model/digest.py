@@ -47,15 +47,11 @@ def shard_digest(shard: Shard, dtype: torch.dtype) -> torch.Tensor:
     step = max(1, _CHUNK.get(tensor.device.type, _CHUNK_ON_DEVICE) // len(columns))
     for start in range(0, len(rows), step):
         bits = bits_of(values[start : start + step].to(dtype).contiguous())
-        sums[start : start + step] = _weighted_rows(bits, columns)
+        # CUDA multiplies no matrices of integers
+        on_cpu = bits.device.type == "cpu"
+        weighted = torch.mv(bits.long(), columns) if on_cpu else (bits * columns).sum(1)
+        sums[start : start + step] = weighted
     return (rows * (sums + zeros)).sum()
-
-
-def _weighted_rows(bits: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """Return the sum of each row of ``bits`` times the int64 ``columns``, modulo 2^64."""
-    if bits.device.type == "cpu":
-        return torch.mv(bits.long(), columns)
-    return (bits * columns).sum(1)  # CUDA multiplies no matrices of integers
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:

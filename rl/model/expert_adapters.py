@@ -49,7 +49,8 @@ def add_adapters(experts: Any, config: Any) -> None:
     layouts = config.sharding_config.state_shardings
     for side, dim in (("lora_a", experts.in_dim), ("lora_b", 3 - experts.in_dim)):
         rows = {name: weight.shape[dim] for name, weight in weights.items()}
-        drawn = {name: _drawn(count) for name, count in rows.items()}
+        bounds = {name: count**-0.5 for name, count in rows.items()}
+        drawn = {name: partial(nn.init.uniform_, a=-each, b=each) for name, each in bounds.items()}
         own = {name: _layout(layouts[name], dim) for name in rows}
         factors = Factors.Config(
             shapes={name: (config.num_experts, count, rank) for name, count in rows.items()},
@@ -57,12 +58,6 @@ def add_adapters(experts: Any, config: Any) -> None:
             sharding_config=ShardingConfig(state_shardings=own),
         )
         setattr(experts, side, factors.build())
-
-
-def _drawn(rows: int) -> Any:
-    """Return torchtitan's initializer of A, for ``rows`` inputs."""
-    bound = rows**-0.5
-    return partial(nn.init.uniform_, a=-bound, b=bound)
 
 
 def _layout(weight: SpmdLayout, dim: int) -> SpmdLayout:

@@ -89,8 +89,10 @@ class MemoryOfPasses(PassSizes):
         self.k = self.shape.n_kv_heads * self.shape.head_dim // self.tp
         self.f = feed_forward_width(self.shape) // self.tp
         """Widths of queries, of keys, and of the feed-forward layers on a rank."""
-        self.rule = _delta_rule(self.shape) // self.tp
-        """Bytes per token of a gated delta net while it computes."""
+        widths = 14 * (2 * self.shape.delta_key_dim + self.shape.delta_value_dim) + 8 * CHUNK
+        self.rule = 4 * self.shape.delta_value_heads * widths // self.tp
+        """Bytes per token of float32 results of a delta rule and its gradients: of queries, keys
+        and values, and of matrices within a chunk."""
         self.routed = self.shape.experts_per_token if self.shape.num_experts else 0
         records = GIVEN * (self.trainer.router_replay != "none") * self.routed * self.shape.n_layers
         self.batch = (BATCH + records) * self.cells
@@ -228,15 +230,13 @@ class MemoryOfPasses(PassSizes):
         residual = self.p * self.shape.dim
         if self.tp > 1:
             residual *= 2  # also gathered
-        return residual + max(self.rule, self._temporary_of_feed_forward())
-
-    def _temporary_of_feed_forward(self) -> int:
-        if self.routed:
-            return 12 * self.routed * self.shape.dim // self.tp
-        if self.trainer.float8 is not None:
-            return 12 * self.f  # float32 before the cast to float8
         whole = self.tp > 1 and not self.degrees.enable_sequence_parallel
-        return (6 if whole else 2) * self.p * self.f
+        of_feed_forward = (6 if whole else 2) * self.p * self.f
+        if self.routed:
+            of_feed_forward = 12 * self.routed * self.shape.dim // self.tp
+        elif self.trainer.float8 is not None:
+            of_feed_forward = 12 * self.f  # float32 before the cast to float8
+        return residual + max(self.rule, of_feed_forward)
 
 
 def micro_batch_cells(run: PlannedRun, trainer: TrainerConfig) -> int:
@@ -254,14 +254,6 @@ def feed_forward_width(shape: ModelShape) -> int:
     """Return the total width of the feed-forward layers that a token goes through in a layer."""
     experts = shape.experts_per_token * shape.moe_hidden_dim + shape.shared_expert_dim
     return experts if shape.num_experts else shape.hidden_dim
-
-
-def _delta_rule(shape: ModelShape) -> int:
-    """Return the bytes per token of float32 results of a delta rule and its gradients: of queries,
-    keys and values, and of matrices within a chunk.
-    """
-    widths = 14 * (2 * shape.delta_key_dim + shape.delta_value_dim) + 8 * CHUNK
-    return 4 * shape.delta_value_heads * widths
 
 
 def _delta_net(shape: ModelShape, p: int) -> int:

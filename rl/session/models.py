@@ -385,9 +385,8 @@ class Models:
         """Return the digest of each parameter that is trained, or of ``adapter``, 16 hex digits."""
         self._source(adapter, None, role)
         async with self._devices.of(role, "model"):
-            return merge_digests(
-                await self._groups[role].call(ModelWorker.trained_digests, adapter)
-            )
+            digests = await self._groups[role].call(ModelWorker.trained_digests, adapter)
+            return merge_digests(digests)
 
     async def _start_model(self, role: str) -> None:
         """Restart a group, alone on the devices that it shares."""

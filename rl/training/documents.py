@@ -214,9 +214,9 @@ def _outputs(q: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=total)
 
 
-@_attend_backward.register_fake
-def _gradients(_: object, *qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return tuple(each.new_empty(each.shape) for each in qkv[:3])
+_attend_backward.register_fake(
+    lambda _, *qkv: tuple(each.new_empty(each.shape) for each in qkv[:3])
+)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torchtitan.tools.utils import get_local_device
 
 from rl.algorithms.loss_results import PerToken, check_loss_result, learning_sequences
 from rl.algorithms.tokens import Tokens
-from rl.compat.flex_attention import compile_flex_attention
+from rl.compat.titan import compile_flex_attention
 from rl.errors import GradientNotFinite
 from rl.host.platform import device_type, trim_heap
 from rl.metrics import Metrics, Value
@@ -28,8 +27,7 @@ from rl.training.attention import attention_masks, micro_batch_limits
 from rl.training.context import SequenceShard
 from rl.training.kept_logits import kept_logits
 from rl.training.matmul import kernel_in_use
-from rl.training.micro_batches import MicroBatch, lay_out, outputs_of
-from rl.training.packing import plan
+from rl.training.micro_batches import MicroBatch, micro_batches_of, outputs_of
 from rl.training.routing import Routing
 from rl.training.token_metrics import MetricTotals, StepSums, WorkCount, over_ranks
 from rl.training.trainer_config import AdapterConfig, TrainerConfig
@@ -76,20 +74,13 @@ class TrainingEngine:
             torch.cuda.set_device(self.device)
             compile_flex_attention(tune=config.tune_attention)
         world = titan_dist.init_distributed(config.comm, base_folder=folder)
-        self.dims = ParallelDims.from_config(config.parallelism, world)
+        self.dims = dims = ParallelDims.from_config(config.parallelism, world)
         titan_dist.set_spmd_backend(config.parallelism.spmd_backend)
         self._context = titan_dist.get_spmd_context(parallel_dims=self.dims)
         self.dims.build_mesh()
 
         self.model = sharded_model.build_model(
-            config,
-            model,
-            self.dims,
-            head=head,
-            seed=seed,
-            folder=folder,
-            loads=loads,
-            parity=parity,
+            config, model, dims, head=head, seed=seed, folder=folder, loads=loads, parity=parity
         )
         self.matmul = kernel_in_use() if self.device.type == "cpu" else "cuBLAS"
         """Kernel of float32 matrix products."""
@@ -380,27 +371,14 @@ class TrainingEngine:
     def _micro_batches(
         self, batch: Batch, learns: torch.Tensor | None = None, *, trains: bool = True
     ) -> Iterator[tuple[MicroBatch, bool]]:
-        """Yield each micro-batch of this rank, and whether it is the last. While another rank has
-        more micro-batches, yield dummies.
-
-        With ``learns``, of each sequence, these are the micro-batches of sequences that are
-        computed with a sequence that learns, at least a dummy, or if not ``trains`` the others.
-        Their log-probs are those of tokens of weight above 0 then.
-        """
+        """Yield micro-batches on the device: see :func:`micro_batches_of`."""
         # a context-parallel rank learns its cells on the device, where counting them would wait
         weighted = learns is not None and self._sequence is None
         limits = micro_batch_limits(self.config, self.model.config)
-        planned = plan(batch, limits, learns, trains=trains)
-        most = partial(over_ranks, self._batch_group, reduction=dist.ReduceOp.MAX)
-        count = int(most(value=len(planned)))
-        if count == 0 and trains:
-            if most(value=len(batch)) == 0:
-                raise ValueError("the batch is empty; give at least one sequence")
-            count = 1
-        for number in range(count):
-            rows = planned[number] if number < len(planned) else []
-            micro = lay_out(batch, rows, limits, weighted=weighted)
-            yield micro.to(self.device), number == count - 1
+        group = self._batch_group
+        cut = micro_batches_of(batch, limits, group, learns, trains=trains, weighted=weighted)
+        for micro, is_last in cut:
+            yield micro.to(self.device), is_last
         give(self._routers)
 
     def _run(self, micro: MicroBatch, temperature: float) -> dict[str, torch.Tensor]:

@@ -24,7 +24,9 @@ def use_kernel(kernel: Kernel) -> None:
     if kernel == "onednn":
         _registered = torch.library.Library("aten", "IMPL")
         _registered.impl("mm", _onednn, "CPU", allow_override=True)
-        _registered.impl("mm.out", _onednn_out, "CPU", allow_override=True)
+        _registered.impl(
+            "mm.out", lambda a, b, *, out: out.copy_(_onednn(a, b)), "CPU", allow_override=True
+        )
 
 
 def kernel_in_use() -> Kernel:
@@ -58,7 +60,3 @@ def _onednn(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if not a.is_contiguous() and b.numel() < a.numel():
         return onednn_linear(b.T, a).T
     return onednn_linear(a, b.T)
-
-
-def _onednn_out(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
-    return out.copy_(_onednn(a, b))

@@ -1,12 +1,16 @@
 """Micro-batches: rectangles of tokens that one rank runs, cut from a ragged Batch."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
-from rl.training.packing import MicroBatchLimits, Rows, sizes_of
+from rl.training.packing import MicroBatchLimits, Rows, plan, sizes_of
+from rl.training.token_metrics import over_ranks
 from rl.types import Batch
 from rl.types.sampling_mask import SamplingMask
 
@@ -68,6 +72,34 @@ class MicroBatch:
         """
         first = self.first.view(-1, *[1] * (values.dim() - 2))
         return values.flatten(0, 1)[self.cells].masked_fill(first, 0.0)
+
+
+def micro_batches_of(
+    batch: Batch,
+    limits: MicroBatchLimits,
+    group: dist.ProcessGroup | None,
+    learns: torch.Tensor | None = None,
+    *,
+    trains: bool = True,
+    weighted: bool = False,
+) -> Iterator[tuple[MicroBatch, bool]]:
+    """Yield each micro-batch of this rank, and whether it is the last. While another rank of
+    ``group`` has more micro-batches, yield dummies.
+
+    With ``learns``, of each sequence, these are the micro-batches of sequences that are computed
+    with a sequence that learns, at least a dummy, or if not ``trains`` the others. ``weighted``: as
+    for :func:`lay_out`. Raises ValueError if the batch of no rank has a sequence.
+    """
+    planned = plan(batch, limits, learns, trains=trains)
+    most = partial(over_ranks, group, reduction=dist.ReduceOp.MAX)
+    count = int(most(value=len(planned)))
+    if count == 0 and trains:
+        if most(value=len(batch)) == 0:
+            raise ValueError("the batch is empty; give at least one sequence")
+        count = 1
+    for number in range(count):
+        rows = planned[number] if number < len(planned) else []
+        yield lay_out(batch, rows, limits, weighted=weighted), number == count - 1
 
 
 def lay_out(

@@ -137,14 +137,11 @@ def titan_rules(kind: type) -> Rules:
     for each in reversed(kind.__mro__):
         used |= HONOURED.get(each, {})
     defaults = defaults_of(kind) if declared else {}
+    fix = "Tiller does not use this field of torchtitan"
+    fixes = {name: f"{fix}; set {own} instead" for name, own in INSTEAD.items()}
     unused = {
-        name: (COSMETIC, Fixed(default, _fix(name)))
+        name: (COSMETIC, Fixed(default, fixes.get(name, fix)))
         for name, default in defaults.items()
         if name in declared and not used.get(name)
     }
     return used | unused
-
-
-def _fix(name: str) -> str:
-    instead = f"; set {INSTEAD[name]} instead" if name in INSTEAD else ""
-    return f"Tiller does not use this field of torchtitan{instead}"

@@ -12,7 +12,7 @@ from itertools import pairwise
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from rl.config.unknown_fields import refusal
+from rl.config.other_names import refusal
 from rl.errors import require, require_value
 from rl.training.titan_fields import titan_rules
 from rl.types.rules import Bounds, Effect, Fixed, NeedsCuda, defaults_of, rule_of

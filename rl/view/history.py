@@ -1,4 +1,4 @@
-"""Curves and events of a run, kept up to date with its files."""
+"""Curves and events of a run, kept up to date with its files, which grow line by line."""
 
 import json
 import math

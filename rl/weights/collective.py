@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rl.compat.torch_pairs import join_store, open_store, pair
+from rl.compat.torch_internals import join_store, open_store, pair
 from rl.model.shards import Shard
 from rl.weights.streams import (
     STALL_S,

@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import rl  # noqa: F401  # before anything imports torchtitan, which asks it for the device
-from rl.compat.torch_pairs import open_store
+from rl.compat.torch_internals import open_store
 from rl.host.listening import listen
 
 _context = multiprocessing.get_context("fork")

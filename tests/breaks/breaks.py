@@ -229,7 +229,7 @@ rl/trainers/scheduler.py
   needed = min(step + rollout.max_staleness, self.config.steps)
   needed = min(step + rollout.max_staleness + 1, self.config.steps)
   trainers
-rl/trainers/watchdog.py
+rl/trainers/report.py
   streak < needed
   streak <= needed
   trainers/test_watchdog.py
@@ -237,7 +237,7 @@ rl/observe/checkpoint_folders.py
   kept = complete[-keep:]
   kept = complete[:keep]
   training/test_checkpoint.py trainers
-rl/trainers/watchdog.py
+rl/trainers/report.py
   if value > limit > 0 else
   if value > limit else
   trainers/test_watchdog.py

@@ -8,8 +8,8 @@ import pytest
 
 from configs.quickstart import quickstart
 from rl.cli.arguments import find_config
+from rl.doctor.examine import check_output, check_room
 from rl.doctor.host import Host, check_host, driver_of
-from rl.doctor.resources import check_output, check_room
 from rl.environments.agent import AgentTask
 from rl.plan.plan import Plan
 from rl.plan.report import describe

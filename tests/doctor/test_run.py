@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from configs.quickstart import quickstart
 from configs.sft_jsonl import sft_jsonl
 from rl.config.frozen import frozen
-from rl.doctor.run import check_run
+from rl.doctor.examine import check_run
 from rl.observe.checkpoint_folders import ROLLOUTS
 from rl.observe.owner import FolderOwner
 from rl.observe.rollout_files import Chunk, write_rollouts

@@ -3,9 +3,8 @@
 import pytest
 
 from rl.cli.arguments import find_config
-from rl.plan.fit import lacks_of, memories
 from rl.plan.memory import GIB, WORKER_PROCESS, all_ranks
-from rl.plan.plan import Plan
+from rl.plan.plan import Plan, lacks_of, memories
 from rl.plan.planned_run import PlannedRun
 from rl.plan.report import describe
 from rl.tasks.guessing_game import GuessingGame

@@ -8,7 +8,7 @@ import pytest
 from rl.cli.arguments import read_config
 from rl.config import WatchdogConfig
 from rl.errors import RunError
-from rl.trainers.watchdog import Watchdog
+from rl.trainers.report import Watchdog
 from tests.tables import check_rows
 
 GOOD = {

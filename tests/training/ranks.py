@@ -13,7 +13,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any, Self
 
-from rl.compat.torch_pairs import open_store
+from rl.compat.torch_internals import open_store
 from rl.host.listening import listen
 from tests.training.layouts import LAYOUTS
 from tests.warm import FORK

@@ -9,7 +9,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torchtitan.models.common import attention as titan
 
-from rl.compat.flex_attention import compile_flex_attention
+from rl.compat.titan import compile_flex_attention
 from rl.training.attention import MaskedAttention, tree_mask
 from rl.training.micro_batches import lay_out
 from rl.training.packing import MicroBatchLimits, plan

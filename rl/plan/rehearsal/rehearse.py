@@ -29,9 +29,8 @@ from rl.errors import end_program
 from rl.generation.generator_config import environment
 from rl.plan.memory import GIB
 from rl.plan.planned_run import GENERATOR, LEARNING, PlannedRun
-from rl.plan.rehearsal.allocator import after_steps
 from rl.plan.rehearsal.device import FakeCuda
-from rl.plan.rehearsal.device_ledger import Ledger, line_of_error
+from rl.plan.rehearsal.device_ledger import Ledger, after_steps, line_of_error
 from rl.plan.rehearsal.rehearsed_batches import shapes_of, work_of
 from rl.training.attention import micro_batch_limits
 from rl.training.engine import TrainingEngine

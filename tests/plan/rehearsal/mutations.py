@@ -61,9 +61,9 @@ MUTATIONS = {
         METRICS, "torch.zeros_like(weight)", "torch.zeros((), dtype=torch.float64)", "device"
     ),
     "a host tensor in a collective": Mutation(
-        "rl.training.engine:TrainingEngine._micro_batches",
-        "int(most(value=len(planned)))",
-        "dist.all_reduce(torch.ones(1), group=self._batch_group) or 1",
+        f"{ENGINE}._micro_batches",
+        "group = self._batch_group",
+        "dist.all_reduce(torch.ones(1), group=(group := self._batch_group))",
         "NCCL refuses tensors of",
     ),
     "a product of two dtypes": Mutation(

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl.plan.rehearsal import allocator
-from rl.plan.rehearsal.allocator import Allocator, after_steps
+from rl.plan.rehearsal import device_ledger
+from rl.plan.rehearsal.device_ledger import Allocator, after_steps
 from tests.plan.rehearsal.layouts import DENSE, EXPERTS
 
 MIB = 1 << 20
@@ -25,7 +25,7 @@ def test_its_sizes_are_those_of_the_installed_torch():
         "OWN_SEGMENT": "kMinLargeAlloc",
         "OWN_MULTIPLE": "kRoundLarge",
     }
-    assert {name: getattr(allocator, name) for name in names} == {
+    assert {name: getattr(device_ledger, name) for name in names} == {
         name: int(found[theirs]) for name, theirs in names.items()
     }
 

@@ -130,6 +130,18 @@ def test_the_map_of_the_house_has_every_package():
     assert packages - {*quoted("docs/architecture.md")} == set()
 
 
+def test_every_method_of_the_architecture_exists():
+    found = quoted("docs/architecture.md")
+    names = [text for text in found if re.fullmatch(r"[A-Z]\w+\.\w+", text)]
+    files = [path.read_text() for path in (ROOT / "rl").rglob("*.py")]
+
+    def is_there(owner: str, method: str) -> bool:
+        return any(f"class {owner}" in text and f"def {method}(" in text for text in files)
+
+    assert names
+    assert [name for name in names if not is_there(*name.split("."))] == []
+
+
 def test_the_config_that_is_shown_is_the_quickstarts():
     shown = [block.code for block in blocks("docs/getting-started.md", "python")]
     assert (ROOT / "configs" / "quickstart.py").read_text() in shown

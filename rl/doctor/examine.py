@@ -12,10 +12,9 @@ from rl.cli.arguments import read_config
 from rl.cli.help import take_name
 from rl.config import RLConfig, RunConfig
 from rl.doctor.config import check_cluster, check_config, check_settings
-from rl.doctor.data import check_inputs, check_prompts, check_template, check_trainer
+from rl.doctor.data import check_inputs, check_prompts, check_reward, check_template, check_trainer
 from rl.doctor.findings import Finding, error, refused, warning
 from rl.doctor.host import COMPILERS, Host
-from rl.doctor.reward import check_reward
 from rl.errors import ConfigError, RunError, error_text
 from rl.model.hub import Snapshot, title_of
 from rl.model.shape import shape_of

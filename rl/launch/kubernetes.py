@@ -118,24 +118,22 @@ def _pod(
         ],
     }
     memory = {"medium": "Memory", "sizeLimit": kubernetes.shared_memory}
+    tolerations = []
+    for taint in kubernetes.tolerations:  # as ``kubectl taint`` writes it
+        name, _, effect = taint.partition(":")
+        key, has_value, value = name.partition("=")
+        operator = {"operator": "Equal", "value": value} if has_value else {"operator": "Exists"}
+        tolerations.append({"key": key, **operator, **({"effect": effect} if effect else {})})
     return {
         "terminationGracePeriodSeconds": kubernetes.warn_s,
         "nodeSelector": kubernetes.node_selector,
-        "tolerations": [_toleration(taint) for taint in kubernetes.tolerations],
+        "tolerations": tolerations,
         "containers": [container],
         "volumes": [
             {"name": "runs", "persistentVolumeClaim": {"claimName": kubernetes.claim}},
             {"name": "shared-memory", "emptyDir": memory},
         ],
     }
-
-
-def _toleration(taint: str) -> dict[str, str]:
-    """Return what tolerates a taint, which is written as ``kubectl taint`` writes it."""
-    name, _, effect = taint.partition(":")
-    key, has_value, value = name.partition("=")
-    operator = {"operator": "Equal", "value": value} if has_value else {"operator": "Exists"}
-    return {"key": key, **operator, **({"effect": effect} if effect else {})}
 
 
 def _metadata(launch: Launch) -> Manifest:

@@ -8,7 +8,7 @@ thread.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from typing import Any, Literal, NamedTuple
 
@@ -46,8 +46,8 @@ def use_bitwise_kernels() -> None:
     global _registered
     if _registered is None:
         _registered = torch.library.Library("aten", "IMPL")
-        for kernel in (_mm, _addmm, _silu, _sigmoid, _gelu):
-            _registered.impl(kernel.__name__[1:], kernel, "CPU", allow_override=True)
+        for name, kernel in KERNELS.items():
+            _registered.impl(name, kernel, "CPU", allow_override=True)
 
 
 def _mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -70,21 +70,19 @@ def _addmm(
     return torch.addmm(bias, a, b, beta=beta, alpha=alpha, out=a.new_empty(len(a), b.shape[1]))
 
 
-def _silu(x: torch.Tensor) -> torch.Tensor:
-    return _in_lanes(torch.ops.aten.silu.out, x)
-
-
-def _sigmoid(x: torch.Tensor) -> torch.Tensor:
-    return _in_lanes(torch.ops.aten.sigmoid.out, x)
-
-
-def _gelu(x: torch.Tensor, *, approximate: str = "none") -> torch.Tensor:
-    return _in_lanes(partial(torch.ops.aten.gelu.out, approximate=approximate), x)
-
-
-def _in_lanes(compute: Any, x: torch.Tensor) -> torch.Tensor:
+def _in_lanes(compute: Any, x: torch.Tensor, **options: Any) -> torch.Tensor:
     padded = F.pad(x.flatten(), (0, -x.numel() % LANES))
-    return compute(padded, out=torch.empty_like(padded))[: x.numel()].view(x.shape)  # type: ignore[no-any-return]
+    out = compute(padded, out=torch.empty_like(padded), **options)
+    return out[: x.numel()].view(x.shape)  # type: ignore[no-any-return]
+
+
+ACTIVATIONS = ("silu", "sigmoid", "gelu")
+KERNELS: dict[str, Callable[..., torch.Tensor]] = {
+    "mm": _mm,
+    "addmm": _addmm,
+    **{name: partial(_in_lanes, getattr(torch.ops.aten, name).out) for name in ACTIVATIONS},
+}
+"""Kernels that ``use_bitwise_kernels`` registers, by operator."""
 
 
 class Stretch(NamedTuple):

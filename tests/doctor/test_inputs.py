@@ -8,7 +8,6 @@ import pytest
 
 from rl.cli.arguments import find_config, shipped_configs
 from rl.dialects.template import stop_tokens
-from rl.doctor import reward
 from rl.doctor.data import check_template
 from rl.model.tokenizer import load_tokenizer
 from tests.doctor import broken_task
@@ -181,7 +180,7 @@ def test_faults_of_a_task_are_found(examine, matches, monkeypatch):
     def check(fault: str) -> None:
         config = broken_task.broken()
         config.task.fault = fault
-        monkeypatch.setattr(reward, "DEADLINE_S", 0.3 if fault == "hangs" else 60.0)
+        monkeypatch.setattr("rl.doctor.data.DEADLINE_S", 0.3 if fault == "hangs" else 60.0)
         matches(examine("broken", config), *FAULTS[fault])
 
     check_rows(FAULTS, check)

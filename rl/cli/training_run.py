@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from rl.cli.arguments import read_config
-from rl.errors import ConfigError, Interrupted, NodeLost, end_program, require
+from rl.errors import ConfigError, Interrupted, NodeLost, end_program
 from rl.trainers.endings import Interrupts, fail
 from rl.trainers.run_folder import RunFolder
 from rl.trainers.trainer import Trainer, trainer_of
@@ -23,19 +23,7 @@ def run(arguments: list[str], *, program: str) -> int:
     """
     name, config = read_config(arguments, program=program)
     trainer = trainer_of(config)  # which validates the config
-    present = len(os.environ.get("TILLER_NODES", "").split()) or 1
-    config.hardware.require_here()
-    fields = {"trainer.nodes": (config.trainer.nodes, 1)}
-    sampling = config.sampling_run()
-    if sampling is not None:
-        fields[f"{config.generator_section}generator.nodes"] = (sampling.generator.nodes, 0)
-    given = " and ".join(f"{name}={nodes}" for name, (nodes, _) in fields.items())
-    here = " ".join(f"--{name} {nodes}" for name, (_, nodes) in fields.items())
-    require(
-        config.nodes <= present,
-        f"{given} need {config.nodes} nodes; this run has {present}: start it by python -m "
-        f"rl.launch slurm, or give {here}",
-    )
+    config.require_hosts(len(os.environ.get("TILLER_NODES", "").split()) or 1)
     trainer.session_config.fetch_models(Console(quiet=config.quiet, soft_wrap=True).print)
     folder = trainer.run.claim(name, f"{program} {shlex.join(arguments)}")
     try:

@@ -8,6 +8,7 @@ from torchtitan.config import ParallelismConfig
 from rl.config.clusters import KubernetesConfig, SlurmConfig
 from rl.config.rollout import EvaluationConfig, RecordConfig, RolloutConfig
 from rl.environments.task import Task
+from rl.errors import require
 from rl.generation.generator_config import GeneratorConfig
 from rl.model.parity import Parity
 from rl.model.shape import ModelConfig, shape_of
@@ -226,6 +227,20 @@ class RunConfig:
         """Number of nodes that all meshes need together."""
         sampling = self.sampling_run()
         return self.trainer.nodes + (sampling.generator.nodes if sampling is not None else 0)
+
+    def require_hosts(self, present: int) -> None:
+        """Raise ConfigError unless this host has the device, and ``present`` hosts are enough."""
+        self.hardware.require_here()
+        fields = {"trainer.nodes": (self.trainer.nodes, 1)}
+        if (sampling := self.sampling_run()) is not None:
+            fields[f"{self.generator_section}generator.nodes"] = (sampling.generator.nodes, 0)
+        given = " and ".join(f"{name}={nodes}" for name, (nodes, _) in fields.items())
+        here = " ".join(f"--{name} {nodes}" for name, (_, nodes) in fields.items())
+        require(
+            self.nodes <= present,
+            f"{given} need {self.nodes} nodes; this run has {present}: start it by python -m "
+            f"rl.launch slurm, or give {here}",
+        )
 
     @property
     def longest(self) -> int:

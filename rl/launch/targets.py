@@ -15,10 +15,7 @@ from rl.plan.plan import Plan
 def check(target: str, config: RunConfig, wait: bool) -> None:
     """Raise ConfigError if the run cannot work there, before it waits in a queue."""
     if target == "local":
-        problem = f"trainer.nodes and generator.nodes come to {config.nodes} nodes"
-        fix = "it must be 1 on this host"
-        require(config.nodes == 1, problem, field="trainer.nodes", fix=fix)
-        config.hardware.require_here()
+        config.require_hosts(1)
         return
     fix = "follow the run by kubectl logs -f"
     require(target == "slurm" or not wait, "not for kubernetes", field="--wait", fix=fix)

@@ -102,7 +102,7 @@ def test_runs_of_every_trainer_are_launched(name, tiny_model, launch, tmp_path):
         (["mars", *TINY], 2, "'mars' is no place to launch to; allowed are local, slurm, kubern"),
         (["slurm"], 2, "--config NAME is missing"),
         (["slurm", *TINY, "--slurm.partion", "x"], 2, "did you mean --slurm.partition"),
-        (["local", *TINY, "--generator.nodes", "1"], 2, "come to 2 nodes; it must be 1 on this"),
+        (["local", *TINY, "--generator.nodes", "1"], 2, "need 2 nodes; this run has 1: start it"),
         (["local", *TINY, *H100], 2, "this host computes on cpu"),
         (["slurm", *TINY, "--generator.tensor_parallel_degree", "3"], 2, "l_degree is 3"),
         (["slurm", "--config", "qwen3_14b", "--hardware.memory_gib", "36"], 2, "GiB of the 36.0"),

@@ -125,6 +125,35 @@ def counts_of(rollouts: Sequence[Rollout]) -> torch.Tensor:
     return torch.tensor([rollout.sampled_count for rollout in rollouts])
 
 
+def by_player(rollouts: Sequence[Rollout]) -> list[tuple[int, int, Rollout]]:
+    """Return each sequence of ``rollouts`` as a rollout of its own, whose reward is that of its
+    turns, with the number of its rollout and of its player. Players are numbered in the order of
+    their first answers.
+    """
+    parts = list[tuple[int, int, Rollout]]()
+    for number, rollout in enumerate(rollouts):
+        lengths = rollout.turns
+        rewards = rollout.turn_rewards or (0.0,) * len(lengths)
+        first = 0
+        for player, sequence in enumerate(rollout.sequences):
+            left = int(np.count_nonzero(sequence.sampled))
+            last = first
+            while left > 0:
+                left -= lengths[last]
+                last += 1
+            part = replace(
+                rollout,
+                sequences=(sequence,),
+                reward=float(sum(rewards[first:last])),
+                turn_rewards=rewards[first:last],
+                turn_lengths=tuple(lengths[first:last]),
+                turn_order=(),
+            )
+            parts.append((number, player, part))
+            first = last
+    return parts
+
+
 def turn_ends(rollouts: Sequence[Rollout]) -> torch.Tensor:
     """Return whether each of the C sampled tokens is the last one of its turn, bool [C]."""
     lengths = [length for rollout in rollouts for length in rollout.turns]

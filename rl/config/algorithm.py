@@ -92,13 +92,16 @@ class PolicyGradientConfig(AlgorithmConfig):
     adaptive_kl: AdaptiveKL.Config = field(default_factory=AdaptiveKL.Config)
     """Adaptation of the KL coefficient that is above 0, in the loss or in the reward."""
 
-    credit: Literal["episode", "turn"] = "episode"
+    credit: Literal["episode", "turn", "player"] = "episode"
     """Sampled tokens that get the reward, for estimators that distinguish tokens.
 
     - ``episode``: The last token of a rollout gets the whole reward of the rollout.
     - ``turn``: The last token of each answer gets the reward of the environment step that
       follows the answer. The last token of the rollout also gets the rest. Requires an
-      environment as the task, and an estimator that distinguishes tokens."""
+      environment as the task, and an estimator that distinguishes tokens.
+    - ``player``: Each conversation of a rollout, such as that of a player, gets the rewards of its
+      own answers, and is compared with the same player's in the other rollouts of the prompt.
+      Requires an environment as the task."""
 
     overlong_buffer: Annotated[int, at_least(0, 10**8)] = 0
     """Number of tokens before ``rollout.max_tokens`` over which a completion's reward decreases

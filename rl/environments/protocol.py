@@ -43,6 +43,10 @@ class Reply:
     reward: float = 0.0
     """Number that is added to the reward of the episode."""
 
+    earlier: Mapping[int, float] = field(default_factory=dict)
+    """Numbers that are added to the rewards of earlier answers, by their numbers from 0, such as
+    what another player loses by this answer."""
+
     done: bool = False
     """Whether the episode ends here."""
 

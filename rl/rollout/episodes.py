@@ -228,8 +228,13 @@ class Environments:
         except InvalidScore as error:
             self._refuse(episode, f"step returned {error}")
         episode.rewards.append(now.reward)
+        for turn, more in step.earlier.items():
+            if turn not in range(episode.turns) or not math.isfinite(more):
+                what = f"step returned earlier={shown(step.earlier)}, which are no finite rewards"
+                self._refuse(episode, f"{what} of earlier answers")
+            episode.rewards[turn] += float(more)
         episode.score = Score(
-            reward=before.reward + now.reward,
+            reward=before.reward + now.reward + sum(map(float, step.earlier.values())),
             correct=now.correct,
             metrics={**before.metrics, **now.metrics},
         )

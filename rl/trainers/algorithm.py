@@ -13,6 +13,7 @@ from torchtitan.config import Configurable
 
 from rl.algorithms.advantages import Scored, advantages_of, overlong_penalty
 from rl.algorithms.batch import (
+    by_player,
     counts_of,
     make_batch,
     time_order,
@@ -212,19 +213,27 @@ class PolicyGradient(Algorithm):
         self, batch: Batch, rollouts: Sequence[Rollout], rewards: torch.Tensor
     ) -> dict[str, Entry]:
         """Add ``advantages``, and ``returns`` and ``correction`` if the config asks for them."""
-        lengths = counts_of(rollouts)
-        rewards = rewards + self._overlong(lengths)
+        rewards = rewards + self._overlong(counts_of(rollouts))
+        groups = torch.tensor([rollout.prompt.prompt_id for rollout in rollouts])
+        if self.config.credit == "player":
+            owners, players, parts = zip(*by_player(rollouts), strict=True)
+            more = rewards - torch.tensor([rollout.reward for rollout in rollouts])
+            rewards = torch.tensor([part.reward for part in parts]) + more[[*owners]]
+            pairs = torch.stack([groups[[*owners]], torch.tensor(players)])
+            groups = pairs.unique(dim=1, return_inverse=True)[1]
+            rollouts = parts
         metrics = dict[str, Entry]()
         penalty, token_rewards = self._penalty(batch)
         values = batch.columns.get("old_values")
         order = time_order(rollouts)
+        whole = self.config.credit == "episode"
         scored = Scored(
             rewards=rewards,
-            groups=torch.tensor([rollout.prompt.prompt_id for rollout in rollouts]),
-            lengths=lengths,
+            groups=groups,
+            lengths=counts_of(rollouts),
             token_rewards=token_rewards[order],
             values=None if values is None else values[batch.loss_mask][order],
-            turn_rewards=turn_rewards(rollouts)[order] if self.config.credit == "turn" else None,
+            turn_rewards=None if whole else turn_rewards(rollouts)[order],
             turn_ends=turn_ends(rollouts)[order],
         )
         with_returns = self.config.advantage.needs_values
@@ -242,7 +251,10 @@ class PolicyGradient(Algorithm):
         """Return all that the reward of ``rollout`` in training depends on: see
         :meth:`Algorithm.reward_key`.
         """
-        return super().reward_key(rollout), float(self._overlong(counts_of([rollout])))
+        own = super().reward_key(rollout)
+        if self.config.credit == "player":
+            own = own, *(part.reward for *_, part in by_player([rollout]))
+        return own, float(self._overlong(counts_of([rollout])))
 
     def minibatches(self, batch: Batch, step: int) -> list[Batch]:
         """Return the whole batch for a step of one update, otherwise a new split in each epoch."""

@@ -86,7 +86,8 @@ def _validate_episodes(config: RLConfig) -> None:
     fix = "other rollouts have one turn"
     field = "algorithm.credit"
     by_turn = algorithm.credit == "turn"
-    check(config, field, is_episodic or not by_turn, f"'episode' {ENVIRONMENT}", fix)
+    whole = algorithm.credit == "episode"
+    check(config, field, is_episodic or whole, f"'episode' {ENVIRONMENT}", fix)
     name = type(advantage).__qualname__.removesuffix(".Config")
     rule = f"'episode' with algorithm.advantage={name}, which compares whole rollouts"
     check(config, field, advantage.by_token or not by_turn, rule)

@@ -378,6 +378,14 @@ rl/sandbox/elsewhere.py
   self._failed = self._failed + 1 if failed else 0
   self._failed = 0
   sandbox/test_elsewhere.py
+rl/trainers/algorithm.py
+  own = own, *(part.reward for *_, part in by_player([rollout]))
+  own = own, 0.0
+  environments/test_self_play.py
+rl/rollout/episodes.py
+  episode.rewards[turn] += float(more)
+  episode.rewards[-1] += float(more)
+  environments/test_self_play.py
 rl/environments/harbor.py
   ("exec", self._name, "rm", "-rf", "/tests", "/logs/verifier"),
   ("exec", self._name, "rm", "-rf", "/tests"),

@@ -154,6 +154,22 @@ def by_player(rollouts: Sequence[Rollout]) -> list[tuple[int, int, Rollout]]:
     return parts
 
 
+def split_by_player(
+    rollouts: Sequence[Rollout], rewards: torch.Tensor
+) -> tuple[list[Rollout], torch.Tensor, torch.Tensor]:
+    """Return the M parts of :func:`by_player`, their rewards, float32 [M], and groups of the same
+    player of a prompt, int64 [M].
+
+    ``rewards`` [N] are those of ``rollouts``. What they have beyond the rewards of answers, such as
+    the score of a reward model, is added to each player's.
+    """
+    owners, players, parts = zip(*by_player(rollouts), strict=True)
+    more = rewards - torch.tensor([rollout.reward for rollout in rollouts])
+    found = torch.tensor([part.reward for part in parts]) + more[[*owners]]
+    pairs = torch.tensor([[part.prompt.prompt_id for part in parts], players])
+    return [*parts], found, pairs.unique(dim=1, return_inverse=True)[1]
+
+
 def turn_ends(rollouts: Sequence[Rollout]) -> torch.Tensor:
     """Return whether each of the C sampled tokens is the last one of its turn, bool [C]."""
     lengths = [length for rollout in rollouts for length in rollout.turns]

@@ -14,6 +14,7 @@ from typing import Any, get_args, get_type_hints
 from rl.errors import nearest
 
 LR = "trainer.optimizer.param_groups.0.optimizer_kwargs.lr"
+CONTEXT = "trainer.parallelism.context_parallel_degree"
 OTHER_NAMES = {
     # TRL
     "learning_rate": LR,
@@ -60,6 +61,9 @@ OTHER_NAMES = {
     "trainer.test_freq": "evaluation.every",
     "trainer.val_before_train": "evaluation.at_start",
     "trainer.project_name": "sinks.project",
+    "algorithm.filter_groups.enable": "rollout.max_resampled_groups",
+    "reward_model.overlong_buffer.len": "algorithm.overlong_buffer",
+    "actor_rollout_ref.actor.ulysses_sequence_parallel_size": CONTEXT,
     "trainer.experiment_name": "sinks.name",
     "data.apply_chat_template_kwargs": "task.enable_thinking",
     # torchtitan
@@ -75,6 +79,7 @@ OTHER_NAMES = {
     "trainer.model.ac": "trainer.activation_checkpoint",
     "inference.parallel.tp": "generator.tensor_parallel_degree",
     "inference.parallel.dp": "generator.replicas",
+    "trainer.model.cp": CONTEXT,
     "wandb.project": "sinks.project",
     "wandb.name": "sinks.name",
     "heartbeat.url": "sinks.webhook",
@@ -88,6 +93,8 @@ OTHER_NAMES = {
     "init_kl_coef": "algorithm.reward_kl_coef",
     "eps_clip": "algorithm.loss.clip_low",
     "dynamic_filtering": "rollout.max_resampled_groups",
+    "overlong_buffer_len": "algorithm.overlong_buffer",
+    "ring_attn_size": CONTEXT,
     "vllm_num_engines": "generator.replicas",
     "vllm_tensor_parallel_size": "generator.tensor_parallel_degree",
     "prompt_data": "task.path",

@@ -16,6 +16,7 @@ from rl.algorithms.batch import (
     by_player,
     counts_of,
     make_batch,
+    split_by_player,
     time_order,
     turn_ends,
     turn_rewards,
@@ -216,12 +217,7 @@ class PolicyGradient(Algorithm):
         rewards = rewards + self._overlong(counts_of(rollouts))
         groups = torch.tensor([rollout.prompt.prompt_id for rollout in rollouts])
         if self.config.credit == "player":
-            owners, players, parts = zip(*by_player(rollouts), strict=True)
-            more = rewards - torch.tensor([rollout.reward for rollout in rollouts])
-            rewards = torch.tensor([part.reward for part in parts]) + more[[*owners]]
-            pairs = torch.stack([groups[[*owners]], torch.tensor(players)])
-            groups = pairs.unique(dim=1, return_inverse=True)[1]
-            rollouts = parts
+            rollouts, rewards, groups = split_by_player(rollouts, rewards)
         metrics = dict[str, Entry]()
         penalty, token_rewards = self._penalty(batch)
         values = batch.columns.get("old_values")

@@ -7,7 +7,6 @@ import argparse
 import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -94,14 +93,11 @@ def _play_run(folder: Path, step: int | None, prompt_id: int, overrides: list[st
     async def work(session: Session) -> None:
         async def answer(tokens: list[int], turn: "EpisodeTurn") -> "Completion":
             length = len(tokens)  # differs between turns
-            room = longest - length
-            most = min(sampling.max_tokens, room, turn.max_tokens or room)
-            own = replace(sampling, max_tokens=most, top_logprobs=turn.top_logprobs, stop=turn.stop)
             request = GenerationRequest(
                 request_id=f"play/{length}",
                 prompt_tokens=tokens,
                 seed=derive_seed(config.seed, prompt_id, 0, length, stream="play"),
-                sampling=own,
+                sampling=turn.sampling(sampling, longest - length),
             )
             (completion,) = await session.sample([request])
             return completion

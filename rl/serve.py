@@ -199,6 +199,7 @@ def make_gateway(
     """
     from rl.gateway.answers import until
     from rl.gateway.gateway import Ask, Gateway
+    from rl.gateway.protocol import ApiError
     from rl.model.shape import shape_of
     from rl.types import Completion, GenerationRequest
 
@@ -209,6 +210,10 @@ def make_gateway(
         sampling = ask.sampling
         stops: tuple[str, ...] = ()
         if session.config.model.hf_path is None:  # generators have no tokenizer to find texts with
+            if sampling.json_schema:
+                message = "response_format needs a model with model.hf_path; leave it out"
+                param = "response_format"
+                raise ApiError(400, message, code="unsupported_parameter", param=param)
             sampling, stops = replace(sampling, stop=()), sampling.stop
         request = GenerationRequest(
             request_id=f"serve/{next(names)}",

@@ -218,6 +218,13 @@ RELIES_ON["vllm_internals"] = (
     "vllm.v1.outputs:ModelRunnerOutput.sampling_masks",
     "vllm.v1.outputs:SamplingMaskLists.slice_request(req_idx, num_positions)",
     "vllm.v1.engine:EngineCoreOutput.new_sampling_mask",
+    # vLLM makes its compiler of grammars with a tokenizer of its own, and lets them draw control
+    # tokens
+    "vllm.v1.engine.core:EngineCore.structured_output_manager",
+    "vllm.v1.structured_output:StructuredOutputManager.backend vllm_config",
+    "vllm.v1.structured_output.backend_xgrammar:"
+    "XgrammarBackend(vllm_config, tokenizer, vocab_size)",
+    "vllm.v1.structured_output.backend_xgrammar:XgrammarBackend.compiler",
     # vLLM's own record of experts needs its own layers of experts and Model Runner V2
     "vllm.v1.core.sched.scheduler:Scheduler.requests kv_cache_manager"
     " update_from_output(scheduler_output, model_runner_output)",

@@ -1,5 +1,5 @@
-"""Model, requests, caches, steps, sampling masks and weight version of a ``LLMEngine`` that runs in
-this process, with either model runner. Imports no vLLM before the engine has started.
+"""Model, requests, caches, steps, masks, grammars and weight version of a ``LLMEngine`` that runs
+in this process, with either model runner. Imports no vLLM before the engine has started.
 """
 
 import sys
@@ -296,3 +296,32 @@ def rows_of(output: Any) -> Sequence[np.ndarray]:
     """Return the rows of the new tokens of an ``EngineCoreOutput``."""
     mask = output.new_sampling_mask
     return [] if mask is None else mask.rows  # type: ignore[no-any-return]
+
+
+def compile_schema(engine: Any, schema: str, tokenizer: Any) -> None:
+    """Compile the grammar of a JSON schema, which requests of ``engine`` then find. The words of
+    all schemas are those of the ``tokenizer`` of the first one: vLLM has none of its own here.
+
+    Raises RuntimeError or ValueError, from xgrammar, if that is impossible.
+    """
+    from vllm.v1.structured_output.backend_types import StructuredOutputOptions
+
+    manager = engine.engine_core.engine_core.structured_output_manager
+    if manager.backend is None:
+        manager.backend = _grammars(manager.vllm_config, tokenizer)
+    manager.backend.compile_grammar(StructuredOutputOptions.JSON, schema)
+
+
+def _grammars(config: Any, tokenizer: Any) -> Any:
+    """Return vLLM's compiler of grammars, whose texts have no control token."""
+    from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
+    from xgrammar import GrammarCompiler, TokenizerInfo, VocabType
+
+    size = config.model_config.get_vocab_size()
+    backend = XgrammarBackend(config, tokenizer=tokenizer, vocab_size=size)
+    words = TokenizerInfo.from_huggingface(tokenizer, vocab_size=size).decoded_vocab
+    for token in tokenizer.get_added_vocab().values():
+        words[token] = b""
+    info = TokenizerInfo(words, VocabType.RAW, vocab_size=size)
+    backend.compiler = GrammarCompiler(info)
+    return backend

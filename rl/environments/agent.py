@@ -105,7 +105,7 @@ class AgentTask(EnvironmentTask):
 
     The conversations of the agent are trained token for token, and each sampled token once. The
     run's ``rollout`` has the parameters of sampling; those of the agent's requests have no effect,
-    except for a smaller ``max_tokens`` and log-probs.
+    except for a smaller ``max_tokens``, what ends an answer, its form, and log-probs.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -237,6 +237,8 @@ class AgentEpisode(TokenEnvironment):
                     max_tokens=ask.sampling.max_tokens,
                     top_logprobs=ask.sampling.top_logprobs,
                     stop=ask.sampling.stop,
+                    min_tokens=ask.sampling.min_tokens,
+                    json_schema=ask.sampling.json_schema,
                 )
 
     def _refused(self, ask: Ask, answer: asyncio.Future[Completion]) -> bool:

@@ -74,6 +74,13 @@ class TokenReply(Reply):
     stop: Sequence[str] = ()
     """Texts that end the next answer; the token that completes one is a part of the answer."""
 
+    min_tokens: int = 0
+    """Number of tokens of the next answer before which no stop token is sampled."""
+
+    json_schema: str | None = None
+    """Schema of the JSON that the next answer is, as JSON; None for any text. The sampling masks
+    of the answer have the tokens that go on with such an answer."""
+
     stop_reason: EpisodeStop = "done"
     """Reason for the end, if ``done``."""
 

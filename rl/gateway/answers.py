@@ -1,5 +1,6 @@
 """Answers of the API, whole or as a stream of server-sent events."""
 
+import itertools
 import json
 import time
 from bisect import bisect_left
@@ -9,6 +10,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+from tokenizers.decoders import DecodeStream
 
 from rl.dialects.dialect import Dialect
 from rl.types import Completion
@@ -144,6 +146,18 @@ class Form:
             for token, logprob, top in zip(tokens, logprobs, tops, strict=True)
         ]
 
+    def _offsets(self, choice: Choice) -> list[int]:
+        """Return the place in the text at which each token begins whose log-prob is returned; that
+        of a part of a character is the place after the last whole one.
+        """
+        completion = choice.completion
+        given = [] if completion.prompt_logprobs is None else choice.prompt
+        decoded = DecodeStream(skip_special_tokens=False)
+        backend = self.dialect.tokenizer.backend_tokenizer
+        steps = (decoded.step(backend, token) for token in (*given, *completion.tokens))
+        ends = itertools.accumulate((len(text or "") for text in steps), initial=0)
+        return [min(end, len(choice.text)) for end in ends][:-1]
+
     def _text_row(self, index: int, choice: Choice) -> dict[str, Any]:
         ids = {"token_ids": choice.completion.tokens, "prompt_token_ids": choice.prompt}
         rows = self._logprob_rows(choice) if self.logprobs else []
@@ -152,7 +166,7 @@ class Form:
             "tokens": [row["token"] for row in rows],
             "token_logprobs": [row["logprob"] for row in rows],
             "top_logprobs": [*map(_by_word, rows)] if has_top else None,
-            "text_offset": [],
+            "text_offset": self._offsets(choice),
         }
         return {
             "index": index,

@@ -7,7 +7,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rl.dialects.dialect import AssistantTurn, ConversationError, Dialect, joined_text
+from rl.dialects.dialect import (
+    AssistantTurn,
+    ConversationError,
+    Dialect,
+    joined_text,
+)
 from rl.types import Completion
 from rl.types.sequences import OpenSequence, SequenceLog
 
@@ -71,18 +76,22 @@ class Capture:
         tools: Sequence[Mapping[str, Any]] | None = None,
         *,
         enable_thinking: bool = True,
+        variables: Mapping[str, str] | None = None,
         forced: tuple[str | None] | None = None,
     ) -> Opened:
         """Return the prompt for an answer to ``messages``; with ``forced``, it ends with the begin
-        of a call of that tool, or with None of any tool. Raises ConversationError.
+        of a call of that tool, or with None of any tool. ``variables`` are more variables of the
+        chat template. Raises ConversationError.
         """
         own = [normal(message) for message in messages]
-        keys = [_hash(b"", json.dumps([tools or None, enable_thinking], sort_keys=True))]
+        options = {"enable_thinking": enable_thinking, **(variables or {})}
+        dialect = self._dialect(variables or {})
+        keys = [_hash(b"", json.dumps([tools or None, options], sort_keys=True))]
         for message in own:
             keys.append(_hash(keys[-1], key_of(message)))
-        tokens = self._continued(own, keys, enable_thinking)
+        tokens = self._continued(dialect, own, keys, enable_thinking)
         if tokens is None:
-            rendered = self.dialect.render(
+            rendered = dialect.render(
                 own, tools or None, add_generation_prompt=True, enable_thinking=enable_thinking
             )
             self.rewritten += bool(self.turns)
@@ -92,8 +101,22 @@ class Capture:
         begin = self.dialect.call_begin(*forced, enable_thinking=enable_thinking)
         return Opened([*tokens, *begin], keys[-1], len(begin))
 
+    def _dialect(self, variables: Mapping[str, str]) -> Dialect:
+        """Return the dialect with ``variables``. Raises ConversationError if the chat template does
+        not read one of them.
+        """
+        template = str(self.dialect.tokenizer.chat_template)
+        for name in variables:
+            if name not in template:
+                raise ConversationError(f"the chat template does not read {name}; leave it out")
+        return self.dialect.with_options(variables) if variables else self.dialect
+
     def _continued(
-        self, messages: Sequence[Mapping[str, Any]], keys: Sequence[bytes], enable_thinking: bool
+        self,
+        dialect: Dialect,
+        messages: Sequence[Mapping[str, Any]],
+        keys: Sequence[bytes],
+        enable_thinking: bool,
     ) -> list[int] | None:
         """Return the tokens of an earlier answer, of those before it, and of the messages after it;
         None if the messages continue no answer.
@@ -105,7 +128,7 @@ class Capture:
                 prompt = turn.sequence.tokens[: turn.begin]
                 answer = turn.sequence.tokens[turn.begin : turn.end]
                 with suppress(ConversationError):  # then the whole conversation is rendered
-                    more = self.dialect.continuation(
+                    more = dialect.continuation(
                         prompt, answer, messages[known:], enable_thinking=enable_thinking
                     )
                     return [*prompt, *answer, *more]

@@ -24,8 +24,10 @@ from rl.gateway.protocol import (
     aside,
     context_exceeded,
     read,
+    sample_seed,
 )
-from rl.types import MIN_TEMPERATURE, Completion, Sampling
+from rl.gateway.schemas import schema_of
+from rl.types import Completion, Sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +156,12 @@ class Gateway:
         capture = session.capture
 
         def prepare() -> Work:
+            schema = schema_of(request)
             opened = self._opened(capture, request)
+            if schema and capture.parse(opened, []).is_reasoning_open:
+                message = "response_format: the chat template begins each answer with a thought"
+                param = "response_format"
+                raise ApiError(400, message, code="unsupported_parameter", param=param)
 
             def has_call(tokens: list[int]) -> bool:
                 calls = capture.parse(opened, tokens).tool_calls
@@ -166,8 +173,9 @@ class Gateway:
                 message = capture.answer(opened, completion, request.stops)
                 return Choice(prompt=opened.tokens, completion=completion, message=message)
 
-            most = request.max_completion_tokens
-            return self._work_of(session, request, opened.tokens, choose, most=most, top=top)
+            own: dict[str, Any] = {"most": request.max_completion_tokens, "top_logprobs": top}
+            own["json_schema"] = schema
+            return self._work_of(session, request, opened.tokens, choose, **own)
 
         events = form.chat_events if request.stream else None
         choices = await self._answer(session, body, is_retry, prepare)
@@ -185,7 +193,8 @@ class Gateway:
                 tokens, choose = self._completed(session.capture, prompt, request)
                 top = request.logprobs or 0
                 echoed = request.logprobs if request.echo else None
-                work += self._work_of(session, request, tokens, choose, top=top, echoed=echoed)
+                own = {"top_logprobs": top, "prompt_logprobs": echoed}
+                work += self._work_of(session, request, tokens, choose, **own)
             return work
 
         events = form.completion_events if request.stream else None
@@ -241,13 +250,17 @@ class Gateway:
     def _opened(self, capture: Capture, request: ChatRequest) -> Opened:
         users = (each for each in request.messages if each.get("role") == "user")
         self._require_short(*(str(joined_text(each.get("content"))) for each in users))
-        options = request.chat_template_kwargs
-        given = options.enable_thinking if options else None
-        thinks = self.enable_thinking if given is None else given
+        thinks = self.enable_thinking if request.thinks is None else request.thinks
         tools = request.tools if request.tool_choice != "none" else None
         forced = request.forced_tool()
         try:
-            return capture.open(request.messages, tools, enable_thinking=thinks, forced=forced)
+            return capture.open(
+                request.messages,
+                tools,
+                enable_thinking=thinks,
+                variables=request.variables,
+                forced=forced,
+            )
         except ConversationError as error:
             raise ApiError(400, str(error), code="invalid_value", param="messages") from None
 
@@ -302,12 +315,11 @@ class Gateway:
         request: Asked | SamplingParams,
         tokens: list[int],
         choose: Choose,
-        *,
-        most: int | None = None,
-        top: int = 0,
-        echoed: int | None = None,
+        **fields: Any,
     ) -> Work:
-        """Return the answers to sample after the prompt ``tokens``. Raises ApiError."""
+        """Return the answers to sample after the prompt ``tokens``. ``fields`` are those of the
+        parameters of sampling that other parameters of the request give. Raises ApiError.
+        """
         left = self.longest - len(tokens)
         if not tokens or not all(0 <= token < self.vocab_size for token in tokens):
             message = f"the prompt must have tokens, each below {self.vocab_size}"
@@ -317,30 +329,13 @@ class Gateway:
         if session.capture.tokens >= self.limits.session_tokens:
             message = f"the session has {session.capture.tokens} tokens; open another one"
             raise ApiError(429, message, code="session_full")
-        default = self.sampling
-        if 0 < (request.temperature or 0) < MIN_TEMPERATURE:
-            message = f"temperature must be 0 or at least {MIN_TEMPERATURE}"
-            raise ApiError(400, message, code="invalid_value", param="temperature")
-        top_k = default.top_k if request.top_k is None else max(request.top_k, 0)
-        sampling = replace(
-            default,
-            max_tokens=min(most or request.max_tokens or default.max_tokens, left),
-            temperature=default.temperature if request.temperature is None else request.temperature,
-            top_p=default.top_p if request.top_p is None else request.top_p,
-            top_k=top_k,
-            min_p=default.min_p if request.min_p is None else request.min_p,
-            stop_token_ids=tuple(request.stop_token_ids or default.stop_token_ids),
-            top_logprobs=top,
-            stop=request.stops,
-            prompt_logprobs=echoed,
-        )
+        sampling = request.sampling(self.sampling, left, **fields)
         seed = request.seed
         if seed is None or seed == -1:
             seed = secrets.randbits(62)
-        return [
-            (Ask(session=session.name, tokens=tokens, sampling=sampling, seed=each % 2**63), choose)
-            for each in range(seed, seed + (request.n or 1))
-        ]
+        ask = Ask(session=session.name, tokens=tokens, sampling=sampling, seed=0)
+        seeds = [sample_seed(seed, number) for number in range(request.n or 1)]
+        return [(replace(ask, seed=each), choose) for each in seeds]
 
     async def _answer(
         self, session: _Session, body: bytes, is_retry: bool, prepare: Callable[[], Work]

@@ -1,17 +1,19 @@
 """Requests of the API, checked, and its errors."""
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rl.errors import shown
-from rl.types import MAX_TEMPERATURE, MAX_TOP_LOGPROBS
+from rl.types import MAX_TEMPERATURE, MAX_TOP_LOGPROBS, MIN_TEMPERATURE, Sampling
 
 MAX_CHOICES = 64
 """Maximum of ``n``."""
+HEATS = f"it must be 0 or at least {MIN_TEMPERATURE}"
 LARGE = 2**14
 """Size of the bodies that are read in the event loop."""
 MAX_PROMPTS = 64
@@ -21,12 +23,11 @@ IGNORED = {
     *("store", "user", "request_id", "priority", "cache_salt"),
 }
 """Parameters that change no token."""
-NEUTRAL = {
+NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0, 0.0),
     "presence_penalty": (0, 0.0),
     "repetition_penalty": (1, 1.0),
     "logit_bias": ({},),
-    "response_format": ({"type": "text"},),
     "best_of": (1,),
     "suffix": ("",),
     "modalities": (["text"],),
@@ -36,8 +37,6 @@ NEUTRAL = {
     "include_obfuscation": (True, False),
     "return_tokens_as_token_ids": (False,),
     "include_stop_str_in_output": (False,),
-    "ignore_eos": (False,),
-    "min_tokens": (0,),
     "bad_words": ([],),
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
@@ -99,7 +98,9 @@ def context_exceeded(length: str, most: int) -> ApiError:
 class Strict(BaseModel):
     """Part of a request. Unknown parameters are refused unless they change no token."""
 
-    model_config = ConfigDict(extra="allow", allow_inf_nan=False, strict=True)
+    model_config = ConfigDict(
+        extra="allow", allow_inf_nan=False, strict=True, protected_namespaces=()
+    )
 
 
 class Sampled(Strict):
@@ -116,12 +117,49 @@ class Sampled(Strict):
     """Tokens that end a completion; None and an empty list mean those of the dialect."""
     stop: str | list[str] | None = None
     """Texts that end a completion, and are no part of its text."""
+    min_tokens: int | None = Field(default=None, ge=0)
+    """Number of tokens before which no stop token is sampled."""
+    ignore_eos: bool | None = None
+    """Whether the stop tokens of the dialect end no completion."""
 
     @property
     def stops(self) -> tuple[str, ...]:
         """The texts of ``stop`` that are not empty."""
         given = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return tuple(text for text in given if text)
+
+    def sampling(
+        self, default: Sampling, left: int, *, most: int | None = None, **fields: Any
+    ) -> Sampling:
+        """Return the parameters of an answer of at most ``left`` tokens. ``most`` is another name
+        of ``max_tokens``, ``fields`` are those that other parameters give. Raises ApiError.
+        """
+        most = min(most or self.max_tokens or default.max_tokens, left)
+        least = self.min_tokens or 0
+        stops = () if self.ignore_eos else default.stop_token_ids
+        schema = fields.get("json_schema")
+        for name, is_wrong, rule in (
+            ("temperature", 0 < (self.temperature or 0) < MIN_TEMPERATURE, HEATS),
+            ("min_tokens", least > most, f"it may be {most}, as max_tokens"),
+            ("min_tokens", least and self.stops, "it does not go with stop"),
+            ("min_tokens", least and schema, "it does not go with response_format"),
+            ("ignore_eos", self.ignore_eos and schema, "it does not go with response_format"),
+        ):
+            if is_wrong:
+                message = f"{name} is {getattr(self, name)}; {rule}"
+                raise ApiError(400, message, code="invalid_value", param=name)
+        return replace(
+            default,
+            max_tokens=most,
+            min_tokens=least,
+            temperature=default.temperature if self.temperature is None else self.temperature,
+            top_p=default.top_p if self.top_p is None else self.top_p,
+            top_k=default.top_k if self.top_k is None else max(self.top_k, 0),
+            min_p=default.min_p if self.min_p is None else self.min_p,
+            stop_token_ids=tuple(self.stop_token_ids or stops),
+            stop=self.stops,
+            **fields,
+        )
 
 
 class StreamOptions(Strict):
@@ -145,6 +183,22 @@ class TemplateOptions(Strict):
     """Options of the chat template."""
 
     enable_thinking: bool | None = None
+
+
+class JsonSchema(Strict):
+    """Schema of an answer. ``strict`` False is followed too."""
+
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+    json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
+
+
+class ResponseFormat(Strict):
+    """Form of an answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
 
 
 class ToolName(Strict):
@@ -172,6 +226,27 @@ class ChatRequest(Asked):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     chat_template_kwargs: TemplateOptions | None = None
+    response_format: ResponseFormat | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    """Effort of thinking, for chat templates that read it; with "none" no thought is sampled."""
+    verbosity: Literal["low", "medium", "high"] | None = None
+    """Length of what is written, for chat templates that read it."""
+
+    @property
+    def thinks(self) -> bool | None:
+        """Whether the answer may begin with a thought; None for the default of the server."""
+        form = self.response_format
+        if self.reasoning_effort == "none" or (form and form.type != "text"):
+            return False
+        options = self.chat_template_kwargs
+        return options.enable_thinking if options else None
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """More variables of the chat template, with their values."""
+        effort = self.reasoning_effort if self.reasoning_effort != "none" else None
+        given = {"reasoning_effort": effort, "verbosity": self.verbosity}
+        return {name: value for name, value in given.items() if value is not None}
 
     @property
     def top_count(self) -> int:
@@ -269,11 +344,27 @@ def read(kind: type[Request], body: bytes) -> Request:
         value = "" if first["type"] == "missing" else f" is {shown(first['input'])}"
         message = f"{param or 'the body'}{value}: {first['msg']}"
         raise ApiError(400, message, code="invalid_value", param=param) from None
-    values = [getattr(request, name) for name in kind.model_fields]
-    for part in [request, *values]:
-        unknown = part.model_extra or {} if isinstance(part, Strict) else {}
-        for name, value in unknown.items():
-            if not (value is None or name in IGNORED or value in NEUTRAL.get(name, ())):
-                message = f"{name} is not supported; leave it out"
-                raise ApiError(400, message, code="unsupported_parameter", param=name)
+    for name, value in unnamed(request):
+        if not (value is None or name in IGNORED or value in NEUTRAL.get(name, ())):
+            message = f"{name} is not supported; leave it out"
+            raise ApiError(400, message, code="unsupported_parameter", param=name)
     return request
+
+
+def unnamed(part: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the fields of a body, and of its parts, that their classes do not name."""
+    if isinstance(part, BaseModel):
+        yield from (part.model_extra or {}).items()
+        part = [getattr(part, name) for name in type(part).model_fields]
+    for each in part if isinstance(part, list) else ():
+        yield from unnamed(each)
+
+
+def sample_seed(seed: int, number: int) -> int:
+    """Return the seed of sample ``number`` of a request with ``seed``: ``seed`` for the first one.
+    Requests with other seeds have none of these.
+    """
+    if not number:
+        return seed % 2**63
+    text = f"{seed}/{number}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) % 2**63

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from rl.compat import vllm_internals
-from rl.errors import RunError
+from rl.errors import RunError, error_text
 from rl.generation.expert_records import ExpertRecords
 from rl.generation.generator_config import GeneratorConfig
 from rl.generation.requests import Requests
@@ -183,7 +183,7 @@ class GenerationEngine:
 
     def check(self, request: GenerationRequest) -> None:
         """Raise ValueError if the request cannot be served, RunError before the first weights,
-        ConfigError if it has stop texts and the tokenizer cannot be loaded.
+        ConfigError if it needs the tokenizer, which cannot be loaded.
         """
         if self.version is None:
             raise RunError("generator holds no weights yet: push before generate")
@@ -191,6 +191,12 @@ class GenerationEngine:
             raise ValueError(f"request {request.request_id!r}: {error}")
         if request.sampling.stop:
             self._decode([])
+        if schema := request.sampling.json_schema:
+            try:
+                vllm_internals.compile_schema(self._engine, schema, self._tokenizer)
+            except (RuntimeError, ValueError) as refusal:  # of xgrammar
+                text = f"json_schema cannot be used: {error_text(refusal)}"
+                raise ValueError(f"request {request.request_id!r}: {text}") from None
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -225,6 +231,14 @@ class GenerationEngine:
             return "stop has an empty text"
         if sampling.stop and self._folder is None:
             return "stop needs a tokenizer; set model.hf_path, or use stop_token_ids"
+        if not 0 <= sampling.min_tokens <= new:
+            return f"min_tokens {sampling.min_tokens} is not from 0 to max_tokens, {new}"
+        if sampling.min_tokens and (sampling.stop or sampling.json_schema):
+            return "min_tokens goes with neither stop nor json_schema; leave one of them out"
+        if sampling.json_schema and self._folder is None:
+            return "json_schema needs a tokenizer; set model.hf_path"
+        if sampling.json_schema and not sampling.stop_token_ids:
+            return "json_schema needs a stop token, which ends the answer; set stop_token_ids"
         return ""
 
     def add(self, request: GenerationRequest) -> None:

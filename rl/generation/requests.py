@@ -145,15 +145,17 @@ class Requests:
 
     def add(self, request: GenerationRequest) -> None:
         """Queue a request for the next step."""
-        from vllm import SamplingParams
+        from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
         name = str(next(self._numbers))  # an id may be used again while vLLM still clears it
         sampling = request.sampling
         each = _InFlight(request.request_id, top_count=self._at_most(sampling.top_logprobs))
         if sampling.prompt_logprobs is not None:
             each.prompt_count = self._at_most(sampling.prompt_logprobs)
+        schema = sampling.json_schema
         params = SamplingParams(
             max_tokens=sampling.max_tokens,
+            min_tokens=sampling.min_tokens,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
@@ -164,6 +166,7 @@ class Requests:
             prompt_logprobs=each.prompt_count,
             ignore_eos=True,
             detokenize=False,
+            structured_outputs=None if schema is None else StructuredOutputsParams(json=schema),
         )
         vllm_internals.submit(self._engine, name, request.prompt_tokens, params)
         self._in_flight[name] = each

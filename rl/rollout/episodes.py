@@ -33,6 +33,8 @@ from rl.types import (
     Prompt,
 )
 
+ASKED = ("max_tokens", "top_logprobs", "min_tokens", "json_schema")
+"""Fields of a TokenReply and of the EpisodeTurn that it becomes."""
 UNREAD = "error: no call of this answer was run, since one of them is malformed"
 
 
@@ -330,11 +332,15 @@ def _rules(reply: TokenReply, size: int, *, may_end: bool) -> Iterator[tuple[boo
         isinstance(each, str) and each for each in reply.stop
     )
     yield are_texts, "give a stop of texts that are not empty"
+    least, schema = reply.min_tokens, reply.json_schema
+    yield isinstance(least, int) and 0 <= least <= (most or least), "give a min_tokens from 0"
+    yield schema is None or isinstance(schema, str), "give a json_schema as text, or None"
+    is_lone = not (least and (reply.stop or schema))
+    yield is_lone, "leave min_tokens out, or stop and json_schema"
     reasons = get_args(EpisodeStop)
     yield reply.stop_reason in reasons, f"give a stop_reason of {', '.join(reasons)}"
 
 
 def _asked(reply: TokenReply) -> dict[str, Any]:
     """Return what an environment asks of the next answer, as fields of an EpisodeTurn."""
-    stop = tuple(reply.stop)
-    return {"max_tokens": reply.max_tokens, "top_logprobs": reply.top_logprobs, "stop": stop}
+    return {"stop": tuple(reply.stop)} | {name: getattr(reply, name) for name in ASKED}

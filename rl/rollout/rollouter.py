@@ -6,7 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field
 
 from rl.errors import GroupLost, RunError, WorkerLost
 from rl.observe.spans import Stopwatch
@@ -340,20 +340,13 @@ class Rollouter:
 
     def _request(self, episode: Episode, sampling: Sampling, stream: str) -> GenerationRequest:
         room = self.longest - len(episode.tokens)
-        asked = episode.turns[-1]
-        most = min(sampling.max_tokens, room, asked.max_tokens or room)
         turn = len(episode.answers)
         prompt = episode.prompt
         return GenerationRequest(
             request_id=f"{stream}/{prompt.prompt_id}/{episode.sample}/{turn}",
             prompt_tokens=[*episode.tokens],
             seed=derive_seed(self.seed, prompt.prompt_id, episode.sample, turn, stream=stream),
-            sampling=replace(
-                sampling,
-                max_tokens=most,
-                top_logprobs=max(sampling.top_logprobs, asked.top_logprobs),
-                stop=asked.stop,
-            ),
+            sampling=episode.turns[-1].sampling(sampling, room),
             experts_from=episode.log.recorded(episode.tokens),
         )
 

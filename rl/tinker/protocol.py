@@ -10,17 +10,10 @@ from collections.abc import Callable
 from functools import cache
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    StringConstraints,
-    ValidationError,
-    create_model,
-)
+from pydantic import AfterValidator, Field, StringConstraints, ValidationError, create_model
 
 from rl.errors import shown
+from rl.gateway.protocol import Strict, unnamed
 from rl.tinker.errors import UserError
 from rl.types import MAX_TEMPERATURE, MAX_TOP_LOGPROBS
 from rl.types.rules import LEAST_EPS
@@ -61,12 +54,8 @@ Rate = Annotated[float, Field(ge=0, le=1000)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 
 
-class Body(BaseModel):
+class Body(Strict):
     """Base of all bodies and their parts."""
-
-    model_config = ConfigDict(
-        extra="allow", strict=True, allow_inf_nan=False, protected_namespaces=()
-    )
 
 
 class Lora(Body):
@@ -169,15 +158,7 @@ def read(function: Callable[..., Any], body: bytes, *, whole: bool = True) -> di
         first = error.errors(include_url=False)[0]
         field = ".".join(map(str, first["loc"])) or "the body"
         raise UserError(f"{field} is {shown(first['input'])}: {first['msg']}") from None
-    if whole:
-        _refuse_others(found)
-    return {name: getattr(found, name) for name in type(found).model_fields}
-
-
-def _refuse_others(part: Any) -> None:
-    if isinstance(part, Body):
-        for name in (part.model_extra or {}).keys() - IGNORED:
+    for name, _ in unnamed(found) if whole else ():
+        if name not in IGNORED:
             raise UserError(f"{name} is not supported; leave it out")
-        part = [getattr(part, name) for name in type(part).model_fields]
-    for each in part if isinstance(part, list) else ():
-        _refuse_others(each)
+    return {name: getattr(found, name) for name in type(found).model_fields}

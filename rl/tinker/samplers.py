@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from rl.errors import ConfigError, RankLost, RunError, error_text
+from rl.gateway.protocol import sample_seed
 from rl.session.concurrency import Signal
 from rl.tinker.errors import BadRequest, UserError
 from rl.tinker.forward_backward import batch_of, target_logprobs
@@ -299,7 +300,7 @@ class Samplers:
             GenerationRequest(
                 request_id=id,
                 prompt_tokens=tokens,
-                seed=(seed + number) % 2**63,
+                seed=sample_seed(seed, number),
                 sampling=sampling if number else first,
             )
             for number, id in enumerate(ids)

@@ -111,6 +111,12 @@ class Sampling:
     prompt_logprobs: int | None = None
     """Number of most likely tokens whose log-probs are returned beside that of each prompt token;
     None for no log-probs of the prompt."""
+    min_tokens: int = 0
+    """Number of tokens before which no stop token is sampled."""
+    json_schema: str | None = None
+    """Schema of the JSON that an answer is, as JSON; None for any text. Only tokens that go on with
+    such an answer are sampled, and a stop token at its end. A generator reads them with the
+    tokenizer of ``model.hf_path``."""
 
     @property
     def is_cut(self) -> bool:
@@ -118,7 +124,8 @@ class Sampling:
         masks.
         """
         cuts = self.top_p < 1 or self.top_k > 0 or self.min_p > 0
-        return cuts and self.temperature > 0
+        is_bound = self.min_tokens > 0 or self.json_schema is not None
+        return is_bound or (cuts and self.temperature > 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,8 +145,8 @@ class Completion:
     """Tokens sampled for one request: three lists of one length, one entry per token.
 
     ``logprobs`` are log-probs under the distribution that was sampled: after the temperature and
-    over what top-k, top-p and min-p kept. ``versions`` are the policy versions that sampled each
-    token. ``sampling_mask`` has the kept ids of each token; None if nothing was cut.
+    over what the cuts and the form of the answer left. ``versions`` are the policy versions that
+    sampled each token. ``sampling_mask`` has the kept ids of each token; None if nothing was cut.
     ``top_logprobs`` has the log-probs of the most likely ids at each token, the highest first; None
     if the request did not ask for them. Ids that cannot be sampled are left out.
 
@@ -233,9 +240,27 @@ class EpisodeTurn:
     """Number of most likely tokens whose log-probs the environment gets with the next answer."""
     stop: tuple[str, ...] = ()
     """Texts that end the next answer, as ``Sampling.stop``."""
+    min_tokens: int = 0
+    """As ``Sampling.min_tokens``."""
+    json_schema: str | None = None
+    """Form of the next answer, as ``Sampling.json_schema``."""
     is_replayable: bool = False
     """Whether the environment is deterministic: the same answers lead to the same tokens. Set in
     the first turn of an episode."""
+
+    def sampling(self, default: Sampling, room: int) -> Sampling:
+        """Return the parameters of the next answer, of at most ``room`` tokens, in a run with the
+        ``default`` parameters.
+        """
+        most = min(default.max_tokens, room, self.max_tokens or room)
+        return replace(
+            default,
+            max_tokens=most,
+            top_logprobs=max(default.top_logprobs, self.top_logprobs),
+            stop=self.stop,
+            min_tokens=min(self.min_tokens, most),
+            json_schema=self.json_schema,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

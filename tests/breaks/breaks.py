@@ -164,6 +164,14 @@ rl/generation/engine.py
   if min(prompt) < 0 or max(prompt) >= words:
   if min(prompt) < 0 or max(prompt) > words:
   generation/test_engine.py
+rl/types/__init__.py
+  return is_bound or (cuts and self.temperature > 0)
+  return cuts and self.temperature > 0
+  generation/test_structured.py
+rl/compat/vllm_internals.py
+  words[token] = b""
+  pass
+  generation/test_structured.py
 rl/generation/requests.py
   if len(kept) >= self._longest and text.endswith(kept):
   if kept:
@@ -342,6 +350,14 @@ rl/gateway/answers.py
   found[word] = max(each["logprob"], found.get(word, each["logprob"]))
   found.setdefault(word, each["logprob"])
   gateway/test_answers.py
+rl/gateway/protocol.py
+  return seed % 2**63
+  return (seed + 1) % 2**63
+  gateway/test_answers.py
+rl/gateway/schemas.py
+  if word not in WORDS:
+  if False:
+  gateway/test_schemas.py
 rl/tasks/copy_digits.py
   reward = right / max(len(wanted), len(completion.tokens))
   reward = right / len(wanted)

@@ -103,6 +103,19 @@ class Sure(Agents):
         return Reply(reward=sum(row.logprob for row in rows), metrics=metrics)
 
 
+class Formed(Agents):
+    """Agent that asks for answers of a form, and for long ones."""
+
+    async def agent(self, prompt, api):
+        messages = [{"role": "user", "content": "1 + 2?"}]
+        async with AsyncOpenAI(base_url=api.base_url, api_key=api.key) as client:
+            for more in ({"response_format": {"type": "json_object"}}, {"min_tokens": 90}, {}):
+                await client.chat.completions.create(
+                    model="gpt-4o", messages=messages, max_tokens=100, extra_body=more
+                )
+        return Reply(reward=1.0)
+
+
 class Program(Agents):
     """Agent that is a program of its own."""
 

@@ -87,6 +87,15 @@ def check(group, engine):
         assert rollout.sampled_count == sum(len(completion.tokens) for _, completion in own)
 
 
+def test_the_form_of_an_answer_is_asked_of_the_generator(model):
+    (group,), engine = collect(model, [0], task=agents.Formed)
+    check(group, engine)
+    asked = [request.sampling for request, _ in itertools.chain.from_iterable(engine.rounds)]
+    forms = [(each.json_schema, each.min_tokens, each.is_cut) for each in asked]
+    wanted = [('{"type": "object"}', 0, True), (None, 90, True), (None, 0, False)]
+    assert sorted(forms, key=str) == sorted(wanted * len(group), key=str)
+
+
 @pytest.mark.parametrize(("prompt_id", "sequences"), [(3, 1), (4, 2), (5, agents.TURNS)])
 def test_a_rewritten_history_begins_a_sequence_and_each_answer_is_trained_once(
     model, prompt_id, sequences

@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from openai import BadRequestError
 
 from rl.gateway.answers import until
+from rl.gateway.capture import Capture
 from rl.types import Completion
 from rl.types.routed_experts import RoutedExperts
 from tests.dialects.conversations import TOOL
@@ -234,3 +236,79 @@ async def test_an_echo_begins_with_the_prompt_and_its_log_probs(prompt, count, s
     for top, token, logprob in rows[1:]:
         words = [qwen3().decode([token + more]) for more in range(2)]
         assert top == {words[1]: -1.5, words[0]: max(logprob, -0.5)}
+
+
+@pytest.mark.parametrize("form", ["json_object", "json_schema"])
+@awaited
+async def test_an_answer_of_a_form_is_asked_of_the_generator_without_a_thought(form):
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    own = {"type": form} | (
+        {"json_schema": {"name": "a", "schema": schema, "strict": True}}
+        if form == "json_schema"
+        else {}
+    )
+    policy = Policy(["plain"])
+    async with server(policy) as (_, _, client):
+        await client.chat.completions.create(**CHAT, response_format=own)
+        await client.chat.completions.create(**CHAT, response_format={"type": "text"})
+        await client.chat.completions.create(**CHAT, reasoning_effort="none")
+    formed, free, silent = (ask for ask, _ in policy.turns)
+    wanted = schema if form == "json_schema" else {"type": "object"}
+    assert json.loads(formed.sampling.json_schema) == wanted
+    assert free.sampling.json_schema is silent.sampling.json_schema is None
+    texts = [qwen3().decode(each.tokens) for each in (formed, free, silent)]
+    assert [text.endswith("</think>\n\n") for text in texts] == [True, False, True]
+
+
+@awaited
+async def test_a_prompt_that_begins_a_thought_takes_no_form(monkeypatch):
+    parse = Capture.parse
+    opened = lambda self, *args: replace(parse(self, *args), is_reasoning_open=True)  # noqa: E731
+    monkeypatch.setattr(Capture, "parse", opened)
+    async with server(Policy()) as (_, _, client):
+        with pytest.raises(BadRequestError, match="begins each answer with a thought"):
+            await client.chat.completions.create(**CHAT, response_format={"type": "json_object"})
+
+
+@awaited
+async def test_the_end_of_an_answer_can_be_put_off():
+    policy = Policy(["plain"])
+    async with server(policy) as (gateway, _, client):
+        more = [{"min_tokens": 5}, {"ignore_eos": True}, {"ignore_eos": True}]
+        more[2] |= {"stop_token_ids": [7]}
+        for each in more:
+            await client.chat.completions.create(**CHAT, extra_body=each)
+    own = [(ask.sampling.min_tokens, ask.sampling.stop_token_ids) for ask, _ in policy.turns]
+    assert own == [(5, gateway.dialect.stop_token_ids), (0, ()), (0, (7,))]
+
+
+@awaited
+async def test_samples_of_neighbouring_seeds_have_seeds_of_their_own():
+    policy = Policy(["plain"])
+    async with server(policy) as (_, _, client):
+        for seed in (5, 6, -6):
+            await client.chat.completions.create(**CHAT, n=8, seed=seed)
+    seeds = [ask.seed for ask, _ in policy.turns]
+    assert len({*seeds}) == len(seeds) == 24
+    assert seeds[:9:8] == [5, 6]
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+@pytest.mark.parametrize("echo", [False, True])
+@awaited
+async def test_tokens_of_completions_have_their_places_in_the_text(echo):
+    policy = Policy(["odd tokens"])
+    async with server(policy) as (_, _, client):
+        said = await client.completions.create(
+            model="policy", prompt="1 + 2 =", logprobs=0, echo=echo
+        )
+    (choice,) = said.choices
+    found = choice.logprobs
+    ((ask, completion),) = policy.turns
+    given = ask.tokens if echo else []
+    whole = [*given, *completion.tokens]
+    assert len(found.text_offset) == len(found.tokens) == len(whole)
+    for place, offset in enumerate(found.text_offset):
+        text = qwen3().decode(whole[:place])
+        assert offset == min(len(text.rstrip("\ufffd")), len(choice.text))
+        assert choice.text.startswith(text[:offset])

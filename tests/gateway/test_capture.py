@@ -4,8 +4,12 @@ from itertools import pairwise
 
 import pytest
 
+from rl.dialects.dialect import ConversationError
+from rl.dialects.template_dialect import TemplateDialect
+from rl.gateway.capture import Capture
+from rl.types import Completion
 from tests.gateway.agents import KINDS, Policy, act, awaited, session
-from tests.tiny_tokenizers import qwen3
+from tests.tiny_tokenizers import copy_of, plain_family, qwen3
 
 TURNS = 6
 HABITS = ("plain", "odd tokens", "spacing", "several calls")
@@ -114,3 +118,25 @@ async def test_texts_and_tokens_are_continued_too():
         await client.completions.create(model="policy", prompt=tokens)
     check(capture, policy.turns)
     assert len(capture.log.sequences) == 1
+
+
+def test_a_chat_template_gets_the_variables_that_it_reads():
+    """A conversation is continued with the variables that it began with."""
+    tokenizer = copy_of(plain_family("qwen2_5"))
+    said = "{%- if reasoning_effort is defined %}{{ 'Effort: ' ~ reasoning_effort }}{%- endif %}"
+    tokenizer.chat_template = said + tokenizer.chat_template
+    dialect = TemplateDialect(tokenizer)
+    capture = Capture(dialect)
+    plain = capture.open([ASKED])
+    low = {"reasoning_effort": "low"}
+    opened = capture.open([ASKED], variables=low)
+    assert tokenizer.decode(opened.tokens) == "Effort: low" + tokenizer.decode(plain.tokens)
+    answer = Completion.written([*tokenizer.encode("Three."), dialect.stop_token_ids[0]])
+    messages = [ASKED, capture.answer(opened, answer), {"role": "user", "content": "Sure?"}]
+    more = capture.open(messages, variables=low)
+    begin = [*opened.tokens, *answer.tokens]
+    assert more.tokens[: len(begin)] == begin and capture.rewritten == 0
+    high = capture.open(messages, variables={"reasoning_effort": "high"})
+    assert tokenizer.decode(high.tokens).startswith("Effort: high") and capture.rewritten == 1
+    with pytest.raises(ConversationError, match="does not read verbosity"):
+        capture.open([ASKED], variables={"verbosity": "low"})

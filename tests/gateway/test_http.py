@@ -20,6 +20,7 @@ from rl.gateway.protocol import ApiError
 from rl.host import http_server
 from rl.types.routed_experts import RoutedExperts
 from rl.types.sampling_mask import SamplingMask
+from tests.dialects.conversations import TOOL
 from tests.gateway.agent_tasks import Clock
 from tests.gateway.agents import LONGEST, Policy, awaited, collected, make_gateway, server, session
 
@@ -79,6 +80,8 @@ def sampled(**params):
 
 
 TOOLS = ("invalid_value", "tools.0 is ")
+JSON = {"type": "json_object"}
+LEAST = ("invalid_value", "min_tokens is ")
 TOP = ("invalid_value", "top_logprobs is ")
 CASES = [
     ("/v1/chat/completions", b"{", 400, "invalid_json", "not JSON"),
@@ -105,6 +108,22 @@ CASES = [
     ("/v1/chat/completions", CHAT | {"tool_choice": OTHER}, 400, "invalid_value", "name one"),
     ("/v1/chat/completions", CHAT | {"tools": [{"type": "web_search"}]}, 400, *TOOLS),
     ("/v1/chat/completions", CHAT | {"tools": [{"type": "function"}]}, 400, *TOOLS),
+    ("/v1/chat/completions", CHAT | {"min_tokens": 9, "max_tokens": 8}, 400, *LEAST),
+    ("/v1/chat/completions", CHAT | {"min_tokens": 9, "stop": "a"}, 400, *LEAST),
+    ("/v1/chat/completions", CHAT | {"min_tokens": 9, "response_format": JSON}, 400, *LEAST),
+    ("/v1/chat/completions", CHAT | {"ignore_eos": True, "response_format": JSON}, 400,
+     "invalid_value", "ignore_eos is True; it does not go with response_format"),
+    ("/v1/chat/completions", CHAT | {"tools": [TOOL], "response_format": JSON}, 400,
+     "invalid_value", "set tool_choice to 'none'"),
+    ("/v1/chat/completions", CHAT | {"response_format": {"type": "xml"}}, 400,
+     "invalid_value", "response_format.type is 'xml'"),
+    ("/v1/chat/completions", CHAT | {"response_format": JSON | {"wat": 1}}, 400,
+     "unsupported_parameter", "wat"),
+    ("/v1/completions", {"prompt": "a", "response_format": JSON}, 400,
+     "unsupported_parameter", "response_format"),
+    ("/v1/chat/completions", CHAT | {"reasoning_effort": "low"}, 400,
+     "invalid_value", "the chat template does not read reasoning_effort; leave it out"),
+    ("/v1/chat/completions", CHAT | {"verbosity": "low"}, 400, "invalid_value", "verbosity"),
     ("/v1/chat/completions", CHAT | {"model": "gpt"}, 404, "model_not_found", "'gpt'"),
     ("/sessions/none/v1/chat/completions", CHAT, 404, "session_not_found", "'none'"),
     ("/v1/nothing", CHAT, 404, "unknown_url", "/v1/nothing"),

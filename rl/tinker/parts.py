@@ -9,6 +9,7 @@ from rl.config.serve import ServeConfig
 from rl.model.shape import shape_of
 from rl.observe.events import Events
 from rl.observe.rollout_files import Chunk, RolloutFolder, delete_oldest
+from rl.session.concurrency import Shares
 from rl.session.session import Session
 from rl.tinker.checkpoints import Checkpoints
 from rl.tinker.custom_losses import CustomLosses
@@ -19,6 +20,10 @@ from rl.types import Completion, Prompt, Rollout
 
 MOST = 64
 """Number of samples that a step of a model has: the first ones after the step before."""
+CLONE = 10**9
+"""The samples of copy n of a client have numbers from n * CLONE."""
+AHEAD = 2
+"""Number of samples that generators have for each one that runs at most."""
 MAX_BYTES = 2**28
 """Disk space of the samples of a model. The oldest files make room."""
 
@@ -90,9 +95,23 @@ class Parts:
         self.store = Store(folder / "server.db", events.warn)
         self.futures = Futures()
         self.custom_losses = CustomLosses()
+        own = config.generator
+        self.shares = Shares(AHEAD * own.replicas * own.max_running_requests)
+        """Room for the samples that generators have at once, for sessions of clients."""
         self.checkpoints = Checkpoints(self.store, folder / "weights", events.warn)
         self.heard: dict[str, float] = {}
         """Monotonic time of the latest sign of life of each session."""
         self.folder = folder / "models"
         """Folder of the metrics and samples of models."""
         self.samples = Samples(self.folder, decode)
+
+
+def client_of(id: str) -> str:
+    """Return the client of a sampler that sent a request."""
+    name, _, seq = id.rpartition(":")
+    return f"{name}:client-{int(seq) // CLONE}"
+
+
+def session_of(id: str) -> str:
+    """Return the session of a sampler or of a request."""
+    return id.partition(":")[0]

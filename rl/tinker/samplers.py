@@ -9,18 +9,19 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from rl.errors import ConfigError, RankLost, RunError, error_text
-from rl.gateway.protocol import sample_seed
+from rl.gateway.protocol import aside, sample_seed
 from rl.session.concurrency import Signal
 from rl.tinker.errors import BadRequest, UserError
 from rl.tinker.forward_backward import batch_of, target_logprobs
 from rl.tinker.futures import Future
-from rl.tinker.parts import Parts
+from rl.tinker.parts import CLONE, Parts, client_of, session_of
 from rl.tinker.protocol import (
     Positive,
     Prompt,
@@ -38,8 +39,6 @@ MAX_WAITING = 16_384
 """Number of requests that may wait."""
 MAX_TARGETS = 128
 """Number of ids that a client may have scored at each token of a prompt."""
-CLONE = 10**9
-"""The samples of copy n of a client have numbers from n * CLONE."""
 ROWS = 64
 """Number of finished samples that a client is told of at once, for it fetches them at once."""
 UNUSED_S = 24 * 3600.0
@@ -168,22 +167,22 @@ class Samplers:
         future = self._futures.open(id, sample_sequence_ids=ids)
         self._store.accept(name, Accepted(seq, "sample"), digest)
         future.task = asyncio.create_task(self._work(future, fact, body))
-        self._working[_session_of(name)].add(future)
-        self.hear(_client_of(id))
+        self._working[session_of(name)].add(future)
+        self.hear(client_of(id))
         return future.promise
 
     # Clients that have gone.
 
     def hear(self, id: str) -> None:
         """Note that a client is there; ``id`` is that of a session or of a part of it."""
-        self._silence.pop(_session_of(id), None)
+        self._silence.pop(session_of(id), None)
         self._silence.pop(id, None)
-        self._parts.heard[_session_of(id)] = time.monotonic()
+        self._parts.heard[session_of(id)] = time.monotonic()
 
     @contextlib.contextmanager
     def listener(self, id: str) -> Iterator[None]:
         """Note that a client is there while it waits for a result."""
-        ids = Counter({_session_of(id), id})
+        ids = Counter({session_of(id), id})
         self._listeners += ids
         try:
             yield
@@ -195,10 +194,10 @@ class Samplers:
         """Give up the samples of a session, of a client of a sampler, or one sample. Their answers
         are lost.
         """
-        for future in [*self._working.get(_session_of(id), ())]:
+        for future in [*self._working.get(session_of(id), ())]:
             task = future.task
             own = future.promise["request_id"]
-            if task is not None and id in (_session_of(id), _client_of(own), own):
+            if task is not None and id in (session_of(id), client_of(own), own):
                 future.task = None
                 task.cancel()
 
@@ -209,7 +208,7 @@ class Samplers:
         while True:
             await asyncio.sleep(BEAT_S)
             for session, futures in [*self._working.items()]:
-                clients = {_client_of(each.promise["request_id"]) for each in futures}
+                clients = {client_of(each.promise["request_id"]) for each in futures}
                 for id in (session, *(clients & self._polling)):
                     self._silence.update(() if self._listeners[id] else (id,))
                     if self._silence[id] >= SILENT:
@@ -232,7 +231,7 @@ class Samplers:
         ready = self._ready[name].setdefault(client, {})
         for seq in [*itertools.takewhile(lambda seq: ready[seq][0] <= cursor, ready)]:
             del ready[seq]
-        id = _client_of(f"{name}:{client * CLONE}")
+        id = client_of(f"{name}:{client * CLONE}")
         self._polling.add(id)
         with contextlib.suppress(TimeoutError), self.listener(id):
             async with asyncio.timeout(seconds):
@@ -242,9 +241,8 @@ class Samplers:
 
     async def _work(self, future: Future, fact: Record, body: bytes) -> None:
         try:
-            ids = future.promise["sample_sequence_ids"]
-            given = await asyncio.to_thread(read, self._sample, body)
-            content = await self._sample(ids, fact, **given)
+            given = await aside(len(body), lambda: read(self._sample, body))
+            content = await self._sample(future.promise["sample_sequence_ids"], fact, **given)
             answer = Answer(content, MEDIA_TYPE)
         except (UserError, ConfigError) as error:
             answer = Answer.failure(str(error), "user")
@@ -254,11 +252,11 @@ class Samplers:
         except Exception as error:  # the server goes on
             answer = Answer.failure(error_text(error), "server")
         id = future.promise["request_id"]
-        working = self._working[_session_of(id)]
+        working = self._working[session_of(id)]
         working.discard(future)
         if not working:
-            del self._working[_session_of(id)]
-            self.hear(_client_of(id))
+            del self._working[session_of(id)]
+            self.hear(client_of(id))
         self._resolve(future, answer)
 
     def _resolve(self, future: Future, answer: Answer) -> None:
@@ -305,14 +303,14 @@ class Samplers:
             )
             for number, id in enumerate(ids)
         ]
-        completions = await self._complete(requests, fact)
+        completions = await self._complete(requests, fact, session_of(ids[0]))
         if run := fact.get("run"):
             await asyncio.to_thread(self._parts.samples.add, run, tokens, completions)
         hidden = max(1, len(tokens) - (prompt_logprobs_last_n or len(tokens)))
         scores = [math.nan] * hidden + (completions[0].prompt_logprobs or [])[hidden:]
         likely = [dict[int, float]()] * hidden + (completions[0].prompt_top or [])[hidden:]
         targets = target_prompt_logprobs
-        return await asyncio.to_thread(
+        encode = partial(
             encode_sample,
             completions,
             top=topk_sample_logprobs,
@@ -321,6 +319,8 @@ class Samplers:
             prompt_k=topk_prompt_logprobs,
             target_logprobs=targets and await self._score(targets, tokens, self._weights(fact)),
         )
+        sampled = sum(len(each.tokens) for each in completions) * (1 + topk_sample_logprobs)
+        return await aside(sampled + len(tokens) * (scored + topk_prompt_logprobs), encode)
 
     def _sampling(self, given: SamplingParams, prompt: list[int], top: int) -> Sampling:
         """Return the parameters of a sample. Raises UserError if they cannot work."""
@@ -352,14 +352,17 @@ class Samplers:
         folder = live or fact["folder"]
         return self._parts.checkpoints.at(folder) if folder else "base"
 
-    async def _complete(self, requests: list[GenerationRequest], fact: Record) -> list[Completion]:
+    async def _complete(
+        self, requests: list[GenerationRequest], fact: Record, client: str
+    ) -> list[Completion]:
         for _ in range(LIVES):
             await self.running.wait()
             weights = self._weights(fact)
             if isinstance(weights, Path) and not weights.exists():
                 raise UserError("the weights of the sampler were deleted; create another sampler")
             try:
-                return await self._session.sample(requests, weights=weights)
+                async with self._parts.shares.of(client, len(requests)):
+                    return await self._session.sample(requests, weights=weights)
             except RankLost:  # the session starts it again
                 await asyncio.sleep(AGAIN_S)
             except RunError:
@@ -384,14 +387,3 @@ class Samplers:
         outputs = await self._session.forward(batch, weights=weights)
         (found,) = target_logprobs(outputs, [wanted])
         return tensor_like(message, found)
-
-
-def _client_of(id: str) -> str:
-    """Return the client of a sampler that sent a request."""
-    name, _, seq = id.rpartition(":")
-    return f"{name}:client-{int(seq) // CLONE}"
-
-
-def _session_of(id: str) -> str:
-    """Return the session of a sampler or of a request."""
-    return id.partition(":")[0]

@@ -26,6 +26,8 @@ KEPT = 4096
 """Number of latest answers of a model that are kept."""
 FAILED = b'{"error"'
 """Beginning of the answer to a request that failed."""
+LAZY_S = 1.0
+"""Time for which changes wait for one that is needed."""
 RETRY_S = 1.0
 """Time between attempts to write to a disk that is full or lost."""
 
@@ -73,13 +75,15 @@ class Store:
     - Calls that change something return at once. They take effect in their order. Those that no
       ``await`` separates take effect together. ``flush`` waits until they are on disk.
     - ``facts`` has the facts of each kind by name. Change them by ``put`` and ``drop`` alone.
+    - ``forget`` is written with the next change, or after LAZY_S, and ``flush`` does not wait for
+      it: after a kill, what was forgotten may be known again.
     - A write that fails is tried again; ``flush`` and ``require_written`` raise RunError meanwhile.
     """
 
     def __init__(self, path: Path, warn: Callable[[str], object]):
         self._warn = warn
         self._waiting: list[tuple[str, tuple[Any, ...]]] = []
-        self._asked = self._written = 0  # numbers of statements
+        self._asked = self._needed = self._written = 0  # numbers of statements
         self._failure = ""  # of the latest attempt to write
         self._changed = Signal()
         self._writing: asyncio.Task[None] | None = None
@@ -144,17 +148,24 @@ class Store:
     def forget(self, owner: str, seq: int | None = None) -> None:
         """Forget one request, or without ``seq`` all, of ``owner``."""
         sql = "DELETE FROM requests WHERE owner = ? AND seq = coalesce(?, seq)"
-        self._write(sql, owner, seq)
+        self._write(sql, owner, seq, is_lazy=True)
 
     def cut(self, owner: str, seq: int) -> None:
         """Drop the bodies of the requests up to ``seq``, and all but their latest answers."""
         self._write("UPDATE requests SET body = NULL WHERE owner = ? AND seq <= ?", owner, seq)
         self._write("DELETE FROM requests WHERE owner = ? AND seq <= ?", owner, seq - KEPT)
 
-    def _write(self, sql: str, *values: Any) -> None:
+    def _write(self, sql: str, *values: Any, is_lazy: bool = False) -> None:
         self._waiting.append((sql, values))
         self._asked += 1
-        if self._writing is None:
+        if is_lazy:
+            asyncio.get_running_loop().call_later(LAZY_S, self._begin)
+            return
+        self._needed = self._asked
+        self._begin()
+
+    def _begin(self) -> None:
+        if self._writing is None and self._waiting:
             self._writing = asyncio.get_running_loop().create_task(self._drain())
 
     async def _drain(self) -> None:
@@ -191,10 +202,10 @@ class Store:
             raise RunError(f"{text}; the server tries again and goes on once it can")
 
     async def flush(self) -> None:
-        """Wait until all changes before this call are on disk. Raises RunError if they cannot be
-        written now.
+        """Wait until all changes before this call but those of ``forget`` are on disk. Raises
+        RunError if they cannot be written now.
         """
-        asked = self._asked
+        asked = self._needed
         await self._changed.until(lambda: self._written >= asked or self._failure)
         if self._written < asked:
             self.require_written()
@@ -202,6 +213,7 @@ class Store:
     async def settled(self) -> None:
         """Wait until all changes before this call are on disk, however long that takes."""
         asked = self._asked
+        self._begin()
         await self._changed.until(lambda: self._written >= asked)
 
     # Reading.
@@ -249,6 +261,8 @@ class Store:
         return await loop.run_in_executor(self._thread, call, *arguments)
 
     async def close(self) -> None:
-        """Write what waits, and close the database."""
+        """Write what waits, and close the database. Raises RunError if it cannot be written now."""
+        self._needed = self._asked
+        self._begin()
         await self.flush()
         await self._in_thread(self._database.close)

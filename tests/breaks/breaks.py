@@ -486,6 +486,14 @@ rl/tinker/samplers.py
   lambda seq: ready[seq][0] <= cursor
   lambda seq: ready[seq][0] < cursor
   tinker/test_app.py
+rl/tinker/store.py
+  if is_lazy:
+  if False:
+  tinker/test_many_samples.py
+rl/session/concurrency.py
+  self._waiting[client] = queue  # behind the others
+  self._waiting = {client: queue, **self._waiting}
+  session/test_concurrency.py tinker/test_many_samples.py
 rl/tinker/checkpoints.py
   if name and name not in self._used():
   if name:

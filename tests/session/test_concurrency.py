@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from rl.session.concurrency import Signal, background
+from rl.session.concurrency import Shares, Signal, background
 
 ENDINGS = {
     "returns": None,
@@ -84,3 +84,58 @@ def test_signal_wakes_only_tasks_with_a_true_condition():
         return woken
 
     assert asyncio.run(main()) == [0, 1, 2]
+
+
+def began(asks, *, room, cancelled=()):
+    """Return clients and numbers of pieces of work in the order in which they begin, and the most
+    room that was taken. ``asks`` are clients and sizes; all come before any work has ended.
+    """
+    order: list[tuple[str, int]] = []
+    taken = [0]
+
+    async def work(shares, number, client, size):
+        async with shares.of(client, size):
+            order.append((client, number))
+            taken.append(taken[-1] + min(size, room))
+            await asyncio.sleep(0.001)
+            taken.append(taken[-1] - min(size, room))
+
+    async def all_of_it():
+        shares = Shares(room)
+        tasks = [asyncio.create_task(work(shares, n, *each)) for n, each in enumerate(asks)]
+        await asyncio.sleep(0)
+        for number in cancelled:
+            tasks[number].cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        async with asyncio.timeout(60), shares.of("last", room):  # all room is free again
+            pass
+
+    asyncio.run(all_of_it())
+    return order, max(taken)
+
+
+def test_a_client_gets_its_turn_however_much_work_another_has_sent_before():
+    asks = [("greedy", 1)] * 40 + [("modest", 1)] * 4 + [("third", 1)] * 2
+    order, most = began(asks, room=4)
+    assert most == 4
+    assert len(order) == len(asks)
+    clients = [client for client, _ in order]
+    assert clients[:4] == ["greedy"] * 4  # nobody else was there
+    assert sorted(clients[4:10]) == sorted(["greedy", "modest", "third"] * 2)
+    assert clients[10:14].count("modest") == 2
+    for client in ("greedy", "modest", "third"):
+        numbers = [number for each, number in order if each == client]
+        assert numbers == sorted(numbers)
+
+
+def test_large_work_waits_for_room_and_takes_no_more_than_all():
+    order, most = began([("a", 3), ("b", 9), ("c", 1), ("a", 1)], room=4)
+    assert most == 4
+    assert [client for client, _ in order] == ["a", "b", "c", "a"]
+
+
+def test_work_that_is_cancelled_leaves_its_room_to_others():
+    asks = [("a", 2), ("a", 2), ("b", 2), ("b", 2), ("a", 2)]
+    for number in range(len(asks)):
+        order, _ = began(asks, room=2, cancelled=[number])
+        assert len(order) == len(asks) - (number > 0)

@@ -55,7 +55,7 @@ class Form:
     def chat(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """Return the answer of ``/v1/chat/completions``."""
         return {
-            **self._head("chat.completion"),
+            **self.head("chat.completion"),
             "choices": [
                 {
                     "index": index,
@@ -72,7 +72,7 @@ class Form:
     def completions(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """Return the answer of ``/v1/completions``."""
         rows = [self._text_row(index, choice) for index, choice in enumerate(choices)]
-        return {**self._head("text_completion"), "choices": rows, "usage": usage(choices)}
+        return {**self.head("text_completion"), "choices": rows, "usage": usage(choices)}
 
     def generated(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """Return the answer of ``/inference/v1/generate``."""
@@ -102,22 +102,23 @@ class Form:
                 yield self._chunk(index, {"delta": delta, "finish_reason": None})
             yield self._chunk(index, {"delta": {}, **self._end(choice)})
         if self.usage:
-            head = self._head("chat.completion.chunk")
+            head = self.head("chat.completion.chunk")
             yield event({**head, "choices": [], "usage": usage(choices)})
 
     def completion_events(self, choices: Sequence[Choice]) -> Iterator[str]:
         """Yield the events of a streamed ``/v1/completions``."""
-        head = self._head("text_completion")
+        head = self.head("text_completion")
         for index, choice in enumerate(choices):
             yield event({**head, "choices": [self._text_row(index, choice)]})
         if self.usage:
             yield event({**head, "choices": [], "usage": usage(choices)})
 
-    def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.name, "object": kind, "created": int(time.time()), "model": self.model}
+    def head(self, kind: str, created: str = "created") -> dict[str, Any]:
+        """Return the begin of an answer of this ``kind``; ``created`` is the name of its time."""
+        return {"id": self.name, "object": kind, created: int(time.time()), "model": self.model}
 
     def _chunk(self, index: int, row: dict[str, Any]) -> str:
-        head = self._head("chat.completion.chunk")
+        head = self.head("chat.completion.chunk")
         return event({**head, "choices": [{"index": index, **row}]})
 
     def _end(self, choice: Choice) -> dict[str, Any]:

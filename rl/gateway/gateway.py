@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from rl.dialects.dialect import ConversationError, Dialect, joined_text
@@ -26,6 +27,7 @@ from rl.gateway.protocol import (
     read,
     sample_seed,
 )
+from rl.gateway.responses import ResponseRequest, response_of
 from rl.gateway.schemas import schema_of
 from rl.types import Completion, Sampling
 
@@ -50,7 +52,7 @@ Choose = Callable[[Completion], Choice]
 """Notes a sampled answer and returns it as the client gets it."""
 Work = list[tuple[Ask, Choose]]
 
-ID_OF = {ChatRequest: "chatcmpl", CompletionRequest: "cmpl"}
+ID_OF = {ChatRequest: "chatcmpl", CompletionRequest: "cmpl", ResponseRequest: "resp"}
 """Begin of the ids of answers by the kind of the request, as OpenAI's API has it."""
 
 REMEMBERED = 8
@@ -150,8 +152,23 @@ class Gateway:
     async def chat(self, name: str, body: bytes, *, is_retry: bool = False) -> Reply:
         """Answer ``/v1/chat/completions``. Raises ApiError."""
         request = await aside(len(body), lambda: read(ChatRequest, body))
-        session = self._session(name)
         form = self._form(request, bool(request.logprobs))
+        choices = await self._chat(name, body, request, is_retry=is_retry)
+        events = form.chat_events if request.stream else None
+        return Reply(choices, form.chat, events, is_kept=bool(name))
+
+    async def responses(self, name: str, body: bytes, *, is_retry: bool = False) -> Reply:
+        """Answer ``/v1/responses``. Raises ApiError."""
+        asked = await aside(len(body), lambda: read(ResponseRequest, body))
+        form = self._form(asked, False)
+        choices = await self._chat(name, body, asked.chat(), is_retry=is_retry)
+        return Reply(choices, partial(response_of, form, asked), None, is_kept=bool(name))
+
+    async def _chat(
+        self, name: str, body: bytes, request: ChatRequest, *, is_retry: bool
+    ) -> asyncio.Future[list[Choice]]:
+        """Return the answers to ``request``, which came as ``body``, in the making."""
+        session = self._session(name)
         top = request.top_count
         capture = session.capture
 
@@ -177,9 +194,7 @@ class Gateway:
             own["json_schema"] = schema
             return self._work_of(session, request, opened.tokens, choose, **own)
 
-        events = form.chat_events if request.stream else None
-        choices = await self._answer(session, body, is_retry, prepare)
-        return Reply(choices, form.chat, events, is_kept=bool(name))
+        return await self._answer(session, body, is_retry, prepare)
 
     async def completions(self, name: str, body: bytes, *, is_retry: bool = False) -> Reply:
         """Answer ``/v1/completions``. Raises ApiError."""

@@ -59,6 +59,7 @@ def _routes(gateway: Gateway, key: str | None) -> list[BaseRoute]:
         checks.route("/v1/models", checks.models),
         checks.route("/v1/models/{model:path}", checks.model),
         checks.route("/v1/chat/completions", partial(checks.answer, gateway.chat), "POST"),
+        checks.route("/v1/responses", partial(checks.answer, gateway.responses), "POST"),
         checks.route("/v1/completions", partial(checks.answer, gateway.completions), "POST"),
         checks.route("/inference/v1/generate", partial(checks.answer, gateway.generate), "POST"),
     ]

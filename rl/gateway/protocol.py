@@ -20,7 +20,7 @@ MAX_PROMPTS = 64
 """Maximum number of prompts of one request for completions."""
 IGNORED = {
     *("metadata", "prompt_cache_key", "safety_identifier", "service_tier"),
-    *("store", "user", "request_id", "priority", "cache_salt"),
+    *("store", "user", "request_id", "priority", "cache_salt", "summary"),
 }
 """Parameters that change no token."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -31,6 +31,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "suffix": ("",),
     "modalities": (["text"],),
+    "truncation": ("disabled",),
+    "background": (False,),
+    "include": ([],),
     "detokenize": (True, False),
     "skip_special_tokens": (True, False),
     "spaces_between_special_tokens": (True, False),

@@ -185,6 +185,18 @@ def test_a_policy_is_served_token_for_token(request, tmp_path, origin):
         assert cut.text == whole.text[: whole.text.index(stop)]
         count = len(cut.logprobs.tokens)
         assert cut.logprobs.tokens == whole.logprobs.tokens[:count] and count < 12
+        plain = client.with_options(base_url=f"{server.url}/v1")
+        form = {"name": "count", "schema": {"enum": ["many apples", 17]}}
+        said = plain.chat.completions.create(
+            model="policy",
+            messages=MESSAGES,
+            response_format={"type": "json_schema", "json_schema": form},
+        )
+        assert json.loads(said.choices[0].message.content) in form["schema"]["enum"]
+        response = plain.responses.create(
+            model="policy", input="How many?", text={"format": {"type": "json_schema", **form}}
+        )
+        assert json.loads(response.output_text) in form["schema"]["enum"]
         code, error = server.end(number)
     assert code == 128 + number
     assert f"interrupted by {number.name}" in error

@@ -3,6 +3,7 @@
 import json
 
 import httpx
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -11,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from rl.dialects.choose import dialect_or_text
 from rl.dialects.qwen3 import Qwen3Dialect
 from rl.gateway.http import serving
+from rl.gateway.protocol import ApiError
 from rl.observe.prometheus import Numbers
 from rl.serve import api_of, make_gateway
 from rl.session.metrics_page import metrics_page
@@ -49,6 +51,16 @@ async def test_a_text_ends_an_answer_without_a_tokenizer_of_the_model(sessions, 
     assert cut.text == first
     assert cut.completion.tokens == whole.completion.tokens[:3]
     assert cut.finish_reason == "stop" and len(whole.completion.tokens) > 3
+
+
+@on_its_loop
+async def test_a_form_needs_the_tokenizer_of_the_model(sessions, common):
+    gateway = make_gateway(common, Qwen3Dialect(qwen3()), Sampling(max_tokens=3), model="policy")
+    form = {"response_format": {"type": "json_object"}}
+    body = {"messages": [{"role": "user", "content": "a"}], **form}
+    reply = await gateway.chat("", json.dumps(body).encode())
+    with pytest.raises(ApiError, match="response_format needs a model with model.hf_path"):
+        await reply.choices
 
 
 @on_its_loop

@@ -1,0 +1,172 @@
+"""Responses API of OpenAI, without state, in the words of chats."""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal
+
+from pydantic import Field
+
+from rl.errors import shown
+from rl.gateway.answers import Choice, Form, usage
+from rl.gateway.protocol import ApiError, Asked, ChatRequest, Strict, read
+
+KINDS = "message, function_call, function_call_output or reasoning"
+
+
+class TextFormat(Strict):
+    """Form of an answer, as ``response_format`` of chats has it in ``json_schema``."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+    json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
+
+
+class Text(Strict):
+    """Options of the text of an answer."""
+
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class Reasoning(Strict):
+    """Options of the thought of an answer, which is returned whole, without a summary."""
+
+    effort: str | None = None
+
+
+class ResponseRequest(Asked):
+    """Body of ``/v1/responses``."""
+
+    input: str | list[dict[str, Any]] = Field(min_length=1)
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(default=None, ge=1)
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: Text | None = None
+    reasoning: Reasoning | None = None
+    n: Literal[1, None] = None
+    stream: Literal[False, None] = None
+
+    def chat(self) -> ChatRequest:
+        """Return the request as one of ``/v1/chat/completions``. Raises ApiError."""
+        own = self.model_dump(include={*ChatRequest.model_fields}, exclude_unset=True)
+        first = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        own["messages"] = [*first, *_messages(self.input)]
+        own["max_completion_tokens"] = self.max_output_tokens
+        if self.tools is not None:
+            own["tools"] = [_tool(index, each) for index, each in enumerate(self.tools)]
+        if isinstance(self.tool_choice, dict):
+            name = {"name": self.tool_choice.get("name")}
+            own["tool_choice"] = {"type": self.tool_choice.get("type"), "function": name}
+        form = self.text and self.text.format
+        if form:
+            schema = form.model_dump(by_alias=True, exclude={"type"})
+            own["response_format"] = {"type": form.type, "json_schema": schema}
+        own["verbosity"] = self.text and self.text.verbosity
+        own["reasoning_effort"] = self.reasoning and self.reasoning.effort
+        return read(ChatRequest, json.dumps(own).encode())
+
+
+def response_of(form: Form, request: ResponseRequest, choices: Sequence[Choice]) -> dict[str, Any]:
+    """Return the answer of ``/v1/responses``."""
+    (choice,) = choices
+    is_cut = choice.finish_reason == "length"
+    counts = usage(choices)
+    return {
+        **form.head("response", "created_at"),
+        "status": "incomplete" if is_cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+        "error": None,
+        "instructions": request.instructions,
+        "metadata": {},
+        "output": [*_items(form.name, choice)],
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
+        "tool_choice": request.tool_choice or "auto",
+        "tools": request.tools or [],
+        "usage": {
+            "input_tokens": counts["prompt_tokens"],
+            "output_tokens": counts["completion_tokens"],
+            "total_tokens": counts["total_tokens"],
+        },
+    }
+
+
+def _items(name: str, choice: Choice) -> Iterator[dict[str, Any]]:
+    """Yield the thought, the text and the calls of an answer as items."""
+    message = choice.message or {}
+    end = {"status": "incomplete" if choice.finish_reason == "length" else "completed"}
+    if thought := message.get("reasoning_content"):
+        item = {"type": "reasoning", "id": f"rs_{name}", "summary": []}
+        yield {**item, "content": [{"type": "reasoning_text", "text": thought}], **end}
+    calls = message.get("tool_calls", [])
+    if message.get("content") or not calls:
+        text = message.get("content") or ""
+        part: dict[str, Any] = {"type": "output_text", "text": text, "annotations": []}
+        item = {"type": "message", "id": f"msg_{name}", "role": "assistant"}
+        yield {**item, "content": [part], **end}
+    for call in calls:
+        item = {"type": "function_call", "id": f"fc_{call['id']}", "call_id": call["id"]}
+        yield item | call["function"] | end
+
+
+def _messages(given: str | Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages of items. Those of one answer become one message."""
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    found: list[dict[str, Any]] = []
+
+    def answer() -> dict[str, Any]:
+        """Return the message of the answer that goes on, or of a new one."""
+        if not found or found[-1]["role"] != "assistant":
+            found.append({"role": "assistant", "content": ""})
+        return found[-1]
+
+    for index, item in enumerate(given):
+        match item:
+            case {"type": "function_call", "call_id": id, "name": name, "arguments": arguments}:
+                function = {"name": name, "arguments": arguments}
+                calls = answer().setdefault("tool_calls", [])
+                calls.append({"id": id, "type": "function", "function": function})
+            case {"type": "function_call_output", "call_id": id, "output": output}:
+                content = _text(index, output)
+                found.append({"role": "tool", "tool_call_id": id, "content": content})
+            case {"type": "reasoning"}:
+                answer()["reasoning_content"] = _text(index, item.get("content") or "")
+            case {"role": "assistant", "content": content, **rest} if _is_message(rest):
+                answer()["content"] = _text(index, content)
+            case {"role": role, "content": content, **rest} if _is_message(rest):
+                found.append({"role": role, "content": _text(index, content)})
+            case _:
+                raise _wrong(f"input.{index}", item, f"it must be a {KINDS} of the API")
+    return found
+
+
+def _is_message(rest: dict[str, Any]) -> bool:
+    return rest.get("type", "message") == "message"
+
+
+def _text(index: int, content: Any) -> str:
+    """Return the text of a content, which is a text or a list of parts."""
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else [content]
+    texts = [each.get("text") if isinstance(each, dict) else None for each in parts]
+    if None in texts:
+        raise _wrong(f"input.{index}", content, "write text only")
+    return "".join(map(str, texts))
+
+
+def _tool(index: int, tool: dict[str, Any]) -> dict[str, Any]:
+    if tool.get("type") != "function":
+        raise _wrong(f"tools.{index}", tool, "only functions are tools")
+    names = ("name", "description", "parameters", "strict")
+    function = {name: tool[name] for name in names if tool.get(name) is not None}
+    return {"type": "function", "function": function}
+
+
+def _wrong(param: str, value: Any, rule: str) -> ApiError:
+    message = f"{param} is {shown(value)}; {rule}"
+    return ApiError(400, message, code="invalid_value", param=param)

@@ -72,6 +72,8 @@ class PagedAttention(Module):
         window: int
         """Number of tokens that a token attends to; 0 for all before it."""
         sinks: bool
+        cap: float
+        """Bound of the products of queries and keys; 0 for none."""
         bitwise: bool
         """Whether outputs have the bits of the trainer."""
 
@@ -92,6 +94,7 @@ class PagedAttention(Module):
                 num_kv_heads=config.n_kv_heads,
                 cache_config=vllm_config.cache_config,
                 per_layer_sliding_window=config.window or None,
+                logits_soft_cap=config.cap or None,
                 prefix=f"layers.{config.layer}.attention",
                 **more,
             )
@@ -127,6 +130,7 @@ def local_model(vllm_config: VllmConfig) -> Qwen3Model:
             scale=shape.attention_scale or shape.head_dim**-0.5,
             window=shape.window_of(layer),
             sinks=shape.sinks,
+            cap=shape.attention_cap,
             bitwise=bitwise,
             **heads,
         ),
@@ -250,6 +254,7 @@ class TillerForCausalLM(nn.Module):
         dtype: Any = vllm_config.model_config.dtype
         self.float32_head = shape["float32_head"] and dtype != torch.float32
         self.logits_scale = shape["logits_scale"]
+        self.logits_cap = shape["logits_cap"]
         self.may_sample_no_word = vllm_config.use_v2_model_runner and words < SAMPLED_TOGETHER
 
     @property
@@ -291,6 +296,8 @@ class TillerForCausalLM(nn.Module):
             logits = head(hidden_states)
         if self.logits_scale != 1.0:
             logits = logits.float() / self.logits_scale
+        if self.logits_cap:
+            logits = self.logits_cap * (logits.float() / self.logits_cap).tanh()
         if self.tp > 1:
             logits = tensor_model_parallel_all_gather(logits)[:, : self.titan.config.vocab_size]
         return first_word_if_nan(logits) if self.may_sample_no_word else logits

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from rl.errors import ConfigError, require
 
 LARGEST = {"num_hidden_layers": 1024, "num_experts": 2**16}
 LARGEST_SIZE = 2**31 - 1
-FULL, NEAR = "full_attention", "sliding_attention"
+FULL, NEAR, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 LAYER_TYPES = {"attention": FULL, "full": FULL}
 """Other names of kinds of layers."""
 
@@ -28,6 +29,11 @@ ROPE_NUMBERS = {
     ),
 }
 """Numbers above 0 that a kind of rope scaling needs, and those that a file may leave out."""
+
+
+def layer_types(count: int, kind: str, layers: Collection[int]) -> list[str]:
+    """Return ``layer_types`` of a model whose ``layers`` are of ``kind`` and all others FULL."""
+    return [kind if layer in layers else FULL for layer in range(count)]
 
 
 def read_json(field: str, path: Path) -> dict[str, Any]:
@@ -184,11 +190,10 @@ class HuggingFaceConfig(dict[str, Any]):
 
     def _rope_of(self, layers: str) -> Any:
         """Return the parameters of the kind ``layers``; transformers scales FULL ones alone by
-        rope_scaling.
+        rope_scaling, and ignores parameters that are of no kind.
         """
         kinds = self.get("rope_parameters") or {}
-        holds = isinstance(kinds, dict) and kinds.keys() <= {FULL, NEAR}
-        holds = holds and all(isinstance(each, dict | None) for each in kinds.values())
+        holds = isinstance(kinds, dict) and isinstance(kinds.get(layers), dict | None)
         allowed = f"it must be null or an object with an object for {FULL} and one for {NEAR}"
         self.require(holds, "rope_parameters", kinds, allowed)
         rope = kinds.get(layers) or {}

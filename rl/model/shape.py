@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from rl.errors import require
 from rl.model.families import BUILT_IN, Family, family_named, family_of_folder
 from rl.model.hub import Snapshot, refuse_pointer
-from rl.model.hugging_face_config import HuggingFaceConfig
+from rl.model.hugging_face_config import LINEAR, HuggingFaceConfig, layer_types
 from rl.types.rules import PERFORMANCE, NeedsCuda, above, at_least
 
 
@@ -150,10 +150,14 @@ class ModelShape:
     """Factor of the embeddings."""
     attention_scale: float | None = None
     """Factor of the products of queries and keys; None is head_dim ** -0.5."""
+    attention_cap: float = 0.0
+    """Bound of the products of queries and keys, cap * tanh(product / cap); 0 for none."""
     residual_scale: float = 1.0
     """Factor of the outputs of attention and feed-forward."""
     logits_scale: float = 1.0
     """Divisor of the logits."""
+    logits_cap: float = 0.0
+    """Bound of the logits, cap * tanh(logit / cap); 0 for none."""
     window: int = 0
     """Number of tokens that ``layers_with_window`` attend to, the own one included."""
     layers_with_window: tuple[int, ...] = ()
@@ -190,6 +194,11 @@ class ModelShape:
     def n_attentions(self) -> int:
         """Number of layers with attention."""
         return self.n_layers - len(self.layers_with_delta_rule)
+
+    @property
+    def masks_attention(self) -> bool:
+        """Whether layers attend in another way than causally within a sequence."""
+        return self.window > 0 or self.sinks or self.attention_cap > 0
 
     @property
     def delta_rows(self) -> int:
@@ -266,8 +275,6 @@ def engine_config(shape: ModelShape) -> dict[str, Any]:
     sizes = {name: getattr(shape, name) for name in SIZES}
     family = "qwen3_moe" if shape.num_experts else "qwen3"
     described = hf_config(ModelShape(**{**sizes, "family": family}, dtype=shape.dtype))
-    if shape.layers_with_delta_rule:  # vLLM gives these a state
-        is_delta = [layer in shape.layers_with_delta_rule for layer in range(shape.n_layers)]
-        kinds = ["linear_attention" if each else "full_attention" for each in is_delta]
-        described["layer_types"] = kinds
+    if linear := shape.layers_with_delta_rule:  # vLLM gives these a state
+        described["layer_types"] = layer_types(shape.n_layers, LINEAR, linear)
     return described

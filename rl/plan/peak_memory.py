@@ -201,6 +201,8 @@ class MemoryOfPasses(PassSizes):
         # CPU has a dense mask, which each layer casts, and no flex attention
         attention = p * (2 * self.q + 2 * self.k)
         attention += p * self.q + heads + 8 * self.shape.head_dim if self.cuda else p * self.longest
+        if self.shape.attention_cap and not self.cuda:  # its scores are kept
+            attention += 12 * self.shape.n_heads * self.longest // self.tp
         experts = self.routed * whole * (p + (4 if self.cuda else 8)) // self.tp
         if self.shape.attention_gate:
             attention += 3 * p * self.q

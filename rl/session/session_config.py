@@ -206,9 +206,12 @@ class SessionConfig:
         generator = self.generator
         if generator is None:
             return
-        rule = "'close' for a model with gated delta nets, whose chunks cut sums"
-        delta = shape_of(self.model).layers_with_delta_rule
-        require_value(not delta, "parity", "bitwise", rule)
+        shape = shape_of(self.model)
+        for name, has in (
+            ("gated delta nets, whose chunks cut sums", shape.layers_with_delta_rule),
+            ("bounded products of queries and keys", shape.attention_cap),
+        ):
+            require_value(not has, "parity", "bitwise", f"'close' for a model with {name}")
         dtype = (self.trainer or TrainerConfig()).training.mixed_precision_param
         continues = generator.inflight_policy == "continue"
         for name, holds, rule in (

@@ -27,10 +27,13 @@ class MaskedAttention(FlexAttention):
     class Config(FlexAttention.Config):
         window: int = 0
         """Number of tokens that a token attends to, itself included; 0 for all before it."""
+        cap: float = 0.0
+        """Bound of the products of queries and keys; 0 for none."""
 
     def __init__(self, config: Config):
         super().__init__(config)
         self.window = config.window
+        self.cap = config.cap
 
     def forward(  # type: ignore[override]
         self,
@@ -54,6 +57,8 @@ class MaskedAttention(FlexAttention):
             options["out_transform"] = lambda out, lse: (
                 out * torch.sigmoid(lse - sinks).unsqueeze(-1).type_as(out)
             )
+        if self.cap:
+            options["score_mod"] = lambda score, *_: self.cap * torch.tanh(score / self.cap)
         return super().forward(*qkv, attention_masks=mask, **options)
 
 
@@ -84,6 +89,9 @@ class DenseAttention(MaskedAttention):
         if isinstance(mask, Documents):
             return mask.attend(qkv, scale, self.window, sinks)
         q, k, v = (heads.transpose(1, 2) for heads in qkv)
+        if self.cap:
+            factor = q.shape[-1] ** -0.5 if scale is None else scale
+            return capped_attention(q, k, v, mask, factor, self.cap).transpose(1, 2)
         if sinks is not None:  # one more key of logit 0, to which the mask adds the sink
             k, v = (F.pad(heads, (0, 0, 0, 1)) for heads in (k, v))
             added = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf)
@@ -93,6 +101,22 @@ class DenseAttention(MaskedAttention):
             q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
         )
         return out.transpose(1, 2)
+
+
+def capped_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    cap: float,
+) -> torch.Tensor:
+    """Return the attention output [B, N, L, H] of q [B, N, L, H], k and v [B, N_kv, L, H] with a
+    bool mask [B, 1, L, L] (True: attend). Products are bounded to cap * tanh(product / cap).
+    """
+    k, v = (heads.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for heads in (k, v))
+    scores = cap * torch.tanh((q @ k.mT).float() * (scale / cap))
+    return scores.masked_fill(~mask, -torch.inf).softmax(-1).type_as(v) @ v
 
 
 def tree_mask(positions: torch.Tensor, window: int = 0) -> Callable[..., torch.Tensor]:
@@ -173,13 +197,14 @@ def is_bitwise(inner_attention: Any) -> bool:
 
 def computes_documents(config: TrainerConfig, model: Qwen3Model.Config) -> bool:
     """Return whether a trainer of ``model`` computes the attention of documents, without a mask of
-    whole rows: dense attention without windows, sinks or context parallelism, or that of bitwise
-    parity.
+    whole rows: dense attention without windows, sinks, bounds or context parallelism, or that of
+    bitwise parity.
     """
     attentions = attentions_of(model)
     is_plain = all(
         isinstance(each.inner_attention, DenseAttention.Config)
         and not each.inner_attention.window
+        and not each.inner_attention.cap
         and not (isinstance(each, Attention.Config) and each.sinks)
         for each in attentions
     )

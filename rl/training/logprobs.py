@@ -1,6 +1,5 @@
 """Log-probabilities and entropies from hidden states, without the logits of a whole batch."""
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +14,8 @@ from rl.model.decoder import float32_logits
 from rl.training.kept_logits import KeptLogits
 
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Scaling = tuple[float, float, float]
+"""Divisor of the logits, their bound, and the temperature."""
 
 
 class LogProbHead(Linear):
@@ -33,6 +34,8 @@ class LogProbHead(Linear):
         """Whether logits are not rounded to the dtype of the hidden states."""
         scale: float = 1.0
         """Divisor of the logits."""
+        cap: float = 0.0
+        """Bound of the logits, cap * tanh(logit / cap); 0 for none."""
         bitwise: bool = False
         """Whether log-probs have the bits of the generators."""
 
@@ -40,6 +43,7 @@ class LogProbHead(Linear):
         super().__init__(config)
         self.logits_mib = config.logits_mib
         self.scale = config.scale
+        self.cap = config.cap
         self.bitwise = config.bitwise
         self.product = float32_logits if config.float32 else rounded_logits
 
@@ -78,6 +82,7 @@ class LogProbHead(Linear):
             own,
             temperature=temperature,
             scale=self.scale,
+            cap=self.cap,
             chunk_tokens=max(1, (self.logits_mib << 20) // (4 * len(weight))),
             vocab_size=vocab_size,
             group=group,
@@ -115,6 +120,7 @@ def linear_logprobs(
     *,
     temperature: float = 1.0,
     scale: float = 1.0,
+    cap: float = 0.0,
     chunk_tokens: int,
     vocab_size: int | None = None,
     group: dist.ProcessGroup | None = None,
@@ -125,7 +131,8 @@ def linear_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the log-prob of each target, and the entropy in nats, under softmax(hidden @ weight.T
     / scale / temperature) over the ``kept`` logits of the flattened targets. ``low_rank``, tensors
-    like ``hidden`` and ``weight`` with R in place of D, adds their ``product`` to the logits.
+    like ``hidden`` and ``weight`` with R in place of D, adds their ``product`` to the logits. A
+    ``cap`` above 0 bounds the logits before they are divided by the temperature.
 
     ``hidden`` [..., D], ``targets`` int64 [...] or [..., K]; ``weight`` [V, D], or with a ``group``
     this rank's rows of it, cut as torch.chunk cuts ``vocab_size`` rows. Results are float32:
@@ -146,7 +153,7 @@ def linear_logprobs(
         low,
         up,
         own,
-        (scale, temperature),
+        (scale, cap, temperature),
         chunk_tokens,
         group,
         kept,
@@ -172,7 +179,7 @@ class _LinearLogProbs(torch.autograd.Function):
         low: torch.Tensor | None,
         up: torch.Tensor | None,
         targets: torch.Tensor,
-        divisors: tuple[float, float],
+        scaling: Scaling,
         chunk_tokens: int,
         group: Any,
         mask: KeptLogits | None,
@@ -183,7 +190,7 @@ class _LinearLogProbs(torch.autograd.Function):
         entropy, log_total = (logprobs.new_empty(len(hidden)) for _ in range(2))
         kept = None
         for chunk in _chunks(len(hidden), chunk_tokens):
-            z = _scaled_logits(product, (hidden, weight), (low, up), chunk, divisors)
+            z = _scaled_logits(product, (hidden, weight), (low, up), chunk, scaling)
             if mask is not None:
                 mask.apply_(z, chunk)
             owned, index = _owned(targets[chunk], len(weight))
@@ -206,7 +213,7 @@ class _LinearLogProbs(torch.autograd.Function):
                 kept = z.sub_(log_sum.unsqueeze(-1))
             del z, exp  # free before the next chunk allocates
         ctx.save_for_backward(hidden, weight, low, up, targets, entropy, log_total)
-        ctx.divisors = divisors
+        ctx.scaling = scaling
         ctx.chunk_tokens = chunk_tokens
         ctx.kept = kept
         ctx.mask = mask
@@ -224,17 +231,22 @@ class _LinearLogProbs(torch.autograd.Function):
             torch.zeros_like(each, dtype=torch.float32) if trained else None
             for each, trained in zip((weight, up), ctx.needs_input_grad[1:4:2], strict=True)
         )
+        scale, cap, temperature = ctx.scaling
         for chunk in _chunks(len(hidden), ctx.chunk_tokens):
             logp = ctx.kept
             ctx.kept = None
             if logp is None:
                 factors = (hidden, weight), (low, up)
-                logp = _scaled_logits(ctx.product, *factors, chunk, ctx.divisors)
+                logp = _scaled_logits(ctx.product, *factors, chunk, ctx.scaling)
                 if ctx.mask is not None:
                     ctx.mask.apply_(logp, chunk)
                 logp -= log_total[chunk].unsqueeze(-1)
             by_target, by_entropy = (g if g is None else g[chunk] for g in grads)
             total = None if by_target is None else by_target.sum(-1, keepdim=True)
+            slope = None
+            if cap:
+                slope = (logp + log_total[chunk].unsqueeze(-1)).mul_(temperature / cap)
+                slope.square_().neg_().add_(1.0).clamp_(min=0.0)  # 0 for logits that are left out
             # d logp / dz = onehot - p;  dH / dz = -p (log p + H)
             grad = logp.exp()
             if by_entropy is None:
@@ -245,7 +257,9 @@ class _LinearLogProbs(torch.autograd.Function):
             if by_target is not None:
                 owned, index = _owned(targets[chunk], len(weight))
                 grad.scatter_add_(-1, index, by_target * owned)
-            grad = grad.div_(math.prod(ctx.divisors)).to(hidden.dtype)
+            if slope is not None:
+                grad *= slope
+            grad = grad.div_(scale * temperature).to(hidden.dtype)
             grad_hidden[chunk] = grad @ weight
             if low is not None and grad_low is not None:
                 grad_low[chunk] = grad @ up
@@ -263,7 +277,7 @@ def _chunks(tokens: int, size: int) -> Iterator[slice]:
 
 
 def _scaled_logits(
-    product: Product, factors: Any, low_rank: Any, chunk: slice, divisors: tuple[float, float]
+    product: Product, factors: Any, low_rank: Any, chunk: slice, scaling: Scaling
 ) -> torch.Tensor:
     """Return the logits [n, V] of the tokens of ``chunk``, float32: the sum of the products of two
     pairs. The second pair may be of None.
@@ -273,9 +287,13 @@ def _scaled_logits(
     if low is not None:
         logits += product(low[chunk], up)
     logits = logits.float()
-    for divisor in divisors:  # one after the other, as generators divide
-        if divisor != 1.0:
-            logits.div_(divisor)
+    scale, cap, temperature = scaling
+    if scale != 1.0:  # one after the other, as generators divide
+        logits.div_(scale)
+    if cap:
+        logits.div_(cap).tanh_().mul_(cap)
+    if temperature != 1.0:
+        logits.div_(temperature)
     return logits
 
 

@@ -127,13 +127,15 @@ def sharded_model(
         model.attention,
         context_parallel=dims.cp_enabled,
         float32=config.training.mixed_precision_param == "float32",
-        masked=config.prompt_sharing > 1 or bool(shape.window) or shape.sinks,
+        masked=config.prompt_sharing > 1 or shape.masks_attention,
         bitwise=parity == "bitwise",
     )
 
     def inner_attention(layer: int) -> Any:
-        window = shape.window_of(layer)
-        return dataclasses.replace(attention, window=window) if window else attention
+        if not shape.masks_attention:
+            return attention
+        own = {"window": shape.window_of(layer), "cap": shape.attention_cap}
+        return dataclasses.replace(attention, **own)
 
     model_config = decoder_config(shape, fuse_qkv=model.fuse_qkv, inner_attention=inner_attention)
     if config.float8 is not None:
@@ -191,6 +193,7 @@ def _log_prob_head(
         logits_mib=logits_mib,
         float32=shape.float32_head,
         scale=shape.logits_scale,
+        cap=shape.logits_cap,
         bitwise=parity == "bitwise",
     )
 

@@ -134,6 +134,7 @@ def _validate_attention(model: Role, *, cuda: bool) -> None:
         (dtype, rounds),
         ("attention sinks", shape.sinks),
         (f"an attention window of {shape.window} tokens", shape.window > 0),
+        ("bounded products of queries and keys", shape.attention_cap > 0),
     ):
         rule = f"'auto' or 'flex' with {name}"
         require_value(not clashes, f"{model.model_field}.attention", "varlen", rule)

@@ -26,7 +26,7 @@ from tests.training.model_folders import Folder, tensors_of, transformers_model
 PROMPTS = [[5], [*range(1, 20)], [7, 3] * 60]
 DISTINCT = {"llama 3.1, older keys", "qwen2, yarn", "smollm3, a list of layers"}
 DISTINCT |= {"gpt_oss, as the Hub has it", "granite", "hunyuan_v1_dense, alpha", "exaone4, windows"}
-DISTINCT |= {"ernie4_5", "mixtral", "olmo3", "gemma3_text", "glm4", "phi3"}
+DISTINCT |= {"ernie4_5", "mixtral", "olmo3", "gemma2", "gemma3_text", "glm4", "phi3"}
 DISTINCT |= {"qwen3_5_text", "qwen3_5_moe_text"}
 """Folders whose options are computed in another way. Others are for the long tests."""
 TENSOR_PARALLEL = [
@@ -41,6 +41,7 @@ TENSOR_PARALLEL += [
     "hunyuan_v1_dense",
     "exaone4",
     "ernie4_5",
+    "gemma2",
     "gemma3_text",
     "glm4",
     "phi3",

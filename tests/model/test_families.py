@@ -15,6 +15,7 @@ READ = {
     *("sliding_window", "layer_types", "no_rope_layers", "no_rope_layer_interval"),
     *("swiglu_alpha", "swiglu_limit"),
     *("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"),
+    *("attn_logit_softcapping", "final_logit_softcapping"),
     *("query_pre_attn_scalar", "original_max_position_embeddings"),
     *("linear_num_key_heads", "linear_num_value_heads", "linear_conv_kernel_dim"),
     *("linear_key_head_dim", "linear_value_head_dim"),

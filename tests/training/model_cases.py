@@ -65,6 +65,7 @@ SCALES = {
 }
 SCALED = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 LINEAR = {"rope_type": "linear", "factor": 8.0}
+BOUNDS = {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0}
 FACTORS = {
     "short_factor": [1.0 + 0.1 * n for n in range(12)],
     "long_factor": [2.0 + n for n in range(12)],
@@ -208,6 +209,12 @@ def gemma3(**sizes: Any) -> Folder:
     own = {"rope_parameters": ropes, "sliding_window": 8, "layer_types": [NEAR] * 3 + [FULL]}
     scale = {"query_pre_attn_scalar": 24}
     return Folder(DEEP | TIED | own | scale | sizes, family="gemma3_text")
+
+
+def gemma2(**sizes: Any) -> Folder:
+    """A Gemma 2 every second layer of which has a window, with bounds that matter."""
+    own = {"sliding_window": 8, "layer_types": [NEAR, FULL] * 2, "query_pre_attn_scalar": 24}
+    return Folder(DEEP | TIED | own | BOUNDS | sizes, family="gemma2")
 
 
 def phi3(**sizes: Any) -> Folder:
@@ -434,6 +441,34 @@ FAMILIES: dict[str, Folder] = {
     "olmo3, no layer_types, bfloat16": replace(
         olmo3(), config={"layer_types": GONE}, dtype="bfloat16"
     ),
+    "olmo3, parameters of no kind": olmo3(
+        rope_parameters={
+            **{"rope_type": "default", "rope_theta": 1e3, "factor": 2.0},
+            **{NEAR: {"rope_theta": 5e5}, FULL: {"rope_theta": 5e5, **SCALED}},
+        }
+    ),
+    "gemma2": gemma2(),
+    "gemma2, as the Hub has it": replace(
+        gemma2(),
+        config=OLD_ROPE
+        | {**dict.fromkeys(("layer_types", "tie_word_embeddings", "dtype"), GONE)}
+        | {"torch_dtype": "float32"},
+    ),
+    "gemma2, untied, biases": gemma2(tie_word_embeddings=False, attention_bias=True),
+    "gemma2, no bounds": gemma2(**dict.fromkeys(BOUNDS)),
+    "gemma2, bounds of the logits alone": gemma2(attn_logit_softcapping=None),
+    "gemma2, a window as long as a sequence": gemma2(sliding_window=2048),
+    "gemma2, one key head, bfloat16": replace(gemma2(num_key_value_heads=1), dtype="bfloat16"),
+    "gemma2, several files": replace(gemma2(), max_shard_size="20KB"),
+    "gemma3_text, parameters of no kind": replace(
+        gemma3(),
+        config={
+            "rope_parameters": {
+                **{"rope_type": "default", "rope_theta": 1e3},
+                **{NEAR: {"rope_theta": 1e3}, FULL: {"rope_theta": 1e6, **LINEAR}},
+            }
+        },
+    ),
     "gemma3_text": gemma3(),
     "gemma3_text, as the Hub has it": replace(
         gemma3(rope_parameters={NEAR: {"rope_theta": 1e4}, FULL: {"rope_theta": 1e6, **LINEAR}}),
@@ -585,7 +620,7 @@ REFUSED: dict[str, tuple[Folder, str]] = {
             ("qwen2", "layer_types", ["chunked_attention"] * 2),
             ("smollm3", "no_rope_layers", [1]),
             ("smollm3", "no_rope_layers", "all"),
-            ("olmo3", "rope_parameters", {"rope_type": "default", "rope_theta": 5e5}),
+            ("olmo3", "rope_parameters", {FULL: "default"}),
             ("gemma3_text", "final_logit_softcapping", 30.0),
             ("gemma3_text", "attn_logit_softcapping", 50.0),
             ("gemma3_text", "use_bidirectional_attention", True),
@@ -596,9 +631,9 @@ REFUSED: dict[str, tuple[Folder, str]] = {
             ("gpt_oss", "layer_types", ["full_attention"]),
         )
     },
-    "gemma 2": (
-        Folder(config={"model_type": "gemma2"}),
-        "model_type .* is 'gemma2'; Tiller computes no attn_logit_softcapping",
+    "qwen3_next": (
+        Folder(config={"model_type": "qwen3_next"}),
+        "model_type .* is 'qwen3_next'; its folders interleave",
     ),
     "gemma 3 with vision": (
         Folder(config={"model_type": "gemma3"}),
@@ -633,6 +668,14 @@ REFUSED: dict[str, tuple[Folder, str]] = {
     "phi3, another scaling": (
         replace(phi3(), config={"rope_parameters": {"rope_type": "linear", "factor": 2.0}}),
         "rope_type of rope_parameters .* is 'linear'; Tiller trains 'default' or 'longrope'",
+    ),
+    "gemma2, no bound": (
+        replace(gemma2(), config={"attn_logit_softcapping": 0}),
+        "attn_logit_softcapping .* is 0",
+    ),
+    "gemma2, no window": (
+        replace(gemma2(), config={"sliding_window": None, "layer_types": [FULL] * 4}),
+        "sliding_window .* is None",
     ),
     "olmo3, no window": (
         replace(olmo3(), config={"sliding_window": None, "layer_types": GONE}),

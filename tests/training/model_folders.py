@@ -109,8 +109,12 @@ def open_folder(source: Path, out: Path, **fields: Any) -> tuple[Any, Checkpoint
 
 def transformers_model(folder: Path) -> torch.nn.Module:
     """Return a float32 model. Fails if the folder lacks a weight or has a surplus one."""
+    is_bounded = json.loads((folder / "config.json").read_text()).get("attn_logit_softcapping")
     model, info = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, output_loading_info=True
+        folder,
+        dtype=torch.float32,
+        output_loading_info=True,
+        attn_implementation="eager" if is_bounded else None,  # others bound no products
     )
     assert {kind: list(names) for kind, names in info.items() if names} == {}
     return model.eval()

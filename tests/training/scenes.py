@@ -205,7 +205,9 @@ def logits_of(engine: TrainingEngine, tokens: torch.Tensor) -> torch.Tensor:
     engine.forward(Batch(tokens=padded, lengths=lengths, loss_weights=torch.ones(len(padded))))
     handle.remove()
     hidden = kept[0].flatten(0, 1)[: tokens.numel()].unflatten(0, tokens.shape)
-    return hidden @ whole(engine.model.lm_head.weight).T / engine.model.lm_head.scale
+    head = engine.model.lm_head
+    logits = hidden @ whole(head.weight).T / head.scale
+    return head.cap * torch.tanh(logits / head.cap) if head.cap else logits
 
 
 def accumulate(

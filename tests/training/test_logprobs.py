@@ -99,13 +99,14 @@ def test_a_trainer_in_bfloat16_with_a_float32_head_rounds_no_logits(tmp_path, ti
     assert (found - wanted)[targets >= 0].abs().max() < 1e-5
 
 
-def plain(hidden, weight, targets, temperature, weigh=weigh, kept=None):
+def plain(hidden, weight, targets, temperature, weigh=weigh, kept=None, cap=0.0):
     """Values and gradients in float64, from logits in the dtype of the weights; over the ids that
-    ``kept``, bool [T, V], has.
+    ``kept``, bool [T, V], has. A ``cap`` bounds the logits.
     """
     hidden = hidden.detach().double().requires_grad_()
     weight = weight.detach().double().requires_grad_()
-    logits = hidden @ weight.T / temperature
+    logits = hidden @ weight.T
+    logits = (cap * torch.tanh(logits / cap) if cap else logits) / temperature
     if kept is not None:
         logits = logits.masked_fill(~kept, -torch.inf)
     every = torch.log_softmax(logits, -1)
@@ -127,7 +128,8 @@ def drawn_sets(targets, words):
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 2.5])
 @pytest.mark.parametrize("chunk", CHUNKS)
-def test_values_and_gradients_are_those_of_log_softmax(temperature, chunk, masked):
+@pytest.mark.parametrize("cap", [0.0, 2.0])
+def test_values_and_gradients_are_those_of_log_softmax(temperature, chunk, masked, cap):
     hidden, weight, targets = random_head()
     kept = drawn_sets(targets, VOCABULARY) if masked else None
     values = linear_logprobs(
@@ -135,12 +137,13 @@ def test_values_and_gradients_are_those_of_log_softmax(temperature, chunk, maske
         weight,
         targets,
         temperature=temperature,
+        cap=cap,
         chunk_tokens=chunk,
         kept=kept_logits(kept),
     )
     weigh(*values).backward()
     ours = (*(value.detach() for value in values), hidden.grad, weight.grad)
-    wanted = plain(hidden, weight, targets, temperature, kept=kept)
+    wanted = plain(hidden, weight, targets, temperature, kept=kept, cap=cap)
     for value, expected in zip(ours, wanted, strict=True):
         assert_close(value.double(), expected, atol=2e-5, rtol=1e-6)
 

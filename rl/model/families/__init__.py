@@ -13,16 +13,17 @@ from rl.model.families.family import Family
 from rl.model.hugging_face_config import HuggingFaceConfig
 
 BUILT_IN = (
-    *("cwm", "ernie4_5", "exaone4", "gemma3_text", "glm4", "gpt_oss", "granite", "helium"),
-    *("hunyuan_v1_dense", "llama", "ministral", "mistral", "mixtral", "olmo2", "olmo3", "qwen2"),
-    *("phi3", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "seed_oss", "smollm3"),
+    *("cwm", "ernie4_5", "exaone4", "gemma2", "gemma3_text", "glm4", "gpt_oss", "granite"),
+    *("helium", "hunyuan_v1_dense", "llama", "ministral", "mistral", "mixtral", "olmo2", "olmo3"),
+    *("phi3", "qwen2", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "seed_oss"),
+    "smollm3",
 )
 """Model types of the families in this package, which are also the names of their modules."""
 LANGUAGE_MODELS = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 """Types of models with vision, of which the language model alone is trained, and its type."""
 REASONS = {
-    "gemma2": "Tiller computes no attn_logit_softcapping: attention on CPU bounds no products",
     "gemma3": "Tiller trains no vision; save its language model, a 'gemma3_text', in a folder",
+    "qwen3_next": "its folders interleave the rows of z, a and b with those of q, k and v by head",
 }
 """Why models of other types are not trained."""
 PAGE = "'A family of your own' in docs/your-model.md"

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl.model.hugging_face_config import FULL, NEAR, HuggingFaceConfig
+from rl.model.hugging_face_config import FULL, NEAR, HuggingFaceConfig, layer_types
 
 SIZES = {
     "vocab_size": "vocab_size",
@@ -226,9 +226,9 @@ class Family:
 
     def _windows(self, shape: Mapping[str, Any]) -> dict[str, Any]:
         limited = shape["layers_with_local_rope"] or shape["layers_with_window"]
-        layers = [NEAR if layer in limited else FULL for layer in range(shape["n_layers"])]
         if not limited and not self.two_ropes:
             return {"sliding_window": None}
+        layers = layer_types(shape["n_layers"], NEAR, limited)
         switch = {"use_sliding_window": True} if "use_sliding_window" in self.allowed else {}
         window = shape["window"] or shape["max_seq_len"]
         return {"sliding_window": window, "layer_types": layers} | switch

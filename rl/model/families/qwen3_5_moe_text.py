@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rl.model.families.family import EXPERT_SIZES
-from rl.model.families.qwen3_5_text import FIXED, TENSORS, Qwen35
+from rl.model.families.qwen3_5_text import COMMON, TENSORS, Qwen35
 from rl.model.hugging_face_config import HuggingFaceConfig
 
 SHARED = "layers.{}.moe.shared_experts"
@@ -31,11 +31,8 @@ FAMILY = Qwen35Moe(
     model_type="qwen3_5_moe_text",
     prefix="Qwen3_5Moe",
     other_names=("Qwen3_5MoeTextModel", "Qwen3_5MoeForConditionalGeneration"),
-    fixed=FIXED,
-    options={"attention_bias": ("qkv_bias", "output_bias")},
     expert_sizes=EXPERT_SIZES | {"shared_expert_dim": "shared_expert_intermediate_size"},
     has_reward_class=False,
-    rope_share=0.25,
     tensors={
         **TENSORS,
         f"{SHARED}.w1.weight": f"{THEIRS}.shared_expert.gate_proj.weight",
@@ -47,5 +44,5 @@ FAMILY = Qwen35Moe(
         "mlp.experts.gate_up_proj": ("gate_proj", "up_proj"),
         "mlp.experts.down_proj": ("down_proj",),
     },
-    left_out=("visual.", "mtp."),
+    **COMMON,
 )

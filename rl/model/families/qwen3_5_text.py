@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from rl.model.families.family import REWARD_CLASS, Family
-from rl.model.hugging_face_config import FULL, HuggingFaceConfig
+from rl.model.hugging_face_config import FULL, LINEAR, HuggingFaceConfig, layer_types
 
-LINEAR = "linear_attention"
 DELTA_SIZES = {
     "delta_key_heads": "linear_num_key_heads",
     "delta_value_heads": "linear_num_value_heads",
@@ -26,7 +25,13 @@ TENSORS = {
     f"{NET}.norm.weight": f"{THEIRS}.norm.weight",
     f"{NET}.wo.weight": f"{THEIRS}.out_proj.weight",
 }
-FIXED = {"norm_offset": True, "attention_gate": True, "rope_share": 0.25}
+COMMON: dict[str, Any] = {
+    "fixed": {"norm_offset": True, "attention_gate": True, "rope_share": 0.25},
+    "options": {"attention_bias": ("qkv_bias", "output_bias")},
+    "rope_share": 0.25,
+    "left_out": ("visual.", "mtp."),
+}
+"""Fields of both families."""
 
 
 class Qwen35(Family):
@@ -63,8 +68,7 @@ class Qwen35(Family):
         return fields | own | {"layers_with_delta_rule": layers}
 
     def write(self, shape: Mapping[str, Any]) -> dict[str, Any]:
-        linear = shape["layers_with_delta_rule"]
-        kinds = [LINEAR if layer in linear else FULL for layer in range(shape["n_layers"])]
+        kinds = layer_types(shape["n_layers"], LINEAR, shape["layers_with_delta_rule"])
         sizes = {key: shape[name] for name, key in DELTA_SIZES.items()}
         return super().write(shape) | sizes | {"layer_types": kinds}
 
@@ -88,9 +92,6 @@ FAMILY = Qwen35(
     model_type="qwen3_5_text",
     prefix="Qwen3_5",
     other_names=("Qwen3_5TextModel", "Qwen3_5ForConditionalGeneration"),
-    fixed=FIXED,
-    options={"attention_bias": ("qkv_bias", "output_bias")},
-    rope_share=0.25,
     tensors=TENSORS,
-    left_out=("visual.", "mtp."),
+    **COMMON,
 )

@@ -43,7 +43,6 @@ MARKUP = [f"<{end}{name}>" for name in ("think", "tool_call", "tool_response") f
 """Qwen3's control tokens that decoding keeps in the text."""
 
 CHAT_TEMPLATE = Path(__file__).with_name("qwen3_chat.jinja")
-FAMILIES = [name for name in BUILT_IN if name != "qwen3_moe"]  # which --experts makes of qwen3
 VOCAB_SIZE = 512
 QWEN3_5 = {
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32},
@@ -267,7 +266,7 @@ def main(argv: list[str] | None = None) -> None:
         "--untied", action="store_true", help="give the output head weights of its own"
     )
     parser.add_argument(
-        "--family", default="qwen3", choices=FAMILIES, help="model family, by its model_type"
+        "--family", default="qwen3", choices=BUILT_IN, help="model family, by its model_type"
     )
     parser.add_argument(
         "--experts", type=int, default=0, help="experts in each layer, of which a token takes two"

@@ -6,7 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.pipelines import CONFIGS, LOCKSTEP, MANY_MODELS, REPLAYED, TOOLS, TWO_AHEAD
+from tests.e2e.pipelines import (
+    CONFIGS,
+    EXACT,
+    HYBRID,
+    LOCKSTEP,
+    MANY_MODELS,
+    REPLAYED,
+    TOOLS,
+    TWO_AHEAD,
+)
 from tests.e2e.runs import LR, Run, make_sums, words
 from tests.trainers.tiny_chat import chat_rows, preference_rows, tiny_chat_model
 
@@ -85,7 +94,7 @@ def arguments(request) -> Callable[..., tuple[str, ...]]:
             given = ("--model.hf_path", caller, "--task.folder", folder)
             return (*TOOLS, *given, *(ahead if "ahead" in kind else ()))
         kinds = {"models": MANY_MODELS, "lockstep": LOCKSTEP, "two ahead": TWO_AHEAD}
-        return (kinds | {"experts": REPLAYED})[kind]
+        return (kinds | {"experts": REPLAYED, "hybrid": HYBRID, "bitwise": EXACT})[kind]
 
     return arguments
 

@@ -44,6 +44,9 @@ REPLAYED = (
     *("--generator.expert_parallel", "--generator.tensor_parallel_degree", "2"),
 )
 """Arguments of a run that trains a mixture of experts with the experts of its generators."""
+HYBRID = (*LOCKSTEP, *words("--model.family qwen3_5_text --generator.kv_cache_gib 0.1"))
+"""Arguments of a run of a model with gated delta nets."""
+EXACT = (*TWO_AHEAD, *words("--parity bitwise --watchdog.parity fail"))
 TOOLS = (
     *words("--config tests.e2e.configs.held_tools --steps 12 --rollout.prompts_per_step 2"),
     *words("--rollout.samples_per_prompt 4 --generator.kv_cache_gib 0.1"),

@@ -1,4 +1,6 @@
-"""Model folders whose shape depends on other fields of the config than ``model.hf_path``."""
+"""Families by the command line: the table of docs/your-model.md, and model folders whose shape
+depends on other fields of the config than ``model.hf_path``.
+"""
 
 import json
 import os
@@ -8,7 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from rl.model.families import BUILT_IN, family_named
 from tests import warm
+from tests.docs.pages import blocks, commands, text_of
+from tests.e2e.pipelines import EXPERTS
+from tests.e2e.runs import TINY, Run
 from tests.tiny_tokenizers import qwen3
 from tests.trainers.tiny_chat import chat_rows
 from tests.training.model_cases import GPT_OSS
@@ -29,6 +35,41 @@ FOLDERS: dict[str, tuple[Folder, str]] = {
     ),
     "a bias of experts": (Folder(experts=True), "--model.expert_bias"),
 }
+
+
+PAGE = "docs/your-model.md"
+SECTION = text_of(PAGE).split("\n## ")[1]
+ROWS = re.findall(r"^\| .*?`(\w+)` \|", SECTION, re.MULTILINE)[1:]
+"""Last model type of each row."""
+OFTEN = ("qwen3_5_text", "gemma3_text")
+"""Families whose layers differ most from Qwen3's. The commands of others are for the long tests."""
+
+
+def test_the_table_has_all_families():
+    assert sorted(ROWS) == sorted(BUILT_IN)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(one, marks=[] if one in OFTEN else [pytest.mark.long]) for one in BUILT_IN],
+)
+def test_the_commands_of_the_table_train_each_family(tmp_path, family):
+    (shown,) = [each for each in blocks(PAGE, "bash") if "--family" in each.code]
+    places = {"llama": family, "DIR": f"{tmp_path}/model", "FILE": f"{tmp_path}/rows.jsonl"}
+    made, *runs = [[places.get(word, word) for word in each] for each in commands(shown)]
+    done = warm.run(*made[1:], timeout=500)
+    assert done.returncode == 0, done.stderr
+    for command in runs:
+        arguments = command[3:]
+        if "quickstart" in arguments:
+            arguments += [*TINY[2:], *(EXPERTS if family_named(family).has_experts else ())]
+        run = Run(*arguments, folder=tmp_path / arguments[1])
+        assert run.wait() == 0, run.stderr
+        run.assert_nothing_left()
+        (step,) = run.metrics()
+        assert step["trainer/grad_norm"] > 1e-3
+        assert step.get("reward/zero_std_groups", 0) < 1
+        assert step.get("logprob/error_max", 0) <= 1e-5
 
 
 def write(folder: Folder, path: Path) -> Path:

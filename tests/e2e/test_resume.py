@@ -8,7 +8,7 @@ import time
 import pytest
 
 from rl.observe.spans import STAGES
-from tests.e2e.pipelines import GROUPS, SHORT, SHORT_STEPS
+from tests.e2e.pipelines import GROUPS, HYBRID, SHORT, SHORT_STEPS
 from tests.e2e.runs import TINY, Run, assert_same, check_ledger, start, strike
 from tests.e2e.test_programs import answer_of
 from tests.tasks.held import Hold
@@ -80,8 +80,27 @@ def test_a_resume_that_cannot_load_its_checkpoint_leaves_the_run_as_it_was(tmp_p
     assert (export.process.returncode, found["equal"]) == (0, True), export.stderr + replay.stderr
 
 
+def test_a_hybrid_that_is_killed_is_the_undisturbed_one(tmp_path):
+    command = (*HYBRID, "--steps", "6")
+    for name in ("killed", "whole"):
+        (tmp_path / name).mkdir()
+    run = start(tmp_path / "killed", command)
+    run.until((run.folder / "checkpoints" / "step-3" / ".metadata").exists)
+    run.kill()
+    run.assert_nothing_left()
+    run, whole = start(tmp_path / "killed", command), start(tmp_path / "whole", command)
+    for each in (run, whole):
+        assert each.wait() == 0, each.stderr
+        each.assert_nothing_left()
+    assert "resumed after step " in run.stdout
+    assert_same(run, whole)
+
+
 MOMENTS = ["start", "start", "save", "save", "evaluation", "evaluation", *["step"] * 4]
-KINDS = ("lockstep", "two ahead", "sft", "dpo", "tools", "tools, two ahead", "experts")
+KINDS = (
+    *("lockstep", "two ahead", "sft", "dpo", "tools", "tools, two ahead", "experts", "hybrid"),
+    "bitwise",
+)
 
 
 @pytest.mark.long

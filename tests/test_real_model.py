@@ -1,10 +1,19 @@
-"""scripts/real_model.py: a published model from the package index, and its word problems."""
+"""scripts/real_model.py: published models from the package index, and word problems."""
 
 import json
+from pathlib import Path
 
 import pytest
+import torch
 
+from rl.generation.generator_config import GeneratorConfig
 from tests.bench.programs import module
+from tests.e2e.runs import Run, words
+from tests.generation.policies import TIED_SPLIT
+from tests.generation.ranks import GeneratorRanks
+from tests.generation.test_families import worst_error
+from tests.training.model_folders import open_folder, transformers_logits
+from tests.training.scenes import logits_of
 
 
 @pytest.fixture
@@ -36,17 +45,20 @@ def test_word_problems_are_distinct_right_and_the_same_on_every_machine(script, 
     assert all("####" in assistant["content"] for _, assistant in messages)
 
 
-def test_a_file_that_is_not_the_published_one_is_refused(script, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["smollm2", "gemma3"])
+def test_a_file_that_is_not_the_published_one_is_refused(script, tmp_path, monkeypatch, name):
     packages = tmp_path / "lib"
-    file = packages / script.FILE
-    file.parent.mkdir(parents=True)
-    file.write_bytes(b"GGUF, cut off")
+    model = script.MODELS[name]
+    for part in model.parts:
+        file = packages / part
+        file.parent.mkdir(parents=True)
+        file.write_bytes(b"GGUF, cut off")
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\necho {packages}\n")
     python.chmod(0o755)
     monkeypatch.setattr(script, "environment_python", lambda *_, **__: python)
-    with pytest.raises(SystemExit, match=r"has the SHA-256 \w{64}; published is b179c9523d"):
-        script.from_package(tmp_path / "model")
+    with pytest.raises(SystemExit, match=rf"the SHA-256 \w{{64}}; published is {model.sha256}"):
+        script.from_package(model, tmp_path / "model", Path("environment"))
     assert not (tmp_path / "model").exists()
 
 
@@ -65,3 +77,36 @@ def test_the_published_model_answers_a_question(script, tmp_path):
     )
     answer = model.generate(**inputs, max_new_tokens=12, do_sample=False)
     assert "Paris" in tokenizer.decode(answer[0])
+
+
+@pytest.mark.long
+@pytest.mark.download
+def test_both_sides_compute_the_other_published_model_as_transformers_does(script, tmp_path):
+    folder = tmp_path / "gemma3"
+    script.main([str(folder), "--model", "gemma3", "--package"])
+    text = [2, 818, 5279, 529, 7001, 563]  # <bos>The capital of France is
+    tokens = torch.tensor([text * 4])
+    wanted = transformers_logits(folder, tokens)
+    engine, checkpointer = open_folder(folder, tmp_path, max_seq_len=256)
+    checkpointer.close()
+    trained = logits_of(engine, tokens).log_softmax(-1)
+    assert (trained - wanted.log_softmax(-1)).abs().max() <= 1e-4
+    del engine, trained, wanted
+    ranks = GeneratorRanks(GeneratorConfig(kv_cache_gib=0.1), TIED_SPLIT)
+    try:
+        assert worst_error(ranks, folder, fuse_qkv=True) <= 1e-4
+    finally:
+        ranks.close()
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(
+        "".join(f"{json.dumps({'text': f'{n} plus {n} is {2 * n}.'})}\n" for n in range(40))
+    )
+    run = Run(
+        *words("--config sft_jsonl --steps 1 --examples_per_step 4 --validate_every 0"),
+        *words("--model.max_seq_len 64 --task.max_tokens 64 --task.loss_on all"),
+        *words("--trainer.micro_batch_tokens 64"),
+        *("--model.hf_path", str(folder), "--task.path", str(rows)),
+        folder=tmp_path / "run",
+    )
+    assert run.wait() == 0, run.stderr
+    assert 0 < run.metrics()[0]["loss/mean"] < 8

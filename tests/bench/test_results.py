@@ -83,6 +83,12 @@ def check_generator(result: Result, table: list[str]) -> None:
     assert result["unified_over_native"] == result["unified_over_native_eager"] > 0
 
 
+def check_delta_net(result: Result, table: list[str]) -> None:
+    (case,) = result["cases"]
+    assert 0 < case["delta_over_attention"] == result["delta_over_attention_max"]
+    assert "attention" in table[0]
+
+
 def check_layouts(result: Result, table: list[str]) -> None:
     assert [row["name"] for row in result["layouts"]] == ["fsdp2", "moe-ep2"]
     assert len(table) == 4
@@ -177,6 +183,7 @@ BENCHMARKS = {
     "budgets": ("--only view --rounds 2 --json", check_budgets),
     "colocation": ("--steps 1 --json", check_colocation),
     "controller": ("--tiny --repeats 1 --json", check_controller),
+    "delta_net": ("--tiny --rounds 1 --json", check_delta_net),
     "episodes": ("--tiny --rounds 1 --repeats 1 --json", check_episodes),
     "generator": ("--tiny --rounds 2 --no-compile --json", check_generator),
     "layouts": ("--only fsdp2 moe-ep2 --json", check_layouts),

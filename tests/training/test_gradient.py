@@ -40,6 +40,7 @@ from tests.training.scenes import (
     CUTS,
     EXPERTS,
     KINDS,
+    LAID_OUT,
     LOSS,
     MODELS,
     TEMPERATURE,
@@ -287,14 +288,13 @@ COMPUTE = {
             pytest.param("tied_fused", how, marks=[pytest.mark.long] if how == "compile" else [])
             for how in COMPUTE
         ),
-        ("experts", "full AC"),
-        ("experts", "selective AC"),
+        *itertools.product(("experts", "hybrid"), ("full AC", "selective AC")),
     ],
 )
 def test_gradient_does_not_depend_on_compute_options(folder, model, how):
     """Rows have three lengths, so that code compiled for one length must serve the others."""
     one, other = (
-        engine_of(MODELS[model], folder=folder, **fields) for fields in ({}, COMPUTE[how])
+        engine_of(LAID_OUT[model], folder=folder, **fields) for fields in ({}, COMPUTE[how])
     )
     for seed, lengths in enumerate([(4, 15, 1, 7, 11), (3, 9), (12, 12, 12)]):
         for engine in (one, other):

@@ -88,9 +88,10 @@ def load(config: Any) -> Any:
 
 def cache_of(config: Any) -> tuple[str, int]:
     """Return the name of the attention of a model that is loaded, and the bytes of a token in the
-    KV cache of all layers.
+    KV cache of all layers with attention.
     """
-    layers = [*config.compilation_config.static_forward_context.values()]
+    known = config.compilation_config.static_forward_context.values()
+    layers = [layer for layer in known if hasattr(layer, "attn_backend")]
     specs = [layer.get_kv_cache_spec(config) for layer in layers]
     bytes = sum(spec.page_size_bytes // spec.block_size for spec in specs)
     return layers[0].attn_backend.get_name(), bytes

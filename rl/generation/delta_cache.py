@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torchtitan.protocols.module import Module
 from vllm.config import VllmConfig, get_current_vllm_config
-from vllm.forward_context import get_forward_context
+from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
@@ -60,8 +60,8 @@ class CachedDelta(Module):
         """
         qkv, decay, beta = (each.squeeze(0) for each in (qkv_BLD, decay_BLN, beta_BLN))
         out = qkv_BLD.new_zeros(*decay_BLN.shape, self.heads.value_dim)
-        steps: Any = get_forward_context().attn_metadata
-        if steps is None:  # vLLM warms up
+        steps: Any = is_forward_context_available() and get_forward_context().attn_metadata
+        if not steps:  # vLLM warms up, or the model is rehearsed
             return out
         step = steps[self.cache.name]
         starts = step.non_spec_query_start_loc.tolist()

@@ -51,8 +51,8 @@ def long_unless_short(names):
     return [pytest.param(name, marks=[] if name in SHORT else [pytest.mark.long]) for name in names]
 
 
-REHEARSED = [name for name in FAMILIES if "qwen3_5" not in name]
-"""vLLM's warm-up, which is rehearsed, leaves out gated delta nets."""
+HYBRID = ("qwen3_5_moe_text", "qwen3_5_text")
+REHEARSED = [name for name in FAMILIES if name not in HYBRID]
 
 
 @pytest.mark.parametrize("name", long_unless_short([*REHEARSED, *LAYOUTS]))
@@ -65,6 +65,15 @@ def test_a_generator_is_captured_with_the_planned_memory(name, rehearsals):
         graphs = graphs.replace("AND_PIECEWISE", "DECODE_ONLY")
     assert found["generator"]["graphs"] == graphs
     assert found["generator"]["attention"] == "FLASH_ATTN"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", HYBRID)
+def test_a_generator_with_gated_delta_nets_is_rehearsed_without_their_rule(name, rehearsals):
+    found = rehearsals.of(f"{FAMILIES[name]} {G}.enforce_eager", role="generator-0")
+    assert found["error"] is None
+    assert found["planned"]["parameters"] == found["kept"]["parameters"]
+    assert found["generator"]["token"] == found["token"]
 
 
 @pytest.mark.long

@@ -202,6 +202,11 @@ class SessionConfig:
             )
             rule = "'auto' or 'mkl' with parity 'bitwise'"
             kernel = trainer.cpu_matmul
+            replay = trainer.router_replay
+            none = (
+                "'none' with parity 'bitwise': routing agrees, and records may be of older weights"
+            )
+            require_value(replay == "none", f"{role.field}.router_replay", replay, none, fix)
             require_value(kernel != "onednn", f"{role.field}.cpu_matmul", kernel, rule, fix)
         generator = self.generator
         if generator is None:

@@ -157,6 +157,7 @@ REFUSED: list[tuple[Edits, str]] = [
             ({"trainer.compile.enable": True}, "False with parity"),
             ({"trainer.threads": 2}, "1 or 'auto' with parity"),
             ({"trainer.cpu_matmul": "onednn"}, "'auto' or 'mkl'"),
+            (MIXTURE | {"trainer.router_replay": "generator"}, "'none' with parity"),
             ({"generator.tensor_parallel_degree": 2}, "1 with parity"),
             ({"generator.enforce_eager": False}, "True with parity"),
             ({"generator.threads": 2}, "1 or 'auto' with parity"),

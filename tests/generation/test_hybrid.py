@@ -10,11 +10,10 @@ from rl.generation.generator_config import GeneratorConfig, block_tokens, kv_byt
 from rl.model.shape import shape_of
 from tests.generation.policies import HYBRID, Policy, error
 from tests.generation.ranks import GeneratorRanks, generate, push, request
+from tests.generation.schedules import play, schedule
 from tests.generation.test_engine import in_chunks
-from tests.generation.test_swap import scheduler_of, share_prefixes_across_a_swap
+from tests.generation.test_swap import share_prefixes_across_a_swap
 
-BORDERS = [1, 2, 24, 63, 64, 65, 127, 128, 129, 150]
-"""Lengths of prompts around those of blocks and of chunks of the delta rule."""
 CONFIG = GeneratorConfig(kv_cache_gib=0.02, max_batched_tokens=256, max_running_requests=16)
 
 
@@ -49,7 +48,7 @@ def test_every_token_has_the_log_prob_of_its_version_on_any_schedule(hybrid, pol
     rng = np.random.default_rng(rounds)
     hits = preemptions = swaps = 0
     for number in range(rounds):
-        plan = schedule(number, rng)
+        plan = schedule(number, rng, HYBRID.vocab_size, rooms=(13, 20))
         hybrid.run(push, policies[0].weights, 1)
         ((completions, cached, preempted),) = hybrid.run(play, plan, policies[1].weights)
         hits += cached
@@ -117,61 +116,7 @@ def ask(name: str, length: int, rng: np.random.Generator, **sampling):
     return request(name, prompt, seed=length, **{"max_tokens": 40} | sampling)
 
 
-def schedule(number: int, rng: np.random.Generator) -> dict:
-    """Return requests, their arrivals, and what disturbs them."""
-    asks = []
-    for group in range(int(rng.integers(1, 4))):
-        one = ask(f"{number}-{group}", int(rng.choice(BORDERS)), rng)
-        samples = int(rng.choice([1, 2, 4]))
-        asks += [replace(one, request_id=f"{one.request_id}-{n}", seed=n) for n in range(samples)]
-    turn = [*asks[0].prompt_tokens, *rng.integers(HYBRID.vocab_size, size=30).tolist()]
-    asks.append(request(f"{number}-turn", turn, max_tokens=int(rng.integers(1, 40))))
-    return {
-        "asks": asks,
-        "arrivals": np.sort(rng.integers(0, 30, size=len(asks))).tolist(),
-        "tokens": int(rng.choice([17, 37, 64, 100, 256])),
-        "room": rng.choice([None, 13, 20]),
-        "swap": int(rng.integers(2, 40)) if number % 2 else None,
-    }
-
-
 # Run on the ranks.
-
-
-def play(engine, plan: dict, newer: dict[str, torch.Tensor]) -> tuple:
-    """Return completions, and the numbers of cached tokens and of preemptions."""
-    scheduler = scheduler_of(engine)
-    pool = scheduler.kv_cache_manager.block_pool
-    usual = scheduler.max_num_scheduled_tokens
-    before = engine._requests.counts.copy()
-    room = plan["room"]
-    scheduler.max_num_scheduled_tokens = plan["tokens"]
-
-    def take() -> list:
-        return pool.get_new_blocks(0 if room is None else pool.get_num_free_blocks() - room)
-
-    taken = take()
-    waiting = [*zip(plan["arrivals"], plan["asks"], strict=True)]
-    done, step = {}, 0
-    try:
-        while waiting or engine.busy:
-            while waiting and waiting[0][0] <= step:
-                engine.add(waiting.pop(0)[1])
-            if step == plan["swap"]:
-                pool.free_blocks(taken)  # no block is in use when vLLM resets its cache
-                push(engine, newer, 2)
-                taken = take()
-            done.update(engine.step())
-            step += 1
-    finally:
-        pool.free_blocks(taken)
-        scheduler.max_num_scheduled_tokens = usual
-    counts = engine._requests.counts - before
-    return (
-        [done[each.request_id] for each in plan["asks"]],
-        counts["cached_tokens"],
-        counts["preemptions"],
-    )
 
 
 def away_and_back(engine) -> None:

@@ -1,6 +1,7 @@
 """Advantages: estimators of how much better each token was than expected."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Annotated, ClassVar, Literal
 
@@ -9,7 +10,7 @@ from torchtitan.config import Configurable
 
 from rl.algorithms.tokens import check_per_token, sum_by_sequence
 from rl.errors import RunError, naming, shown
-from rl.types.rules import SHARE
+from rl.types.rules import SHARE, SIGNED
 
 Unit = Literal["token", "turn"]
 """Unit of a discount: the discount applies once per sampled token or once per turn."""
@@ -43,6 +44,9 @@ class Scored:
 
     turn_ends: torch.Tensor | None = None
     """Whether each token is the last one of a turn, bool [C]. None: a completion is one turn."""
+
+    metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Metric of the task for each completion, float64 [N], by name: those of ``Config.metrics``."""
 
     @cached_property
     def sequence(self) -> torch.Tensor:
@@ -135,6 +139,11 @@ class AdvantageEstimator(Configurable):
         needs_group: ClassVar[bool] = False
         """Whether the estimator compares completions of one prompt and needs two or more."""
 
+        @property
+        def metrics(self) -> tuple[str, ...]:
+            """Names of the metrics of the task's scores that the estimator reads."""
+            return ()
+
     config: Config
 
     def __init__(self, config: Config):
@@ -181,14 +190,58 @@ class GroupAdvantage(AdvantageEstimator):
     config: Config
 
     def __call__(self, scored: Scored) -> Advantages:
-        totals = scored.totals
-        group = scored.group
-        sizes = scored.group_sizes
-        centred = totals - (sum_by_sequence(totals, group) / sizes)[group]
-        if self.config.normalize_std:
-            variance = sum_by_sequence(centred.square(), group) / (sizes - 1).clamp(min=1)
-            centred = centred / (variance.sqrt()[group] + 1e-6)
+        centred = _centred(scored.totals, scored, normalize_std=self.config.normalize_std)
         return Advantages(centred.float()[scored.sequence])
+
+
+class MaxRL(AdvantageEstimator):
+    """Reward of a completion minus its group's mean, divided by that mean: MaxRL, arXiv:2602.02710,
+    eq. 10. With rewards of 0 and 1 it is the gradient of a lower bound of the log-likelihood of
+    success.
+
+    A group of rewards of 0 gets advantages of 0. Raises RunError if a reward is negative.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(AdvantageEstimator.Config):
+        needs_group: ClassVar[bool] = True
+
+    def __call__(self, scored: Scored) -> Advantages:
+        totals = scored.totals
+        least = float(totals.min())
+        if least < 0:
+            raise RunError(f"a reward is {least:g}; MaxRL needs rewards of at least 0")
+        means = (sum_by_sequence(totals, scored.group) / scored.group_sizes)[scored.group]
+        ratios = (totals - means) / torch.where(means > 0, means, 1.0)
+        return Advantages(ratios.float()[scored.sequence])
+
+
+class GDPO(AdvantageEstimator):
+    """Weighted sum of the advantages of GRPO of several rewards, whitened over all completions of
+    the batch: GDPO, arXiv:2601.05242, eq. 4 to 6.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(AdvantageEstimator.Config):
+        by_group: ClassVar[bool] = False
+        needs_group: ClassVar[bool] = True
+
+        rewards: dict[str, Annotated[float, SIGNED]] = field(default_factory=dict)
+        """Weights of the metrics of the task's scores, by name. ``reward`` is the reward, with
+        penalties and reward models. Empty for the reward alone."""
+
+        @property
+        def metrics(self) -> tuple[str, ...]:
+            """Names of the metrics of the task's scores that the estimator reads."""
+            return tuple(name for name in self.rewards if name != "reward")
+
+    config: Config
+
+    def __call__(self, scored: Scored) -> Advantages:
+        columns = {"reward": scored.totals, **scored.metrics}
+        weights = self.config.rewards or {"reward": 1.0}
+        parts = [weight * _centred(columns[name], scored) for name, weight in weights.items()]
+        return Advantages(_whitened(torch.stack(parts).sum(0)).float()[scored.sequence])
 
 
 class LeaveOneOut(AdvantageEstimator):
@@ -310,6 +363,19 @@ def overlong_penalty(lengths: torch.Tensor, *, max_tokens: int, buffer: int) -> 
     ``buffer`` must be above 0.
     """
     return ((max_tokens - buffer - lengths) / buffer).clamp(-1.0, 0.0)
+
+
+def _centred(rewards: torch.Tensor, scored: Scored, *, normalize_std: bool = True) -> torch.Tensor:
+    """Return ``rewards``, float64 [N], minus the mean of each group, by default divided by the
+    group's standard deviation.
+    """
+    group = scored.group
+    sizes = scored.group_sizes
+    centred = rewards - (sum_by_sequence(rewards, group) / sizes)[group]
+    if not normalize_std:
+        return centred
+    variance = sum_by_sequence(centred.square(), group) / (sizes - 1).clamp(min=1)
+    return centred / (variance.sqrt()[group] + 1e-6)
 
 
 def _discounted(values: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:

@@ -8,8 +8,10 @@ import numpy as np
 import torch
 from torchtitan.config import Configurable
 
-from rl.algorithms.losses import Reduction, token_weights
+from rl.algorithms.losses import Reduction
+from rl.algorithms.tokens import token_weights
 from rl.errors import RunError, shown
+from rl.metrics import Metrics
 from rl.types import Batch, Rollout
 from rl.types.routed_experts import RoutedExperts
 from rl.types.sampling_mask import SamplingMask
@@ -84,7 +86,7 @@ def _checked(advantages: Any, rollouts: int, sampled: int) -> torch.Tensor:
 
 
 def reduced(batch: Batch, reduction: Reduction, max_tokens: int = 0) -> Batch:
-    """Return ``batch`` with loss weights times those of :func:`rl.algorithms.losses.token_weights`.
+    """Return ``batch`` with loss weights times those of :func:`rl.algorithms.tokens.token_weights`.
 
     A rollout of several sequences is weighted as one completion. With ``fixed_length``,
     ``optim_step`` divides by the number of rollouts, whatever their length: Dr. GRPO,
@@ -97,6 +99,20 @@ def reduced(batch: Batch, reduction: Reduction, max_tokens: int = 0) -> Batch:
     weights = batch.loss_weights * token_weights(counts, reduction, max_tokens)[owner]
     denominators = 1.0 / sizes.double()[rollouts] if reduction == "fixed_length" else None
     return replace(batch, loss_weights=weights, reduction=reduction, denominators=denominators)
+
+
+def without(batch: Batch, masked: Sequence[bool]) -> Batch:
+    """Return ``batch`` with weights of 0 for all tokens of each rollout that is ``masked``, so that
+    the loss is that of the others alone.
+    """
+    rollouts = torch.arange(len(batch)) if batch.rollouts is None else batch.rollouts
+    kept = ~torch.tensor(masked)[rollouts]
+    divisors = batch.denominators
+    return replace(
+        batch,
+        loss_weights=batch.loss_weights * kept[batch.owners],
+        denominators=None if divisors is None else divisors * kept,
+    )
 
 
 def reduced_for(batch: Batch, loss: Configurable.Config) -> Batch:
@@ -168,6 +184,19 @@ def split_by_player(
     found = torch.tensor([part.reward for part in parts]) + more[[*owners]]
     pairs = torch.tensor([[part.prompt.prompt_id for part in parts], players])
     return [*parts], found, pairs.unique(dim=1, return_inverse=True)[1]
+def task_metrics(rollouts: Sequence[Rollout], names: Sequence[str]) -> dict[str, torch.Tensor]:
+    """Return the metrics ``names`` of each rollout, float64 [N] each.
+
+    Raises RunError if a rollout has no metric of that name.
+    """
+    for rollout in rollouts:
+        if missing := sorted({*names} - rollout.metrics.keys()):
+            raise RunError(
+                f"algorithm.advantage reads the metric {missing[0]!r} of the task's scores; they "
+                f"have {', '.join(rollout.metrics)}"
+            )
+    numbers = {name: [Metrics(each.metrics)[name] for each in rollouts] for name in names}
+    return {name: torch.tensor(each, dtype=torch.float64) for name, each in numbers.items()}
 
 
 def turn_ends(rollouts: Sequence[Rollout]) -> torch.Tensor:

@@ -159,6 +159,11 @@ class ClippedLoss(PolicyLoss):
 
     @multiple_of("advantages")
     def surrogate(self, tokens: Tokens) -> PerToken:
+        clipped, metrics = self.clipped(tokens)
+        return -clipped.exp() * tokens["advantages"], metrics
+
+    def clipped(self, tokens: Tokens) -> PerToken:
+        """Return the log of each ratio, [C], clipped where the advantage moves it, and metrics."""
         advantages = tokens["advantages"]
         log_ratio = self.log_ratio(tokens)
         low, high = _log_range(self.config.clip_low, self.config.clip_high)
@@ -166,8 +171,7 @@ class ClippedLoss(PolicyLoss):
         # Clip the logs: a ratio that overflows before the clip has the gradient 0 * inf = nan.
         floor = torch.where(advantages > 0, -math.inf, low)
         ceiling = torch.where(advantages < 0, dual, high)
-        loss = -log_ratio.clamp(floor, ceiling).exp() * advantages
-        return loss, {"ratio/clipped": _share(log_ratio, low, high)}
+        return log_ratio.clamp(floor, ceiling), {"ratio/clipped": _share(log_ratio, low, high)}
 
 
 class DecoupledLoss(ClippedLoss):
@@ -369,21 +373,6 @@ def dapo(**fields: float) -> ClippedLoss.Config:
     """
     defaults: dict[str, Any] = {"clip_high": 0.28, "reduction": "token_mean"}
     return grpo(**(defaults | fields))
-
-
-def token_weights(lengths: torch.Tensor, reduction: str, max_tokens: int = 0) -> torch.Tensor:
-    """Return the weight of each completion's tokens, float32 [N], for completions of ``lengths``
-    int64 [N].
-
-    The reduced loss is the weighted sum of the token losses, divided by the sum of weights, or by
-    the number of completions for ``fixed_length``. ``fixed_length`` needs ``max_tokens``, the
-    maximum length of a completion.
-    """
-    if reduction == "sequence_mean":
-        return 1.0 / lengths.clamp(min=1).float()
-    if reduction == "token_mean":
-        return torch.ones(len(lengths))
-    return torch.full((len(lengths),), 1.0 / max_tokens)
 
 
 def _log_range(low: float, high: float) -> tuple[float, float]:

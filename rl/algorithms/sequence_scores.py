@@ -35,9 +35,8 @@ import torch
 from torchtitan.config import Configurable
 
 from rl.algorithms.loss_results import LOSS, Metric, PerToken, value_of
-from rl.algorithms.losses import token_weights
 from rl.algorithms.sequence_losses import Labels, SequenceLoss
-from rl.algorithms.tokens import Tokens, sum_by_sequence
+from rl.algorithms.tokens import Tokens, sum_by_sequence, token_weights
 from rl.errors import RunError
 from rl.metrics import Metrics
 from rl.types import Batch, Head

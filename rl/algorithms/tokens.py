@@ -64,3 +64,18 @@ def mean_by_sequence(values: Tensor, sequence: Tensor, count: int | None = None)
     """
     counts = sum_by_sequence(torch.ones_like(values), sequence, count)
     return sum_by_sequence(values, sequence, count) / counts.clamp(min=1)
+
+
+def token_weights(lengths: Tensor, reduction: str, max_tokens: int = 0) -> Tensor:
+    """Return the weight of each completion's tokens, float32 [N], for completions of ``lengths``
+    int64 [N].
+
+    The reduced loss is the weighted sum of the token losses, divided by the sum of weights, or by
+    the number of completions for ``fixed_length``. ``fixed_length`` needs ``max_tokens``, the
+    maximum length of a completion.
+    """
+    if reduction == "sequence_mean":
+        return 1.0 / lengths.clamp(min=1).float()
+    if reduction == "token_mean":
+        return torch.ones(len(lengths))
+    return torch.full((len(lengths),), 1.0 / max_tokens)

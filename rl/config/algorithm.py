@@ -9,13 +9,16 @@ from torchtitan.config import Configurable
 from rl.algorithms import losses
 from rl.algorithms.advantages import (
     GAE,
+    GDPO,
     AdvantageEstimator,
     GroupAdvantage,
     LeaveOneOut,
+    MaxRL,
     ReinforcePlusPlus,
 )
 from rl.algorithms.corrections import Correction, MaskedIS, TruncatedIS
 from rl.algorithms.kl import AdaptiveKL, Estimator
+from rl.algorithms.ratio_losses import GMPOLoss, SAPOLoss
 from rl.config.rollout import RolloutConfig
 from rl.errors import require, require_value
 from rl.types.rules import at_least
@@ -24,6 +27,11 @@ from rl.types.rules import at_least
 @dataclass(kw_only=True, slots=True)
 class AlgorithmConfig(Configurable.Config):
     """Facts about the algorithm that the run needs before it starts."""
+
+    mask_truncated: bool = False
+    """Whether rollouts with an answer that was cut off at its maximum length are left out of the
+    loss (overlong filtering of DAPO, arXiv:2503.14476, section 3.4). Their rewards still count in
+    the advantages of the others."""
 
     def roles(self) -> tuple[str, ...]:
         """Return the roles that the algorithm needs: any of ``reference`` and ``critic``; by
@@ -224,6 +232,10 @@ ALGORITHMS: dict[str, Callable[[], PolicyGradientConfig]] = {
     "gspo": lambda: PolicyGradientConfig(loss=losses.GSPOLoss.Config()),
     "cispo": lambda: PolicyGradientConfig(loss=losses.CISPOLoss.Config()),
     "dppo": lambda: PolicyGradientConfig(loss=losses.DPPOLoss.Config()),
+    "sapo": lambda: PolicyGradientConfig(loss=SAPOLoss.Config()),
+    "gmpo": lambda: PolicyGradientConfig(loss=GMPOLoss.Config()),
+    "maxrl": lambda: PolicyGradientConfig(advantage=MaxRL.Config()),
+    "gdpo": lambda: PolicyGradientConfig(advantage=GDPO.Config()),
 }
 """Function that makes the config of an algorithm, by name. Each paper is cited by the parts that
 the config consists of. Fields of ``rollout`` that a paper sets too are in docs/algorithms.md."""

@@ -255,7 +255,7 @@ def _scores(task: Task, prompt: Prompt, room: int) -> Scores | GroupLost:
                 found[kind] = [end.reward for end in ends if end is not None]
             else:
                 scored = score_group(task, prompt, group)
-                found[kind] = [score.reward for _, score in scored]
+                found[kind] = [score.reward for _, score in scored if score.reward is not None]
         except GroupLost as lost:
             return lost
     return found

@@ -40,8 +40,9 @@ class Reply:
     """Messages before the next answer, one of role ``tool`` for each tool call; at least one unless
     ``done``."""
 
-    reward: float = 0.0
-    """Number that is added to the reward of the episode."""
+    reward: float | None = 0.0
+    """Number that is added to the reward of the episode. None abstains: the episode leaves its
+    group."""
 
     earlier: Mapping[int, float] = field(default_factory=dict)
     """Numbers that are added to the rewards of earlier answers, by their numbers from 0, such as

@@ -31,8 +31,8 @@ class Score:
     Numbers are Python's or numpy's, finite in float32. An invalid score drops its group.
     """
 
-    reward: float
-    """Number that the policy learns from."""
+    reward: float | None
+    """Number that the policy learns from. None abstains: the completion leaves its group."""
 
     correct: bool
     """Whether the completion is right, as counted by evaluation; Python's or numpy's bool."""

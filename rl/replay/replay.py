@@ -17,8 +17,8 @@ from rl.observe.rollout_files import Chunk, RolloutFolder, read_rollouts
 from rl.session.models import StepDigests
 from rl.session.session import Session
 from rl.session.session_config import SessionConfig
-from rl.trainers.algorithm import Step
 from rl.trainers.auxiliary_models import AuxiliaryModels
+from rl.trainers.step import Step
 
 Config = TypeVar("Config", bound=RunConfig)
 

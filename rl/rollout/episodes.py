@@ -237,6 +237,10 @@ class Environments:
             episode.rewards[turn] += float(more)
         episode.score = Score(
             reward=before.reward + now.reward + sum(map(float, step.earlier.values())),
+        episode.rewards.append(now.reward or 0.0)
+        abstains = before.reward is None or now.reward is None
+        episode.score = Score(
+            reward=None if abstains else sum(episode.rewards),
             correct=now.correct,
             metrics={**before.metrics, **now.metrics},
         )
@@ -259,7 +263,7 @@ class Environments:
         counts = {"turns": float(episode.turns), "malformed_calls": float(episode.malformed)}
         end = EpisodeEnd(
             text=self._task.tokenizer.decode([*episode.tokens, *answer]),
-            reward=score.reward,
+            reward=math.nan if score.reward is None else score.reward,
             correct=score.correct,
             metrics={**score.metrics, **counts},
             stop_reason=reason,

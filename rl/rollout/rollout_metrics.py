@@ -27,13 +27,20 @@ def rollout_metrics(
     mixture.
     """
     rollouts = [rollout for group in groups for rollout in group]
-    lengths = [rollout.sampled_count for rollout in rollouts]
-    cut = [each.cut_turns or each.stop_reason == "length" for each in rollouts]
+    lengths = sorted(rollout.sampled_count for rollout in rollouts)
+    cut = [bool(each.cut_turns) or each.stop_reason == "length" for each in rollouts]
+
+    def percentile(share: int) -> float:
+        return float(lengths[-(-len(lengths) * share // 100) - 1])
+
     metrics = {
         **_reward_metrics("reward", groups, reward_key),
         "completion/length_mean": sum(lengths) / len(rollouts),
+        "completion/length_p50": percentile(50),
+        "completion/length_p90": percentile(90),
+        "completion/length_p99": percentile(99),
         "completion/length_max": float(max(lengths)),
-        "completion/cut_off": sum(map(bool, cut)) / len(rollouts),
+        "completion/cut_off": sum(cut) / len(rollouts),
     }
     for task in sorted({r.prompt.task for r in rollouts} - {""}):
         own = [group for group in groups if group[0].prompt.task == task]

@@ -99,7 +99,7 @@ def rollouts_of(
             completion,
             sample=sample,
             text=text,
-            reward=score.reward,
+            reward=math.nan if score.reward is None else score.reward,
             metrics={"correct": float(score.correct), **score.metrics},
         )
         for sample, (completion, (text, score)) in enumerate(zip(completions, scored, strict=True))
@@ -157,7 +157,7 @@ def plain_score(score: object) -> Score:
     """Return ``score`` with plain floats, finite in float32. Raises InvalidScore."""
     if not isinstance(score, Score):
         raise InvalidScore(f"{shown(score)}, which is not a Score")
-    reward = _plain_number("reward", score.reward)
+    reward = None if score.reward is None else _plain_number("reward", score.reward)
     if not isinstance(score.correct, bool | np.bool_):
         raise InvalidScore(f"correct={shown(score.correct)}, which is not a bool")
     if not isinstance(score.metrics, dict):

@@ -101,7 +101,9 @@ class TaskRollouters:
         samples: int,
         generate: Generate,
     ) -> list[Rollout]:
-        """Return ``samples`` rollouts of each prompt, in order, without lost groups."""
+        """Return ``samples`` rollouts of each prompt, in order, without lost groups and without
+        rollouts whose reward abstained.
+        """
         rollouter = self.workers if self._is_started(task) else self._rollouter_here(task)
         self._calls += 1
         rounds: dict[int, list[int]] = {}  # a prompt_id that occurs twice is asked in two rounds
@@ -123,7 +125,8 @@ class TaskRollouters:
         for places, answer in zip(rounds.values(), await asyncio.gather(*answers), strict=True):
             groups |= zip(places, answer, strict=True)
         found = [groups[place] for place in range(len(prompts))]
-        return [each for group in found if not isinstance(group, GroupLost) for each in group]
+        kept = [group for group in found if not isinstance(group, GroupLost)]
+        return [each for group in kept for each in group if not each.abstained]
 
     def _is_started(self, task: Task) -> bool:
         """Whether the reward workers have the config and the code that ``task`` has now."""

@@ -30,7 +30,8 @@ class Rewards:
                 return await rewards.score(prompt, text, completion)
 
     Each value is a metric under the name of its function, without its weight. A completion is right
-    if the value of the first function is at least 1. All functions run at once: coroutine functions
+    if the value of the first function is at least 1. A function that returns None abstains; if all
+    do, so does the reward. All functions run at once: coroutine functions
     on the event loop, and others in threads, at the same time for several completions too.
 
     A ``functools.partial`` has the name of its function, and an object with ``__call__`` that of
@@ -40,7 +41,7 @@ class Rewards:
     """
 
     functions: Sequence[Callable[[Prompt, str, Completion], Any]]
-    """Functions, or coroutine functions, that return a number."""
+    """Functions, or coroutine functions, that return a number or None."""
     weights: Mapping[str, float] = field(default_factory=dict)
     """Weights by name of the function; 1 for a function that is not named."""
 
@@ -60,16 +61,20 @@ class Rewards:
         """Return the weighted sum of all values, and each value as a metric."""
         names = [name_of(function) for function in self.functions]
         found = [_value(function, prompt, text, completion) for function in self.functions]
-        values = dict(zip(names, await asyncio.gather(*found), strict=True))
+        each = zip(names, await asyncio.gather(*found), strict=True)
+        values = {name: value for name, value in each if value is not None}
         reward = sum(self.weights.get(name, 1.0) * value for name, value in values.items())
-        return Score(reward=reward, correct=values[names[0]] >= 1, metrics=values)
+        right = values.get(names[0], 0.0) >= 1
+        return Score(reward=reward if values else None, correct=right, metrics=values)
 
 
-async def _value(function: Callable[..., Any], *args: Any) -> float:
+async def _value(function: Callable[..., Any], *args: Any) -> float | None:
     try:
         if inspect.iscoroutinefunction(function):
-            return float(await function(*args))
-        value = await asyncio.wrap_future(in_thread(function, *args))
-        return float(await value if inspect.isawaitable(value) else value)
+            value = await function(*args)
+        else:
+            value = await asyncio.wrap_future(in_thread(function, *args))
+            value = await value if inspect.isawaitable(value) else value
+        return None if value is None else float(value)
     except (SystemExit, KeyboardInterrupt) as error:  # which would end the event loop
         raise RunError(f"{name_of(function)} raised {error_text(error)}") from None

@@ -5,7 +5,7 @@ import functools
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,10 +17,12 @@ from rl.algorithms.batch import (
     counts_of,
     make_batch,
     split_by_player,
+    task_metrics,
     time_order,
     turn_ends,
     turn_rewards,
     whole_texts,
+    without,
 )
 from rl.algorithms.corrections import correction_weights
 from rl.algorithms.kl import kl
@@ -28,7 +30,6 @@ from rl.algorithms.loss_results import moments
 from rl.algorithms.losses import Reduction
 from rl.config import AlgorithmConfig, PolicyGradientConfig, RLConfig
 from rl.metrics import Entry, Metrics
-from rl.observe.rollout_files import Chunk
 from rl.session.session import Session
 from rl.types import Batch, Rollout
 
@@ -73,6 +74,7 @@ class Algorithm(Configurable, ABC):
         self._learning = ["trainer", *(role for role in config.roles() if role == "critic")]
         self._prepared: list[Metrics] = []
         self._rollouts = 0
+        self._is_masked = True
 
     @property
     def reduction(self) -> Reduction:
@@ -128,6 +130,7 @@ class Algorithm(Configurable, ABC):
         """Restore the state that ``to_dict`` returned; an empty dict restores the initial state."""
         self._prepared = []
         self._rollouts = 0
+        self._is_masked = True
 
     def rehearse(self, groups: int, samples: int) -> None:
         """Run user-defined parts on ``groups`` groups of ``samples`` made-up rollouts, to find
@@ -153,6 +156,8 @@ class Algorithm(Configurable, ABC):
         batch.columns["staleness"] = session.version - batch.columns["versions"]
         metrics = self.score(batch, rollouts, rewards) | scores
         self._prepared.append(Metrics(metrics, weight=float(batch.loss_mask.sum())))
+        if self.config.mask_truncated:
+            return without(batch, [each.is_truncated for each in rollouts])
         return batch
 
     async def accumulate(self, session: Session, batch: Batch) -> dict[str, torch.Tensor]:
@@ -166,12 +171,15 @@ class Algorithm(Configurable, ABC):
             *(backward(self.loss(role), role=role) for role in self._learning)
         )
         self._rollouts += len(batch.rows_by_rollout)
+        self._is_masked = self._is_masked and not batch.loss_mask.any()
         return outputs
 
     async def update(self, session: Session) -> Metrics:
         """Take one optimizer step on the accumulated gradients; return its metrics."""
-        denominator = self.denominator(self._rollouts)
+        # Every rollout may be masked: then the step is one on gradients of 0.
+        denominator = 1.0 if self._is_masked else self.denominator(self._rollouts)
         self._rollouts = 0
+        self._is_masked = True
         metrics, *critic = await asyncio.gather(
             *(session.optim_step(role=role, denominator=denominator) for role in self._learning)
         )
@@ -231,6 +239,7 @@ class PolicyGradient(Algorithm):
             values=None if values is None else values[batch.loss_mask][order],
             turn_rewards=None if whole else turn_rewards(rollouts)[order],
             turn_ends=turn_ends(rollouts)[order],
+            metrics=task_metrics(rollouts, self.config.advantage.metrics),
         )
         with_returns = self.config.advantage.needs_values
         found = advantages_of(self._advantage, scored, with_returns=with_returns)
@@ -251,6 +260,12 @@ class PolicyGradient(Algorithm):
         if self.config.credit == "player":
             own = own, *(part.reward for *_, part in by_player([rollout]))
         return own, float(self._overlong(counts_of([rollout])))
+        parts = task_metrics([rollout], self.config.advantage.metrics).values()
+        return (
+            super().reward_key(rollout),
+            float(self._overlong(counts_of([rollout]))),
+            *map(float, parts),
+        )
 
     def minibatches(self, batch: Batch, step: int) -> list[Batch]:
         """Return the whole batch for a step of one update, otherwise a new split in each epoch."""
@@ -299,6 +314,7 @@ class PolicyGradient(Algorithm):
             lengths=lengths,
             token_rewards=torch.zeros(tokens),
             values=torch.zeros(tokens) if needs_values else None,
+            metrics={name: torch.zeros(len(lengths)) for name in self.config.advantage.metrics},
         )
         logprobs = torch.full((tokens,), -1.0)
         advantages_of(self._advantage, scored, with_returns=needs_values)
@@ -339,70 +355,3 @@ class PolicyGradient(Algorithm):
         )
         batch.columns["correction"] = batch.scatter(weights)
         return metrics
-
-
-FOUND = {"logprobs": "trainer_logprobs", "entropy": "entropy"}
-"""Column by output of the trainer's gradient pass."""
-
-RECORDED_ELSEWHERE = ("behaviour_logprobs", "versions", "staleness")
-"""Columns of a batch that the sequences of its rollouts have, or that follow from them."""
-
-
-@dataclass(eq=False)
-class Step:
-    """Step ``number`` of ``algorithm`` on the models of ``session``. ::
-
-    step = Step(algorithm, session, number)
-    for rollouts in chunks:
-        await step.train(rollouts)
-    metrics = await step.end()
-    """
-
-    algorithm: Algorithm
-    session: Session
-    number: int
-    begun: list[Sequence[Rollout]] = field(default_factory=list, init=False)
-    """Rollouts of each chunk, that of a call that failed included."""
-    chunks: list[Chunk] = field(default_factory=list, init=False)
-    """Rollouts that were trained on, with the values of their tokens."""
-    updates: list[Metrics] = field(default_factory=list, init=False)
-    """Metrics of each optimizer step."""
-
-    async def train(self, rollouts: Sequence[Rollout]) -> None:
-        """Add the gradient of ``rollouts``; take all optimizer steps on them except for the
-        last.
-        """
-        self.begun.append(rollouts)
-        algorithm = self.algorithm
-        with self.session.watch.span("train"):
-            batch = await algorithm.prepare(self.session, rollouts)
-        found: dict[str, torch.Tensor] = {}
-        *earlier, last = algorithm.minibatches(batch, self.number)
-        for minibatch in earlier:
-            await self._accumulate(minibatch, batch, found)
-            self.updates.append(await algorithm.update(self.session))
-        await self._accumulate(last, batch, found)
-        own = {name: each for name, each in batch.columns.items() if name not in RECORDED_ELSEWHERE}
-        # tokens that were not sampled have 0
-        columns = {name: (each * batch.loss_mask).numpy() for name, each in (own | found).items()}
-        self.chunks.append(Chunk(rollouts=rollouts, columns=columns))
-
-    async def end(self) -> dict[str, float]:
-        """Take the last optimizer step; return the metrics of the step."""
-        self.updates.append(await self.algorithm.update(self.session))
-        return dict(Metrics.merged(self.updates)) | self.algorithm.finish()
-
-    async def _accumulate(
-        self, minibatch: Batch, batch: Batch, found: dict[str, torch.Tensor]
-    ) -> None:
-        """Add the gradient of ``minibatch``, a part of ``batch``. The trainer's outputs are added
-        to ``found`` for the tokens that it has no outputs of yet.
-        """
-        outputs = await self.algorithm.accumulate(self.session, minibatch)
-        rows = minibatch.rows
-        index = torch.arange(len(batch.tokens)) if rows is None else batch.token_index(rows)
-        for output, name in FOUND.items():
-            if output in outputs:
-                unknown = torch.full((len(batch.tokens),), torch.nan)
-                column = found.setdefault(name, unknown)
-                column[index] = torch.where(column[index].isnan(), outputs[output], column[index])

@@ -60,7 +60,8 @@ class Evaluation:
 
         ``eval/version_min`` and ``eval/version_max`` are the oldest and the newest policy version
         that drew a token. A prompt with a failed reward counts as not solved, and
-        ``eval/lost`` counts these failures. Empty if ``config.prompts`` is 0.
+        ``eval/lost`` counts these failures. Rewards that abstain are not in the mean. Empty if
+        ``config.prompts`` is 0.
         """
         if not self.prompts:
             return {}
@@ -94,10 +95,11 @@ class Evaluation:
             for groups in (greedy, sampled)
         )
         own = Metrics.merged(Metrics(group[0].metrics) for group in greedy)
+        rewards = [group[0].reward for group in greedy if not group[0].abstained]
         scores = {
             "prompts": float(count),
             "exact_match": sum(_correct(greedy)) / count,
-            "reward_mean": sum(group[0].reward for group in greedy) / max(len(greedy), 1),
+            "reward_mean": sum(rewards) / max(len(rewards), 1),
             **{f"reward/{name}": own[name] for name in own if name != "correct"},
         }
         if samples := self._config.samples:

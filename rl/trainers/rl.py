@@ -16,12 +16,12 @@ from rl.observe.checkpoint_folders import ROLLOUTS
 from rl.observe.rollout_files import read_groups
 from rl.rollout.rollout_metrics import rollout_metrics
 from rl.session.concurrency import background
-from rl.trainers.algorithm import Step
 from rl.trainers.auxiliary_models import AuxiliaryModels
 from rl.trainers.evaluation import Evaluation, EvaluationSchedule, held_out_prompts
 from rl.trainers.hooks import MetricCalculator
 from rl.trainers.ledger import Group, Ledger
 from rl.trainers.scheduler import RolloutScheduler
+from rl.trainers.step import Step
 from rl.trainers.trainer import Trainer
 from rl.trainers.trial import build_algorithm, build_task, try_task
 from rl.types import Prompt
@@ -141,11 +141,14 @@ class RLTrainer(Trainer[RLConfig]):
     async def learn(self, chunk: list[Group]) -> None:
         """Take a step on ``chunk`` and the rest of the batch as it finishes; start the push."""
         groups = list[Group]()
+        sampled = 0
         staleness = Counter[int]()
         step = Step(self.algorithm, self.session, self.step)
         trained = self.session.version
         with self.run.step_calls(step.begun):
             while chunk:
+                sampled += sum(map(len, chunk))
+                chunk = [[each for each in group if not each.abstained] for group in chunk]
                 staleness += self.staleness(chunk)
                 await step.train([*chain.from_iterable(chunk)])
                 groups += chunk
@@ -167,6 +170,7 @@ class RLTrainer(Trainer[RLConfig]):
             | rollout_metrics(groups, self.algorithm.reward_key)
             | {f"ledger/{name}": count for name, count in ledger.items() if isinstance(count, int)}
             | {
+                "rollout/abstained": sampled - sum(map(len, groups)),
                 "rollout/staleness_max": max(staleness),
                 "rollout/staleness_mean": sum(age * n for age, n in staleness.items()) / tokens,
             }
@@ -180,8 +184,7 @@ class RLTrainer(Trainer[RLConfig]):
                 only=record.kept(self.step, sum(len(chunk.rollouts) for chunk in step.chunks)),
                 max_bytes=record.max_bytes,
             )
-        samples = self.arguments.rollout.samples_per_prompt
-        lost = {"episodes_lost_now": sum(samples - len(group) for group in groups)}
+        lost = {"episodes_lost_now": self.arguments.sequences - sampled}
         states = {"step": self.step, **ledger, **lost, "staleness": staleness}
         self.run.record.append(self.run.record.ledger_path, states)
         self.report.step(row, step.updates, tokens=tokens)

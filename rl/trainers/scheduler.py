@@ -210,6 +210,11 @@ class RolloutScheduler:
         Raises RunError, with the last cause, if too many groups were lost.
         """
         rollout = self.config.rollout
+        if not isinstance(outcome, GroupLost):
+            scored = [each for each in outcome if not each.abstained]
+            if len(scored) < min(2, len(outcome)):
+                message = f"{len(outcome) - len(scored)} of {len(outcome)} rewards are None"
+                outcome = GroupLost("rewards abstained", message)
         left = 0 if isinstance(outcome, GroupLost) else len(outcome)
         self._recent.append(1 - left / rollout.samples_per_prompt)
         lost = sum(self._recent)
@@ -223,7 +228,7 @@ class RolloutScheduler:
             ) from cause
         if isinstance(outcome, GroupLost):
             return outcome.reason
-        if self._resampled < rollout.max_resampled_groups and all_equal(outcome, self.reward_key):
+        if self._resampled < rollout.max_resampled_groups and all_equal(scored, self.reward_key):
             self._resampled += 1
             return "rewards all equal"
         return outcome

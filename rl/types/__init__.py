@@ -218,6 +218,7 @@ class EpisodeEnd:
     text: str
     """The whole episode, decoded, for display."""
     reward: float
+    """NaN if the environment gave none."""
     correct: bool
     metrics: dict[str, "Entry"]
     stop_reason: EpisodeStop
@@ -331,6 +332,7 @@ class Rollout:
     """Sampled tokens, decoded, for display."""
     stop_reason: StopReason
     reward: float
+    """Number that the policy learns from; NaN if the task gave none."""
     metrics: dict[str, "Entry"] = field(default_factory=dict)
     turn_rewards: tuple[float, ...] = ()
     """Part of ``reward`` that followed each turn; empty if only the total is known."""
@@ -354,9 +356,19 @@ class Rollout:
         )
 
     @property
+    def abstained(self) -> bool:
+        """Whether the reward abstained: it is NaN, and nothing is learned from the rollout."""
+        return self.reward != self.reward
+
+    @property
     def sampled_count(self) -> int:
         """Number of sampled tokens."""
         return int(sum(np.count_nonzero(sequence.sampled) for sequence in self.sequences))
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether an answer, or the episode, ended at a maximum number of tokens."""
+        return self.cut_turns > 0 or self.stop_reason in ("length", "context")
 
     @property
     def turns(self) -> list[int]:

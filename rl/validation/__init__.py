@@ -8,6 +8,7 @@ from torchtitan.components.optimizer import LRSchedulersContainer
 from torchtitan.distributed.activation_checkpoint import MemoryBudgetAC
 
 from rl.algorithms import losses
+from rl.algorithms.ratio_losses import SAPOLoss
 from rl.config import (
     DatasetRunConfig,
     PreferenceConfig,
@@ -38,7 +39,7 @@ SLURM_TIMES = (
 )
 NEEDS_ROLLOUTS = (
     *(losses.ClippedLoss.Config, losses.CISPOLoss.Config, losses.DPPOLoss.Config),
-    *(losses.ImportanceSamplingLoss.Config, losses.DistillationLoss.Config),
+    *(losses.ImportanceSamplingLoss.Config, losses.DistillationLoss.Config, SAPOLoss.Config),
 )
 
 

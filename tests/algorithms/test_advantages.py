@@ -1,6 +1,7 @@
 """The estimators are the papers' equations, transcribed here in float64, one token at a time."""
 
 import statistics
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,9 +10,11 @@ from hypothesis import strategies as st
 
 from rl.algorithms.advantages import (
     GAE,
+    GDPO,
     Advantages,
     GroupAdvantage,
     LeaveOneOut,
+    MaxRL,
     ReinforcePlusPlus,
     Scored,
     advantages_of,
@@ -78,6 +81,26 @@ def rloo(rows):
         yield from [reward + sum(extra) - statistics.fmean(others(rows, index))] * len(extra)
 
 
+def maxrl(rows):
+    for index, (reward, _, extra, _) in enumerate(rows):
+        own = reward + sum(extra)
+        mean = statistics.fmean([*others(rows, index), own])
+        yield from [(own - mean) / mean if mean else 0.0] * len(extra)
+
+
+def gdpo(rows, metrics, weights):
+    """Return the advantages of GDPO of the reward and of ``metrics``, a list by name."""
+    sums = [0.0] * len(rows)
+    for name, weight in weights.items():
+        own = [r + sum(extra) for r, _, extra, _ in rows] if name == "reward" else metrics[name]
+        for index, (_, group, _, _) in enumerate(rows):
+            mine = [v for v, (_, g, _, _) in zip(own, rows, strict=True) if g == group]
+            apart = own[index] - statistics.fmean(mine)
+            sums[index] += weight * apart / (statistics.stdev(mine) + 1e-6)
+    for (_, _, extra, _), value in zip(rows, whitened(sums), strict=True):
+        yield from [value] * len(extra)
+
+
 def whitened(values):
     return [(v - statistics.fmean(values)) / (statistics.pstdev(values) + 1e-8) for v in values]
 
@@ -133,6 +156,33 @@ def test_advantages_match_the_papers(name):
     assert advantages.dtype == torch.float32
     wanted = torch.tensor(list(paper(completions(given))), dtype=torch.float64)
     torch.testing.assert_close(advantages.double(), wanted, rtol=1e-6, atol=1e-7)
+
+
+def test_maxrl_divides_by_the_mean_reward_of_the_group():
+    given = replace(ragged(0), token_rewards=torch.zeros(len(ragged(0).sequence)))
+    given = replace(given, rewards=torch.tensor([0.0, 1, 0, 0, 1, 0.5, 0, 0, 0]))
+    wanted = torch.tensor(list(maxrl(completions(given))), dtype=torch.float64)
+    assert wanted.max() > 1.5 and (wanted == 0).any()  # a group whose rewards are all 0
+    found = MaxRL.Config().build()(given).advantages
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-6, atol=1e-7)
+    with pytest.raises(RunError, match="a reward is -1; MaxRL needs rewards of at least 0"):
+        MaxRL.Config().build()(scored([1.0, -1.0]))
+
+
+@pytest.mark.parametrize("rewards", [{}, {"reward": 0.5, "right": 2.0, "short": -1.0}])
+def test_gdpo_normalizes_each_reward_in_its_group_and_whitens_the_sum(rewards):
+    metrics = {"right": [0, 1, 0, 1, 1, 0, 0, 0, 1], "short": [3, 1, 4, 1, 5, 9, 2, 6, 5]}
+    columns = {name: torch.tensor(each).double() for name, each in metrics.items()}
+    given = replace(ragged(0), metrics=columns)
+    config = GDPO.Config(rewards=rewards)
+    wanted = [*gdpo(completions(given), metrics, rewards or {"reward": 1.0})]
+    torch.testing.assert_close(
+        config.build()(given).advantages.double(),
+        torch.tensor(wanted).double(),
+        rtol=1e-6,
+        atol=1e-6,
+    )
+    assert config.metrics == (("right", "short") if rewards else ())
 
 
 def test_returns_are_advantages_plus_values_before_whitening():

@@ -19,6 +19,7 @@ from rl.algorithms.losses import (
     dapo,
     grpo,
 )
+from rl.algorithms.ratio_losses import GMPOLoss, SAPOLoss
 from rl.algorithms.tokens import Tokens
 from rl.errors import RunError
 
@@ -138,6 +139,23 @@ def gspo_token(s, a, p):
     return -min(own * a, clip(own, 0.9, 1.1) * a)
 
 
+def sapo(r, a, p):
+    tau = 1.5 if a > 0 else 2.5
+    return -4 / tau / (1 + (-tau * (r - 1)).exp()) * a
+
+
+def gmpo(tokens):
+    """Return the cost of each token: |prod_t min(r_t A, clip(r_t) A)|^(1/T) sign(A), eq. 4."""
+    values = []
+    for number in tokens["sequence"].unique():
+        mine = tokens["sequence"] == number
+        ratios = (tokens["logprobs"][mine] - tokens["behaviour_logprobs"][mine]).exp()
+        a = tokens["advantages"][mine][0]
+        each = [min(r * a, clip(r, 0.8, 1.3) * a).abs() for r in ratios]
+        values += [-(torch.stack(each).prod() ** (1 / len(each))) * a.sign()] * len(each)
+    return torch.stack(values)
+
+
 LOSSES = {
     "GRPO": (grpo(), one_by_one(clipped(0.2, 0.2))),
     "DAPO": (dapo(), one_by_one(clipped(0.2, 0.28))),
@@ -153,6 +171,8 @@ LOSSES = {
         one_by_one(lambda r, a, p: -clip(r.detach(), 0.0, 1.2) * a * p),
     ),
     "DPPO": (DPPOLoss.Config(threshold=0.05), one_by_one(dppo)),
+    "SAPO": (SAPOLoss.Config(tau_positive=1.5, tau_negative=2.5), one_by_one(sapo)),
+    "GMPO": (GMPOLoss.Config(clip_low=0.2, clip_high=0.3), gmpo),
     "importance sampling": (ImportanceSamplingLoss.Config(), one_by_one(lambda r, a, p: -r * a)),
     "cross entropy": (CrossEntropyLoss.Config(), one_by_one(lambda r, a, p: -p)),
     "distillation": (
@@ -245,7 +265,7 @@ def test_a_correction_weights_only_the_surrogate():
     torch.testing.assert_close(loss, whole - plain + weights * plain)
 
 
-CLIPPED = [grpo(dual_clip=3.0), GSPOLoss.Config(), CISPOLoss.Config()]
+CLIPPED = [grpo(dual_clip=3.0), GSPOLoss.Config(), CISPOLoss.Config(), GMPOLoss.Config()]
 BEYOND = [(-1e4, -1.0), (-0.1, -200.0), (-1e4, -2e4)]
 
 
@@ -254,6 +274,7 @@ BEYOND = [(-1e4, -1.0), (-0.1, -200.0), (-1e4, -2e4)]
     [
         *itertools.product(CLIPPED, BEYOND, [1.0, 0.0]),
         *itertools.product([DPPOLoss.Config()], BEYOND[:2], [1.0]),
+        *itertools.product([SAPOLoss.Config()], BEYOND, [1.0, 0.0, -1.0]),
     ],
 )
 def test_ratios_beyond_float32_leave_the_gradient_finite(config, apart, advantage):

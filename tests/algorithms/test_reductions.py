@@ -1,11 +1,13 @@
 """Sums and means of tokens over sequences and batches are those of the papers."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from rl.algorithms.batch import reduced, reduced_for
-from rl.algorithms.losses import ClippedLoss, ValueLoss, token_weights
-from rl.algorithms.tokens import mean_by_sequence, sum_by_sequence
+from rl.algorithms.batch import reduced, reduced_for, without
+from rl.algorithms.losses import ClippedLoss, ValueLoss
+from rl.algorithms.tokens import mean_by_sequence, sum_by_sequence, token_weights
 from rl.errors import RunError
 from rl.types import Batch
 
@@ -61,6 +63,19 @@ def test_a_batch_gets_the_reduction_of_its_loss_once():
 def test_a_reduction_that_the_batch_cannot_have_is_refused(batch, reduction, message):
     with pytest.raises(RunError, match=message):
         reduced_for(batch, ClippedLoss.Config(reduction=reduction))
+
+
+@pytest.mark.parametrize("reduction", ["sequence_mean", "token_mean", "fixed_length"])
+def test_a_batch_without_masked_rollouts_has_the_loss_of_the_others(reduction):
+    """The last two sequences are of one rollout."""
+    whole = replace(reduced(made(), reduction, 10), rollouts=torch.tensor([0, 1, 2, 3, 3]))
+    costs = torch.randn(len(whole.tokens))
+    found = without(whole, [False, True, False, True])
+    rest = whole.select([0, 2])
+    rows = torch.isin(whole.owners, torch.tensor([0, 2]))
+    wanted = (costs[rows] * rest.loss_weights).sum() / rest.divisors.sum()
+    loss = (costs * found.loss_weights).sum() / found.divisors.sum()
+    torch.testing.assert_close(loss.double(), wanted.double(), rtol=1e-6, atol=1e-6)
 
 
 def test_sequences_are_summed_and_averaged_separately():

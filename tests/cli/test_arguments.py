@@ -94,7 +94,8 @@ REFUSED = {
     "--steps": "--steps needs a value",
     "--steps two": "--steps: invalid literal for int() with base 10: 'two'",
     "--algorithm dapoo": "--algorithm is 'dapoo'; did you mean dapo or dppo or ppo? allowed are "
-    "grpo, dr_grpo, dapo, ppo, decoupled_ppo, rloo, reinforce_plus_plus, gspo, cispo, dppo",
+    "grpo, dr_grpo, dapo, ppo, decoupled_ppo, rloo, reinforce_plus_plus, gspo, cispo, dppo, "
+    "sapo, gmpo, maxrl, gdpo",
     "--tensor_parallel_degree 2": "--tensor_parallel_degree is the end of several fields; give one "
     "of --trainer.parallelism.tensor_parallel_degree, --generator.tensor_parallel_degree",
 }

@@ -13,6 +13,7 @@ algorithms/test_advantages.py
     GroupAdvantage.Config normalize_std
     ReinforcePlusPlus.Config gamma baseline
     GAE.Config gamma lam whiten
+  test_gdpo_normalizes_each_reward_in_its_group_and_whitens_the_sum: GDPO.Config rewards
 algorithms/test_corrections.py
   test_weights_follow_from_the_ratios:
     TruncatedIS.Config cap level
@@ -242,6 +243,8 @@ trainers/test_loop_sampling.py
 trainers/test_mixed_sets.py
   test_sets_have_the_shares_of_their_weights: SFTDataConfig weights
 trainers/test_policy_gradient.py
+  test_truncated_rollouts_are_not_in_the_loss_if_the_config_says_so:
+    AlgorithmConfig mask_truncated
   test_the_loss_has_the_trainers_logprobs_before_the_step: PolicyGradientConfig old_logprobs
   test_long_completions_lose_reward: PolicyGradientConfig overlong_buffer
   test_each_epoch_visits_every_rollout_once_in_its_own_order:

@@ -15,6 +15,8 @@ RAISES, RAISES_AT_RESET, NO_STEP, NAN, NO_MESSAGES, DIES, HANGS, HANGS_ASYNC, EX
     100, 109
 )
 NO_OPENING, ASSISTANT, CLOSE_RAISES, LONG, TIMES_OUT = range(109, 114)
+NO_REWARD = 114
+"""Gives no reward for its second answer."""
 FIRST_RAISES = 120
 """Its first sample raises in its first step."""
 TURNS = 4
@@ -77,7 +79,8 @@ class Environment(MessageEnvironment):
         if len(self.answers) == TURNS:
             return Reply(reward=0.25, done=True, correct=True, metrics={"mood": 1.0})
         calls = len(message.get("tool_calls", ()))
-        return Reply(messages=reply(self.rng, calls), reward=0.25)
+        silent = self.mood == NO_REWARD and len(self.answers) == 2
+        return Reply(messages=reply(self.rng, calls), reward=None if silent else 0.25)
 
     def close(self):
         assert not self.is_closed

@@ -133,6 +133,9 @@ def test_metrics_of_a_step(rollout):
         "reward/correct": 0.25,
         "reward/words": 2.0,
         "completion/length_mean": 2.0,
+        "completion/length_p50": 1.0,
+        "completion/length_p90": 5.0,
+        "completion/length_p99": 5.0,
         "completion/length_max": 5.0,
         "completion/cut_off": 0.25,
     }

@@ -152,6 +152,11 @@ def test_rewards_of_the_steps_are_added_and_the_last_step_says_whether_it_is_sol
     assert len(plain.rounds) == moody.TURNS
 
 
+def test_an_episode_whose_environment_gives_no_reward_abstains(model):
+    ((rollout, _),), _ = collect(model, [moody.NO_REWARD], engine=Engine(habits=["plain"]))
+    assert rollout.abstained and rollout.turn_rewards == (0.25, 0.0, 0.25, 0.25)
+
+
 def test_malformed_calls_are_told_to_the_policy_and_not_to_the_environment(model):
     engine = Engine(habits=["invalid JSON"])
     ((rollout,),), _ = collect(model, [4], engine=engine, samples=1, max_turns=3)

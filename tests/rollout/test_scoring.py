@@ -71,6 +71,12 @@ def test_rollouts_have_texts_and_scores():
         assert rollout == Rollout.single_turn(PROMPT, COMPLETIONS[sample], **fields)
 
 
+def test_a_reward_of_none_abstains():
+    first, second = rollouts(Score(reward=None, correct=True))
+    assert [first.abstained, second.abstained] == [False, True]
+    assert second.metrics == {"correct": 1.0}
+
+
 def scored(*, reward=1.0, correct=True, **metrics):
     return Score(reward=reward, correct=correct, metrics=metrics)
 
@@ -81,7 +87,6 @@ INVALID = [
     (1.0, "1.0, which is not a Score"),
     (scored(reward=float("nan")), f"reward=nan, {NOT_FINITE}"),
     (scored(reward="1.0"), f"reward='1.0', {NOT_FINITE}"),
-    (scored(reward=None), f"reward=None, {NOT_FINITE}"),
     (scored(reward=1j), f"reward=1j, {NOT_FINITE}"),
     (scored(reward=torch.tensor(1.0)), f"reward=tensor(1.), {NOT_FINITE}"),
     (scored(reward=10**400), f"reward={'1' + '0' * 199}…, {NOT_FINITE}"),

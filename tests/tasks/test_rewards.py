@@ -47,6 +47,19 @@ def test_a_score_is_the_weighted_sum_and_has_each_value_as_a_metric():
     assert second.metrics == {"right": 0.0, "short": 1.0}
 
 
+def test_functions_may_abstain_and_the_reward_does_if_all_of_them_do():
+    def score(count):
+        silent = lambda *_: None  # noqa: E731
+        silent.__name__ = "silent"
+        rewards = Rewards([silent, right, short][:count])
+        return asyncio.run(rewards.score(PROMPT, "4", COMPLETIONS[0]))
+
+    assert score(3).reward == 2.0
+    assert score(3).metrics == {"right": 1.0, "short": 1.0}
+    assert not score(3).correct  # the first function says what is right
+    assert score(1).reward is None
+
+
 @dataclass
 class Longer:
     than: int

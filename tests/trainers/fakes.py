@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import math
 import shutil
 from collections.abc import Awaitable, Callable, Container, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -405,7 +407,8 @@ class Generator(Mesh):
 
 class Rewards(Mesh):
     """Rewards that differ within a group, unless a prompt is in ``flat`` or ``lost``. A group
-    in ``fewer`` has no first rollout.
+    in ``fewer`` has no first rollout. Rollouts in ``silent``, by prompt and sample, have no reward,
+    and those in ``whole`` ended by themselves.
     """
 
     name = "reward"
@@ -416,6 +419,8 @@ class Rewards(Mesh):
         self.flat: Container[int] = ()
         self.lost: Container[int] = ()
         self.fewer: Container[int] = ()
+        self.silent: Container[tuple[int, int]] = ()
+        self.whole: Container[tuple[int, int]] = ()
 
     async def score(self, prompt: Prompt, said: Sequence[Completion]) -> list[Rollout]:
         await asyncio.sleep(0)
@@ -423,7 +428,14 @@ class Rewards(Mesh):
             raise GroupLost("reward raised", f"no reward for {prompt.prompt_id}")
         step = 0.0 if prompt.prompt_id in self.flat else 1.0
         options = {"text": "", "metrics": {"correct": 0.0}}
-        return [
+        group = [
             Rollout.single_turn(prompt, each, sample=i, reward=step * i, **options)
             for i, each in enumerate(said)
         ][prompt.prompt_id in self.fewer :]
+        for i, each in enumerate(group):
+            place = prompt.prompt_id, each.sample
+            if place in self.silent:
+                group[i] = replace(each, reward=math.nan)
+            elif place in self.whole:
+                group[i] = replace(each, stop_reason="stop", cut_turns=0)
+        return group

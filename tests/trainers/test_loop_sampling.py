@@ -11,7 +11,14 @@ import pytest
 from rl.errors import GroupLost, RankLost, RunError
 from rl.rollout.rollouter import Rollouter
 from rl.tasks.copy_digits import CopyDigits
-from tests.trainers.loops import EACH_PIPELINE, calls, ledger_of, trained
+from tests.trainers.loops import (
+    EACH_PIPELINE,
+    calls,
+    dropped,
+    ledger_of,
+    trained,
+    without_times,
+)
 
 
 def test_the_share_of_each_replica_does_not_depend_on_timing(run):
@@ -203,3 +210,40 @@ def test_groups_with_fewer_rollouts_are_in_the_ledger_and_count_by_their_share(r
     assert [len(batch) for batch in run.trainer.batches] == [7, 7, 7]
     with pytest.raises(RunError, match=r"10.25 of the last 82 groups were lost, .*3 of its epis"):
         run(prepare, steps=50, fields={"rollout.samples_per_prompt": 4})
+
+
+@EACH_PIPELINE
+def test_rollouts_without_a_reward_leave_their_group_and_are_counted(run, pipeline):
+    """All of prompt 1 and all but one of prompt 4 have none: these groups are dropped."""
+
+    def prepare(*_):
+        run.rewards.silent = {(0, 2), *((1, i) for i in range(4)), (4, 0), (4, 1), (4, 3)}
+
+    fields = {"rollout.samples_per_prompt": 4, "rollout.max_lost": 0.5}
+    _, rows = run(prepare, steps=2, pipeline=pipeline, fields=fields)
+    ledger = ledger_of(run.record)
+    assert trained(run.record) == [0, 2, 3, 5]
+    assert dropped(run.record) == [("rewards abstained", 1), ("rewards abstained", 4)]
+    assert sum(row["rollout/abstained"] for row in rows) == 1
+    assert [row["episodes_lost_now"] for row in ledger] == [0, 0]
+    assert [row["reward/mean"] for row in rows] == [(0 + 1 + 3 + 0 + 1 + 2 + 3) / 7, 1.5]
+    assert sum(map(len, run.trainer.batches)) == 15
+
+
+def test_too_many_groups_without_rewards_end_the_run(run):
+    def prepare(*_):
+        run.rewards.silent = {(prompt, i) for prompt in range(200) for i in range(2)}
+
+    with pytest.raises(RunError, match="groups were lost, .*2 of 2 rewards are None"):
+        run(prepare)
+
+
+def test_waiting_rollouts_without_a_reward_survive_a_resume(run):
+    def prepare(*_):
+        run.rewards.silent = {(prompt, 1) for prompt in range(3, 6)}
+
+    options = {"staleness": 1, "fields": {"rollout.samples_per_prompt": 4}}
+    _, whole = run(prepare, save_every=1, **options)
+    _, resumed = run(prepare, saved={2: run.saved[2]}, folder="run", save_every=1, **options)
+    assert sum(row["rollout/abstained"] for row in whole) == 3
+    assert without_times(resumed) == without_times(whole)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from rl.algorithms.advantages import GAE, ReinforcePlusPlus
+from rl.algorithms.advantages import GAE, GDPO, ReinforcePlusPlus
 from rl.algorithms.batch import counts_of
 from rl.algorithms.corrections import MaskedIS, StalenessDecay, TruncatedIS
 from rl.algorithms.kl import AdaptiveKL
@@ -234,6 +234,40 @@ def test_long_completions_lose_reward(run):
         return batch.columns["advantages"][batch.loss_weights > 0]
 
     assert torch.allclose(advantages(0) - advantages(2), torch.tensor(0.5))
+
+
+def test_truncated_rollouts_are_not_in_the_loss_if_the_config_says_so(run):
+    """Their rewards still count in the advantages. Without a whole rollout, gradients are 0."""
+
+    def prepare(*_):
+        run.rewards.whole = {(0, 1), (1, 0)}
+
+    masked = {"algorithm.mask_truncated": True}
+    _, rows = run(prepare, steps=2, fields=masked, folder="masked")
+    first, second = run.trainer.batches
+    run(prepare, steps=2, folder="plain")
+    plain = run.trainer.batches[0]
+    assert torch.equal(first.columns["advantages"], plain.columns["advantages"])
+    kept = torch.tensor([False, True, True, False])[first.owners]
+    assert torch.equal(first.loss_weights, plain.loss_weights * kept)
+    assert not second.loss_mask.any() and plain.loss_mask.any()
+    assert [row["completion/cut_off"] for row in rows] == [0.5, 1.0]
+    assert run.trainer.options.get("denominator") is None
+    run(prepare, steps=2, fields=masked, folder="again")
+    assert run.trainer.options["denominator"] == 1.0
+
+
+def test_the_rewards_of_gdpo_are_metrics_of_the_scores(run):
+    """All completions have the metric ``correct`` 0, so that the reward alone counts."""
+    rewards = {"reward": 1.0, "correct": 2.0}
+    fields = {"algorithm.advantage": GDPO.Config(rewards=rewards)}
+    run(steps=1, fields=fields)
+    (batch,) = run.trainer.batches
+    found = batch.columns["advantages"][batch.loss_mask]
+    torch.testing.assert_close(found, torch.tensor([-1.0, -1, 1, 1] * 2))
+    fields = {"algorithm.advantage": GDPO.Config(rewards={"corect": 1.0})}
+    with pytest.raises(RunError, match="reads the metric 'corect' of the task's scores; they have"):
+        run(steps=1, fields=fields, folder="wrong")
 
 
 ADAPTIVE = {"adaptive_kl": AdaptiveKL.Config(target=0.5, rate=0.5, clip=1.0)}

@@ -24,6 +24,7 @@ from rl.algorithms.losses import (
     ImportanceSamplingLoss,
     grpo,
 )
+from rl.algorithms.ratio_losses import GMPOLoss, SAPOLoss
 from rl.training import attention, sharded_model
 from rl.training.packing import MicroBatchLimits
 from tests.training.batches import ragged_batch, with_experts, with_prompts
@@ -201,6 +202,8 @@ LOSSES = {
     "GSPO by token": GSPOLoss.Config(clip_low=0.25, clip_high=0.25, token_level=True),
     "CISPO": CISPOLoss.Config(clip_low=0.2, clip_high=0.2, entropy_coef=0.05),
     "DPPO": DPPOLoss.Config(threshold=0.02),
+    "SAPO": SAPOLoss.Config(),
+    "GMPO": GMPOLoss.Config(clip_low=0.1, clip_high=0.1),
     "importance sampling": ImportanceSamplingLoss.Config(),
     "cross-entropy": CrossEntropyLoss.Config(),
     "distillation": DistillationLoss.Config(entropy_coef=0.05),

@@ -17,6 +17,7 @@ from rl.algorithms.losses import (
     ValueLoss,
     grpo,
 )
+from rl.algorithms.ratio_losses import GMPOLoss, SAPOLoss
 from rl.algorithms.tokens import Tokens
 from rl.types import Batch
 from tests.training.batches import ragged_batch
@@ -168,6 +169,8 @@ ZEROS = {
     "GSPO": (GSPOLoss.Config(), True),
     "CISPO": (CISPOLoss.Config(), True),
     "DPPO": (DPPOLoss.Config(), True),
+    "SAPO": (SAPOLoss.Config(), True),
+    "GMPO": (GMPOLoss.Config(), True),
     "importance sampling": (ImportanceSamplingLoss.Config(), True),
     "an entropy bonus": (ClippedLoss.Config(entropy_coef=0.01), False),
     "a KL penalty": (ClippedLoss.Config(kl_coef=0.01), False),

@@ -298,7 +298,8 @@ def run_parser(program: str, description: str, one_gpu: str, **options: Any) -> 
     parser.add_argument(
         "--step",
         metavar="N",
-        type=int,
-        help="load RUN/checkpoints/step-N; without this option, the newest that is complete",
+        type=lambda text: text if text == "best" else int(text),
+        help="load RUN/checkpoints/step-N, or the best by best.metric; without this option, the "
+        "newest that is complete",
     )
     return parser

@@ -101,8 +101,11 @@ def read_run(folder: Path, overrides: list[str], *, program: str) -> RunConfig:
     return parse_config(["--config", str(path), *overrides], program=program)[1]
 
 
-def open_run(folder: Path, step: int | None, overrides: list[str], *, program: str) -> SavedRun:
-    """Return checkpoint ``step`` of the run in ``folder``; the newest complete one if None.
+def open_run(
+    folder: Path, step: int | str | None, overrides: list[str], *, program: str
+) -> SavedRun:
+    """Return checkpoint ``step`` of the run in ``folder``, ``best`` for the best one; the newest
+    complete one if None.
 
     Raises ConfigError if the run or the checkpoint does not exist.
     """
@@ -113,7 +116,11 @@ def open_run(folder: Path, step: int | None, overrides: list[str], *, program: s
         bool(complete),
         f"{checkpoints.folder} has no complete checkpoint; wait until the run has saved one",
     )
-    chosen = complete[-1] if step is None else step
+    if step == "best":
+        step = next(iter(checkpoints.best()), None)
+        problem = f"--step best: {checkpoints.folder} has no best checkpoint; set best.metric"
+        require(step is not None, problem)
+    chosen = complete[-1] if step is None else int(step)
     require(
         chosen in complete,
         f"--step {chosen}: {checkpoints.folder} has no such complete checkpoint; it has those of "

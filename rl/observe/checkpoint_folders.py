@@ -1,5 +1,6 @@
 """Checkpoints on disk: which are complete, and how they are deleted."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -8,6 +9,10 @@ from rl.host.disk import steps_in, sync_folder
 
 ROLLOUTS = "rollouts.parquet"
 """File of a checkpoint that the controller writes before the trainer writes all other files."""
+
+
+BEST = "best.json"
+"""File beside the checkpoints that lists those which stay."""
 
 
 class StepFolders:
@@ -36,6 +41,12 @@ class StepFolders:
         """Return the steps of the incomplete checkpoints, oldest first."""
         return [step for step in self.steps() if not self._is_complete(step)]
 
+    def best(self) -> dict[int, float]:
+        """Return the steps of the best checkpoints and their values, the best one first."""
+        path = self.folder / BEST
+        steps = json.loads(path.read_bytes())["steps"] if path.exists() else {}
+        return {int(step): value for step, value in steps.items()}
+
     def make(self, step: int) -> None:
         """Make a folder for checkpoint ``step``, empty except for the controller's file.
 
@@ -61,10 +72,11 @@ class StepFolders:
 
     def purge(self, keep: int) -> None:
         """Delete all complete checkpoints except for the ``keep`` newest (0: delete no complete
-        checkpoint). Delete incomplete checkpoints that are older than the newest complete one.
+        checkpoint) and of the best ones. Delete incomplete checkpoints that are older than the
+        newest complete one.
         """
         complete = self.complete()
-        kept = complete[-keep:]
+        kept = {*complete[-keep:], *self.best()}
         for step in self.steps():
             if step not in kept and complete and step < complete[-1]:
                 self._delete(step)

@@ -40,6 +40,13 @@ BY_TYPE: dict[type[BaseException], str] = {
 FEWEST_KEPT = 2
 """Lowest number of checkpoints that a run can keep."""
 
+NOTHING_LEARNED = (
+    "every gradient was 0 or not finite, the learning rate was 0, or bfloat16 parameters rounded "
+    "every update away; see trainer/grad_norm and trainer/skipped_steps in metrics.jsonl. If "
+    "reward/zero_std_groups is 1 there, all completions of a prompt had equal rewards: start from "
+    "a model that succeeds at times, or reward a part of the task"
+)
+
 
 SENTENCES: dict[str, tuple[str, ...]] = {
     "alarm": (

@@ -208,6 +208,8 @@ class DatasetTrainer(Trainer[Config], Generic[Config, Item]):
 
         if self.step == 0:
             self.run.progress.stage("evaluating the initial weights")
+        if self.arguments.best.metric:
+            await self.run.save_checkpoint()
         with self.run.watch.span("evaluate"):
             scores = await self.run.unless_leaving(all_of(due))
         if scores is None:

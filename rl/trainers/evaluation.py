@@ -143,7 +143,7 @@ class EvaluationSchedule:
     def is_due(self, step: int) -> bool:
         """Whether the weights after ``step`` are evaluated once all generators hold them."""
         evaluated = self._run.report.evaluated
-        if not self._evaluation.prompts or not evaluated < step < self._config.steps:
+        if not self._evaluation.prompts or not evaluated < step < self._run.last_step:
             return False
         if step == 0:
             return self._config.evaluation.at_start

@@ -38,6 +38,9 @@ class Hooks(ABC, Generic[Arguments]):
         """Number of steps of the whole run."""
         return self.arguments.steps
 
+    ahead = 0
+    """Number of steps that are still taken after the one whose evaluation ends the run early."""
+
     def assemble(self) -> None:
         """Make the parts that need the session and the run folder. Called once both exist."""
 

@@ -15,6 +15,7 @@ from typing import Any
 from rl.config import RunConfig, WatchdogConfig
 from rl.errors import AlarmRaised
 from rl.metrics import Metrics
+from rl.observe.checkpoint_folders import StepFolders
 from rl.observe.events import Events
 from rl.observe.record import RunRecord, failing_loudly, rows_from_end
 from rl.observe.spans import Stopwatch
@@ -170,6 +171,8 @@ class Watchdog:
                 advice = f"set watchdog.{name} to 'warn' to go on all the same"
                 raise AlarmRaised(f"{text}; {advice}", name)
         return [texts[name] for name in new if getattr(self._config, name) == "warn"]
+from rl.trainers.best import Best
+from rl.trainers.watchdog import Watchdog
 
 
 @dataclass(eq=False)
@@ -184,8 +187,13 @@ class Report:
     """Function that returns the digests of a step by role; {} records none."""
     evaluated: int = field(default=-1, init=False)
     """Step of the newest evaluation on the way; -1 before the first."""
+    stale: int | None = field(default=None, init=False)
+    """Step whose evaluation ends the run early; None if none does."""
 
     def __post_init__(self) -> None:
+        names = self.config.trainer.checkpoint.folder, *({"critic"} & self.config.models().keys())
+        folders = [StepFolders(self.record.folder / name) for name in names]
+        self.best = Best(self.config.best, folders)
         self._watchdog = Watchdog(self.config.watchdog_limits())
         self._peak_tflops = self.config.trainer.ranks * self.config.hardware.peak_tflops
 
@@ -195,7 +203,10 @@ class Report:
         self.record.drop_after(step)
         self.watch.step = step + 1
         self.events.emit("started", step=step, host=socket.gethostname(), pid=os.getpid())
-        self.evaluated = max((row["step"] for row in self.record.read_evaluations()), default=-1)
+        evaluations = self.record.read_evaluations()
+        self.evaluated = max((row["step"] for row in evaluations), default=-1)
+        self.best.resume_after(step)
+        self.stale = self.best.stale_since(evaluations)
         self._watchdog = Watchdog(self.config.watchdog_limits(), state)
 
     def to_dict(self) -> dict[str, Any]:
@@ -230,7 +241,13 @@ class Report:
     def evaluation(self, step: int, scores: dict[str, float]) -> None:
         """Record the evaluation of the weights after ``step``."""
         self.evaluated = step
+        self.best.note(step, scores)
         self.events.emit("evaluation", step=step, metrics=scores)
+        if self.stale is None:
+            self.stale = self.best.stale_since(self.record.read_evaluations())
+            if self.stale is not None:
+                count = self.config.best.patience
+                self.events.note(f"ending early: {count} evaluations without a better one")
 
     def plan(self, text: str) -> None:
         """Record the plan of the weight push."""

@@ -76,6 +76,7 @@ class RLTrainer(Trainer[RLConfig]):
             self.run.changed,
             self.evaluations.evaluate_if_due,
             self.algorithm.reward_key,
+            lambda: self.run.last_step,
         )
 
     @asynccontextmanager
@@ -220,6 +221,11 @@ class RLTrainer(Trainer[RLConfig]):
         if now - oldest > bound:
             raise RunError(f"a token of policy version {oldest} reached version {now}: {bound=}")
         return Counter(dict(zip((now - version for version in versions), counts, strict=True)))
+
+    @property
+    def ahead(self) -> int:  # type: ignore[override]
+        """Number of batches that are sampled before the weights of a step are evaluated."""
+        return self.arguments.rollout.max_staleness + 1
 
     async def between_steps(self) -> None:
         await self.evaluations.keep(self.step)

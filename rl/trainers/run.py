@@ -17,18 +17,11 @@ from rl.observe.spans import Stopwatch
 from rl.session.concurrency import Signal, background
 from rl.session.profiles import profiled
 from rl.session.session import Session
-from rl.trainers.advice import FailedCall, lost_group
+from rl.trainers.advice import NOTHING_LEARNED, FailedCall, lost_group
 from rl.trainers.hooks import Hooks
 from rl.trainers.report import Report
 from rl.trainers.run_folder import RunFolder, claim_run
 from rl.types import Rollout
-
-NOTHING_LEARNED = (
-    "every gradient was 0 or not finite, the learning rate was 0, or bfloat16 parameters rounded "
-    "every update away; see trainer/grad_norm and trainer/skipped_steps in metrics.jsonl. If "
-    "reward/zero_std_groups is 1 there, all completions of a prompt had equal rewards: start from "
-    "a model that succeeds at times, or reward a part of the task"
-)
 
 
 class Run:
@@ -232,12 +225,19 @@ class Run:
         self.watch.lap()
         async with background(self.report.look_for_stalls()), AsyncExitStack() as profile:
             await self._profile(profile)
-            while trainer.step < trainer.total_steps and await trainer.train_step():
+            while trainer.step < self.last_step and await trainer.train_step():
                 await self._profile(profile)
                 await trainer.between_steps()
-                if trainer.step < trainer.total_steps:
+                if trainer.step < self.last_step:
                     await self._save_and_export(trainer.step)
         await self.save_checkpoint()
+
+    @property
+    def last_step(self) -> int:
+        """Number of steps of the run, whose evaluations may end it early."""
+        stale = self.report.stale
+        total = self.trainer.total_steps
+        return total if stale is None else min(total, stale + self.trainer.ahead)
 
     async def _profile(self, profile: AsyncExitStack) -> None:
         """End the profile of the step before; begin that of the next one if the config says so."""
@@ -354,7 +354,10 @@ class Run:
         self.record.write_json("summary.json", summary)
         self.progress.stage("evaluating on held-out data")
         scores = await self.unless_leaving(trainer.scores())
-        return None if scores is None else summary | scores | self._facts()
+        if scores is None:
+            return None
+        self.report.best.note(trainer.step, scores)
+        return summary | scores | self.report.best.facts() | self._facts()
 
     def _facts(self) -> dict[str, Any]:
         restarts = self.session.restarts

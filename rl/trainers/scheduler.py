@@ -46,6 +46,8 @@ class RolloutScheduler:
     changed: Signal
     evaluate: Callable[[int], Awaitable[bool]]
     reward_key: RewardKey
+    last_step: Callable[[], int]
+    """Function that returns the number of steps, which an evaluation may lower."""
 
     def __post_init__(self) -> None:
         self._sampling = self.config.rollout.sampling(self.task.stop_token_ids)
@@ -83,7 +85,7 @@ class RolloutScheduler:
         rollout = self.config.rollout
         if rollout.pipeline == "asynchronous":
             return True
-        needed = min(step + rollout.max_staleness, self.config.steps)
+        needed = min(step + rollout.max_staleness, self.last_step())
         return self._sampled >= needed and self._evaluated >= step - 1
 
     def stepped(self, step: int) -> None:
@@ -113,11 +115,12 @@ class RolloutScheduler:
     async def _run_in_order(self, ledger: Ledger, step: int) -> None:
         """Sample all batches, and evaluate, in the order of the weights."""
         staleness = self.config.rollout.max_staleness
-        steps = self.config.steps
         self._sampled = step + len(ledger) // self._size
-        for held in range(step, steps + 1):
+        for held in range(step, self.config.steps + 1):
+            if held > self.last_step():
+                break
             await self._pull(held)
-            while self._sampled < min(held + staleness + 1, steps):
+            while self._sampled < min(held + staleness + 1, self.last_step()):
                 await self._sample_batch(ledger)
                 self._sampled += 1
                 self.changed.notify()

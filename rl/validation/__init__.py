@@ -10,6 +10,7 @@ from torchtitan.distributed.activation_checkpoint import MemoryBudgetAC
 from rl.algorithms import losses
 from rl.algorithms.ratio_losses import SAPOLoss
 from rl.config import (
+    BestConfig,
     DatasetRunConfig,
     PreferenceConfig,
     RewardModelConfig,
@@ -60,6 +61,24 @@ def _validate_checkpoint(config: RunConfig) -> None:
     holds = bool(re.fullmatch(r"[\w-]+", folder)) and folder not in taken
     rule = f"a name of letters, digits, _ and -, and none of {', '.join(taken)}"
     check(config, "trainer.checkpoint.folder", holds, rule)
+
+
+def _validate_best(config: RunConfig) -> None:
+    best = config.best
+    if not best.metric:
+        for name in ("mode", "keep", "patience", "min_delta"):
+            default = getattr(BestConfig(), name)
+            rule = f"{default!r} unless best.metric is set"
+            check(config, f"best.{name}", getattr(best, name) == default, rule)
+        return
+    holds = config.trainer.checkpoint.enable
+    check(config, "best.metric", holds, "empty unless trainer.checkpoint.enable is True")
+    holds = not isinstance(config, RLConfig) or config.rollout.pipeline == "deterministic"
+    rule = "empty unless rollout.pipeline is 'deterministic'"
+    fix = "an asynchronous run evaluates the weights of several steps at once"
+    check(config, "best.metric", holds, rule, fix)
+    rule = "0 unless best.patience is above 0"
+    check(config, "best.min_delta", best.patience > 0 or best.min_delta == 0, rule)
 
 
 def _validate_training_modes(config: RunConfig) -> None:
@@ -223,7 +242,7 @@ def _validate_serving(config: ServeConfig) -> None:
 CHECKS: dict[type, list[Callable[[Any], None]]] = {
     RunConfig: [
         *(validate_types, validate_numbers, find_models, validate_unused, validate_folders),
-        *(validate_layouts, _validate_checkpoint, _validate_training_modes),
+        *(validate_layouts, _validate_checkpoint, _validate_best, _validate_training_modes),
         *(validate_optimizers, _validate_schedules, _validate_lora, _validate_balance),
         *(_validate_watchdog, _validate_slurm, _validate_sinks, _validate_profile),
     ],

@@ -10,7 +10,7 @@ import pytest
 from configs.quickstart import quickstart
 from rl import evaluate, export
 from rl.cli.arguments import parse_config
-from rl.cli.saved_run import open_model
+from rl.cli.saved_run import open_model, open_run
 from rl.config.frozen import frozen
 from rl.training.trainer_config import one_rank
 from tests.trainers.tiny_chat import tiny_chat_model
@@ -40,6 +40,7 @@ def write_config(folder: Path) -> None:
     ("arguments", "message"),
     [
         (["--step", "24"], r"--step 24: .*checkpoints has no such .* of the steps 4, 20"),
+        (["--step", "best"], r"--step best: .*checkpoints has no best checkpoint; set best.metric"),
         (TWO_NODES, r"trainer.nodes is 2, and .* one host; add --trainer.nodes 1"),
         (H100S, r"hardware.device is 'h100'; this host computes"),
         (["--stpes", "4"], r"--stpes: there is no such field; did you mean --steps"),
@@ -50,6 +51,12 @@ def test_arguments_that_cannot_work(run, program, arguments, message, capsys):
     directory = [str(run.parent / "exported")] if program is export else []
     assert_refused(program, [str(run), *directory, *arguments], message, capsys)
     assert sorted(path.name for path in run.parent.iterdir()) == ["run"]
+
+
+def test_the_best_step_of_a_run_is_loaded(run):
+    best = {"metric": "eval/exact_match", "steps": {"4": 0.5, "20": 0.25}}
+    (run / "checkpoints" / "best.json").write_text(json.dumps(best))
+    assert [open_run(run, step, [], program="test").step for step in ("best", None)] == [4, 20]
 
 
 @pytest.mark.parametrize("program", [evaluate, export])

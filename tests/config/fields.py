@@ -242,6 +242,9 @@ trainers/test_loop_sampling.py
   test_the_share_of_each_replica_does_not_depend_on_timing: GeneratorConfig replicas
 trainers/test_mixed_sets.py
   test_sets_have_the_shares_of_their_weights: SFTDataConfig weights
+trainers/test_best.py
+  test_the_best_checkpoints_stay_beside_the_newest: BestConfig metric keep
+  test_patience_counts_evaluations_that_are_not_better: BestConfig mode patience min_delta
 trainers/test_policy_gradient.py
   test_truncated_rollouts_are_not_in_the_loss_if_the_config_says_so:
     AlgorithmConfig mask_truncated

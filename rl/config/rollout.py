@@ -1,11 +1,43 @@
 """Sampling of a run's completions, its evaluation, and the record of its steps."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from rl.types import MAX_TEMPERATURE, MIN_TEMPERATURE, Sampling
 from rl.types.rules import COSMETIC, PERFORMANCE, SHARE, above, at_least
+
+
+@dataclass(kw_only=True, slots=True)
+class CurriculumConfig:
+    """Choice of prompts by their recent success, in place of the order of the task."""
+
+    prompts: Annotated[int, at_least(0, 10**8)] = 0
+    """Number of the task's first prompts to choose from, such as its number of examples; 0 for the
+    order of the task."""
+
+    rule: Literal["failure", "variance"] = "failure"
+    """Weight of a prompt whose recent success is s, between 0 and 1. A prompt that was not asked
+    yet has the largest weight.
+
+    - ``failure``: 1 - s, the prioritized sampling of Kimi k1.5, arXiv:2501.12599, section 2.3.
+    - ``variance``: s (1 - s), the learnability of arXiv:2502.12272.
+    """
+
+    memory: Annotated[float, SHARE] = 0.5
+    """Share of the groups before the newest one in s. The newest group has the share of its correct
+    rollouts."""
+
+    floor: Annotated[float, SHARE] = 0.05
+    """Least weight of a prompt, as a share of the largest, so that it is asked at times; 0 for the
+    papers' rules."""
+
+    skip_solved: Annotated[int, at_least(0, 10**6)] = 0
+    """Number of groups in a row without a wrong rollout after which a prompt is not asked again; 0
+    for no limit. Once no prompt is left, all are asked again."""
+
+    skip_unsolved: Annotated[int, at_least(0, 10**6)] = 0
+    """The same for groups without a correct rollout."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -77,6 +109,9 @@ class RolloutConfig:
     returned an invalid value. It is measured over the last 100 groups, or over one step's groups if
     they are more. A group that goes on by ``min_episodes`` counts by its share of lost episodes.
     Above it the run fails."""
+
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
+    """Prompts that are asked; by default those of the task, in its order."""
 
     min_episodes: Annotated[int, at_least(0, 10**5)] = 0
     """Number of episodes with which a group is trained on although others of it were lost: their

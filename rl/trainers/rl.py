@@ -168,6 +168,7 @@ class RLTrainer(Trainer[RLConfig]):
             | self.session.push_metrics
             | self.session.restarts
             | dict(self.session.take_generator_load())
+            | self.rollouts.take_figures(self.step)
             | rollout_metrics(groups, self.algorithm.reward_key)
             | {f"ledger/{name}": count for name, count in ledger.items() if isinstance(count, int)}
             | {

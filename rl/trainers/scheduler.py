@@ -3,7 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,9 @@ from rl.rollout.rollout_metrics import RewardKey, all_equal
 from rl.rollout.rollouter import Generate
 from rl.session.concurrency import Signal, background
 from rl.session.session import Session
+from rl.trainers.curriculum import Curriculum
 from rl.trainers.ledger import Group, Ledger
+from rl.types import Prompt
 
 WINDOW = 100  # groups over which lost ones are counted, or a step's if these are more
 
@@ -56,6 +58,8 @@ class RolloutScheduler:
         self._recent: deque[float] = deque(maxlen=max(WINDOW, self._size))
         self._before_batch: list[float] = []  # the same, without the batch that is being sampled
         self._sampled = 0  # batches
+        self._curriculum = Curriculum(self.config.rollout.curriculum, self.config.seed)
+        self._figures = dict[int, dict[str, float]]()  # of the curriculum, after each batch
         self._evaluated = -1  # in order: no evaluation of this step or older ones is left
         self.is_done = False
         """Whether all steps have their batches, all weights have arrived and evaluations on the way
@@ -99,18 +103,28 @@ class RolloutScheduler:
         if self.config.rollout.pipeline == "asynchronous":
             self._resampled = 0
 
+    def take_figures(self, step: int) -> dict[str, float]:
+        """Return the metrics of the curriculum when the batch of ``step`` had been sampled, or in
+        an asynchronous pipeline now.
+        """
+        return self._figures.pop(step, None) or self._curriculum.metrics()
+
     def to_dict(self) -> dict[str, Any]:
         """Return the state, as JSON.
 
         In a deterministic pipeline it lacks the batch that is sampled again after a restore.
         """
         deterministic = self.config.rollout.pipeline == "deterministic"
-        return {"lost": self._before_batch if deterministic else [*self._recent]}
+        lost = self._before_batch if deterministic else [*self._recent]
+        figures = [*self._figures.items()]
+        return {"lost": lost, "curriculum": self._curriculum.to_dict(), "figures": figures}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go back to the state that ``to_dict`` returned; {} is the start."""
         self._before_batch = state.get("lost", [])
         self._recent = deque(self._before_batch, maxlen=self._recent.maxlen)
+        self._curriculum.restore(state.get("curriculum", []))
+        self._figures = dict(state.get("figures", []))
 
     async def _run_in_order(self, ledger: Ledger, step: int) -> None:
         """Sample all batches, and evaluate, in the order of the weights."""
@@ -144,6 +158,7 @@ class RolloutScheduler:
         """Sample one batch. Each round samples the groups that are still missing."""
         alone = partial(self.session.sample, alone=True)
         verdicts = dict[int, Group | str]()
+        found = dict[int, Group | GroupLost]()
         self._resampled = 0
         while missing := self._size - sum(isinstance(each, list) for each in verdicts.values()):
             prompt_ids = [ledger.admit(self._held) for _ in range(missing)]
@@ -157,20 +172,28 @@ class RolloutScheduler:
                 for answer in answers
                 for prompt_id, group in answer.result().items()
             }
+            found |= outcomes
             verdicts |= {prompt_id: self._judge(outcomes[prompt_id]) for prompt_id in prompt_ids}
         # All at once: a checkpoint has the whole batch, or samples it again.
         for prompt_id, verdict in verdicts.items():
             _record_verdict(ledger, prompt_id, verdict)
         self._before_batch = [*self._recent]
+        places = [(self._curriculum.draw(prompt_id), prompt_id) for prompt_id in sorted(found)]
+        for place, prompt_id in places:
+            self._note(place, found[prompt_id])
+        if figures := self._curriculum.metrics():
+            self._figures[self._sampled + 1] = figures
 
     async def _run_free(self, ledger: Ledger, step: int) -> None:
         """Sample prompts one by one, as many as the bound and the rest of the run allow."""
         last = ledger.trained + (self.config.steps - step) * self._size
 
         async def sample(prompt_id: int) -> None:
+            place = self._curriculum.draw(prompt_id)
             answer = await self._sample(
                 [prompt_id], partial(self.session.sample, affinity=prompt_id)
             )
+            self._note(place, answer[prompt_id])
             _record_verdict(ledger, prompt_id, self._judge(answer[prompt_id]))
             self.changed.notify()
 
@@ -199,13 +222,23 @@ class RolloutScheduler:
     ) -> dict[int, Group | GroupLost]:
         rollout = self.config.rollout
         groups = await self.session.rollouter.collect(
-            [training_prompt(self.task, prompt_id) for prompt_id in prompt_ids],
+            [self._prompt(prompt_id) for prompt_id in prompt_ids],
             self._sampling,
             samples=rollout.samples_per_prompt,
             generate=generate,
             fewest=rollout.min_episodes,
         )
         return dict(zip(prompt_ids, groups, strict=True))
+
+    def _prompt(self, prompt_id: int) -> Prompt:
+        """Return the prompt that the curriculum chooses for ``prompt_id``."""
+        prompt = training_prompt(self.task, self._curriculum.draw(prompt_id))
+        return replace(prompt, prompt_id=prompt_id)
+
+    def _note(self, place: int, outcome: Group | GroupLost) -> None:
+        """Tell the curriculum of the group of the task's prompt ``place``."""
+        if not isinstance(outcome, GroupLost):
+            self._curriculum.note(place, outcome)
 
     def _judge(self, outcome: Group | GroupLost) -> Group | str:
         """Return the group, or the reason for which it is dropped.

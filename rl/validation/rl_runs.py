@@ -5,6 +5,7 @@ from typing import Any
 
 from rl.algorithms.advantages import GAE, ReinforcePlusPlus
 from rl.config import PolicyGradientConfig, RLConfig
+from rl.config.rollout import CurriculumConfig
 from rl.errors import require, require_value
 from rl.model.shape import shape_of
 from rl.validation.engines import validate_generator
@@ -29,6 +30,12 @@ def _validate_sampling(config: RLConfig) -> None:
     rule = "0 with rollout.samples_per_prompt=1"
     fix = "the rewards of every group are equal"
     check(config, "rollout.max_resampled_groups", holds, rule, fix)
+    if not rollout.curriculum.prompts:
+        for name in ("rule", "memory", "floor", "skip_solved", "skip_unsolved"):
+            default = getattr(CurriculumConfig(), name)
+            holds = getattr(rollout.curriculum, name) == default
+            rule = f"{default!r} unless rollout.curriculum.prompts is above 0"
+            check(config, f"rollout.curriculum.{name}", holds, rule)
     field = "rollout.stream_chunks"
     prompts = rollout.prompts_per_step
     holds = rollout.stream_chunks <= prompts

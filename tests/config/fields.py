@@ -245,6 +245,11 @@ trainers/test_mixed_sets.py
 trainers/test_best.py
   test_the_best_checkpoints_stay_beside_the_newest: BestConfig metric keep
   test_patience_counts_evaluations_that_are_not_better: BestConfig mode patience min_delta
+trainers/test_curriculum.py
+  test_prompts_are_drawn_with_the_weights_of_the_rule:
+    CurriculumConfig prompts rule floor
+  test_success_is_recent_and_a_prompt_is_skipped_after_groups_in_a_row:
+    CurriculumConfig memory skip_solved skip_unsolved
 trainers/test_policy_gradient.py
   test_truncated_rollouts_are_not_in_the_loss_if_the_config_says_so:
     AlgorithmConfig mask_truncated

@@ -35,7 +35,8 @@ COSMETIC = """
     trainer.checkpoint trainer.checkpoint.enable* trainer.checkpoint.folder
     trainer.checkpoint.interval trainer.checkpoint.keep_latest_k
     weights.digests weights.min_gb_s weights.canary_tolerance
-    best.metric best.keep evaluation* watchdog* sinks* profile* deadlines deadlines.start deadlines.call
+    best.metric best.keep
+    evaluation* watchdog* sinks* profile* deadlines deadlines.start deadlines.call
     deadlines.heartbeat deadlines.push max_restarts export_every output_dir resume quiet
 """
 MIXED = [

@@ -1,0 +1,90 @@
+"""Choice of prompts by their recent success."""
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+
+from rl.config.rollout import CurriculumConfig
+from rl.types import Rollout
+
+
+class Curriculum:
+    """Draws from the first ``config.prompts`` prompts of a task. Which one a prompt_id stands for
+    depends on the seed, the prompt_id and the groups that were noted before.
+    """
+
+    def __init__(self, config: CurriculumConfig, seed: int):
+        self._config = config
+        self._seed = seed
+        self.restore([])
+
+    def draw(self, prompt_id: int) -> int:
+        """Return the place in the task's stream of the prompt that ``prompt_id`` stands for."""
+        if not self._config.prompts:
+            return prompt_id
+        key = f"curriculum/{self._seed}/{prompt_id}".encode()
+        share = int.from_bytes(blake2b(key, digest_size=8).digest(), "little") / 2**64
+        weights = self._weights()
+        sums = weights.cumsum()
+        found = np.searchsorted(sums, share * sums[-1], side="right")
+        return int(min(found, weights.nonzero()[0][-1]))  # the product may round up
+
+    def note(self, place: int, group: Sequence[Rollout]) -> None:
+        """Take the rollouts of the prompt at ``place`` into account."""
+        rewarded = [each for each in group if not each.abstained]
+        if not self._config.prompts or not rewarded:
+            return
+        share = sum(bool(each.metrics["correct"]) for each in rewarded) / len(rewarded)
+        before = self._rates[place]
+        memory = self._config.memory
+        self._rates[place] = share if np.isnan(before) else memory * before + (1 - memory) * share
+        self._solved[place] = self._solved[place] + 1 if share == 1 else 0
+        self._unsolved[place] = self._unsolved[place] + 1 if share == 0 else 0
+
+    def metrics(self) -> dict[str, float]:
+        """Return the numbers of prompts that were asked, and of those that are not asked again."""
+        if not self._config.prompts:
+            return {}
+        solved, unsolved = self._skipped()
+        return {
+            "curriculum/seen": float(np.count_nonzero(~np.isnan(self._rates))),
+            "curriculum/solved": float(np.count_nonzero(solved)),
+            "curriculum/unsolved": float(np.count_nonzero(unsolved)),
+        }
+
+    def to_dict(self) -> list[Any]:
+        """Return place, success and groups in a row of each prompt that was asked, as JSON."""
+        seen = (~np.isnan(self._rates)).nonzero()[0]
+        columns = (seen, *(each[seen] for each in (self._rates, self._solved, self._unsolved)))
+        return [list(row) for row in zip(*(each.tolist() for each in columns), strict=True)]
+
+    def restore(self, rows: list[Any]) -> None:
+        """Go back to what ``to_dict`` returned; [] is the start."""
+        count = self._config.prompts
+        self._rates = np.full(count, np.nan)
+        self._solved = np.zeros(count, dtype=np.int64)
+        self._unsolved = np.zeros(count, dtype=np.int64)
+        for place, *values in rows:
+            if place < count:
+                self._rates[place], self._solved[place], self._unsolved[place] = values
+
+    def _skipped(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return which prompts are not asked again, since they are solved or unsolved, bool [n]."""
+        config = self._config
+        limits = ((self._solved, config.skip_solved), (self._unsolved, config.skip_unsolved))
+        solved, unsolved = ((counts >= most) & (most > 0) for counts, most in limits)
+        return solved, unsolved
+
+    def _weights(self) -> np.ndarray:
+        """Return the weight of each prompt, float64 [n]. If all are skipped, all have the same."""
+        rates = self._rates
+        if self._config.rule == "failure":
+            weights, most = 1 - rates, 1.0
+        else:
+            weights, most = rates * (1 - rates), 0.25
+        weights = np.where(np.isnan(rates), most, np.maximum(weights, self._config.floor * most))
+        solved, unsolved = self._skipped()
+        weights[solved | unsolved] = 0.0
+        return weights if weights.any() else np.ones_like(weights)

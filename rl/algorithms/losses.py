@@ -46,6 +46,11 @@ class PolicyLoss(Configurable):
         needs_proximal: ClassVar[bool] = False
         """Whether the loss reads ``proximal_logprobs``, whatever the algorithm's ratio is."""
 
+        @property
+        def needs_reference(self) -> bool:
+            """Whether the loss reads ``reference_logprobs``."""
+            return self.kl_coef > 0
+
         entropy_coef: Annotated[float, SIGNED] = 0.0
         """Coefficient of the entropy bonus. The bonus of a token is the entropy, in nats, of the
         distribution that the token is sampled from."""
@@ -313,8 +318,7 @@ class CrossEntropyLoss(PolicyLoss):
 
 
 class DistillationLoss(PolicyLoss):
-    """Loss with the gradient of KL(student || teacher) on the student's own tokens; the
-    teacher's log-probs are the column ``teacher_logprobs``.
+    """Loss with the gradient of KL(student || teacher) on the student's own tokens.
 
     It is the policy gradient with advantages log q - log p for the teacher's q: on-policy
     distillation, arXiv:2306.13649, with the reverse KL;
@@ -326,8 +330,18 @@ class DistillationLoss(PolicyLoss):
         reduction: Reduction = "token_mean"
         """Reduction of the tokens' losses, as in PolicyLoss."""
 
+        teacher: Literal["roles", "reference"] = "roles"
+        """Teacher: models in ``roles`` with the column ``teacher_logprobs``, or the reference."""
+
+        @property
+        def needs_reference(self) -> bool:
+            return self.kl_coef > 0 or self.teacher == "reference"
+
+    config: Config
+
     def surrogate(self, tokens: Tokens) -> PerToken:
-        gap = kl(tokens["logprobs"].detach(), tokens["teacher_logprobs"], "k1")
+        teacher = "reference" if self.config.teacher == "reference" else "teacher"
+        gap = kl(tokens["logprobs"].detach(), tokens[f"{teacher}_logprobs"], "k1")
         return self.log_ratio(tokens).exp() * gap, {"kl/teacher": Metric(gap, "mean")}
 
 

@@ -139,7 +139,7 @@ class PolicyGradientConfig(AlgorithmConfig):
         stores it.
         """
         columns = {"trainer": ("logprobs", "proximal_logprobs")} if self.recomputes else {}
-        if self.kl_coef:
+        if self.kl_coef or self.loss.needs_reference:
             columns["reference"] = ("logprobs", "reference_logprobs")
         if self.advantage.needs_values:
             columns["critic"] = ("values", "old_values")

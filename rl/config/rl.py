@@ -20,7 +20,7 @@ from rl.model.shape import ModelConfig
 from rl.session.session_config import Role
 from rl.training.trainer_config import TrainerConfig, one_rank
 from rl.types import Head
-from rl.types.rules import COSMETIC, NUMERICS, SIGNED, at_least
+from rl.types.rules import COSMETIC, NUMERICS, SIGNED, above, at_least
 
 DECODING = 2.0
 """Time to sample a token, over that of a token in a trainer's forward pass, as measured on CPU."""
@@ -92,7 +92,14 @@ class RoleConfig:
 
     column: str = ""
     """Name under which the loss receives the output, such as ``teacher_logprobs``; empty if it does
-    not."""
+    not. If several models have the same column, it is the weighted mean of their outputs, so that
+    :class:`rl.algorithms.losses.DistillationLoss` has the weighted mean of their divergences."""
+
+    share: Annotated[float, above(0, 1e6)] = 1.0
+    """Weight of the output among models with the same column."""
+
+    tasks: tuple[str, ...] = ()
+    """Tasks of a mixture whose rollouts the model computes the column for; empty for all."""
 
     reward_weight: Annotated[float, SIGNED] = 0.0
     """Weight of a reward model, whose head is ``values``. This times its score, the value at the

@@ -37,6 +37,23 @@ def load_tokenizer(hf_path: str) -> "PreTrainedTokenizerFast":
     return tokenizer
 
 
+def difference(own: str, other: str) -> str:
+    """Return text that names the first token id that means something else to the tokenizer in the
+    folder ``other``; empty if there is none, or a folder has no tokenizer.
+    """
+    folders = [Path(own), Path(other)]
+    if folders[0] == folders[1] or not all((each / "tokenizer.json").is_file() for each in folders):
+        return ""
+    first, second = (
+        {token: text for text, token in load_tokenizer(str(each)).get_vocab().items()}
+        for each in folders
+    )
+    for token in sorted(first.keys() | second.keys()):
+        if first.get(token) != second.get(token):
+            return f"token {token} is {first.get(token)!r} here and {second.get(token)!r} there"
+    return ""
+
+
 def require_room(tokenizer: "PreTrainedTokenizerFast", vocab_size: int) -> None:
     """Raise ConfigError if a token of the tokenizer has no embedding in a model of
     ``vocab_size``.

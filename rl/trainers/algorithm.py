@@ -29,6 +29,7 @@ from rl.algorithms.kl import kl
 from rl.algorithms.loss_results import moments
 from rl.algorithms.losses import Reduction
 from rl.config import AlgorithmConfig, PolicyGradientConfig, RLConfig
+from rl.errors import RunError
 from rl.metrics import Entry, Metrics
 from rl.session.session import Session
 from rl.types import Batch, Rollout
@@ -65,9 +66,8 @@ class Algorithm(Configurable, ABC):
         self.config = config
         self.run = run
         self.temperature = run.rollout.temperature
-        self._columns = config.columns() | {
-            name: (role.head, role.column) for name, role in run.roles.items() if role.column
-        }
+        self._columns = config.columns()
+        self._mixed = {name: role for name, role in run.roles.items() if role.column}
         self._reward_weights = {
             name: role.reward_weight for name, role in run.roles.items() if role.reward_weight
         }
@@ -142,9 +142,14 @@ class Algorithm(Configurable, ABC):
         longest = self.run.rollout.max_tokens
         batch = make_batch(rollouts, reduction=self.reduction, max_tokens=longest)
         forward = functools.partial(session.forward, batch, temperature=self.temperature)
-        outputs = await asyncio.gather(*(forward(role=role) for role in self._columns))
+        outputs, mixed = await asyncio.gather(
+            asyncio.gather(*(forward(role=role) for role in self._columns)),
+            asyncio.gather(*(self._output(session, batch, rollouts, name) for name in self._mixed)),
+        )
         for (name, column), output in zip(self._columns.values(), outputs, strict=True):
             batch.columns[column] = output[name]
+        for column in dict.fromkeys(role.column for role in self._mixed.values()):
+            batch.columns[column] = self._mean(column, mixed, len(batch.tokens))
         rewards = torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float32)
         scores = dict[str, Entry]()
         if self._reward_weights:
@@ -159,6 +164,42 @@ class Algorithm(Configurable, ABC):
         if self.config.mask_truncated:
             return without(batch, [each.is_truncated for each in rollouts])
         return batch
+
+    async def _output(
+        self, session: Session, batch: Batch, rollouts: Sequence[Rollout], name: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the indices of the tokens that the model ``name`` of ``roles`` is for, and its
+        outputs for them.
+        """
+        role = self._mixed[name]
+        rows = [
+            row
+            for rollout, own in zip(rollouts, batch.rows_by_rollout, strict=True)
+            if not role.tasks or rollout.prompt.task.split("/")[0] in role.tasks
+            for row in own
+        ]
+        place = batch.token_index(rows)
+        if not rows:
+            return place, torch.empty(0)
+        part = batch if len(rows) == len(batch) else batch.select(rows)
+        found = await session.forward(part, temperature=self.temperature, role=name)
+        return place, found[role.head]
+
+    def _mean(
+        self, column: str, found: Sequence[tuple[torch.Tensor, torch.Tensor]], count: int
+    ) -> torch.Tensor:
+        """Return ``column``, float32 [count]: the weighted mean of ``found``, the outputs of all
+        models in ``roles``. Raises RunError if a token has none.
+        """
+        total = torch.zeros(count, dtype=torch.float64)
+        shares = torch.zeros_like(total)
+        for role, (place, values) in zip(self._mixed.values(), found, strict=True):
+            if role.column == column:
+                total[place] += role.share * values.double()
+                shares[place] += role.share
+        if not shares.all():
+            raise RunError(f"roles: no model gives the column {column} for a rollout's task")
+        return (total / shares).float()
 
     async def accumulate(self, session: Session, batch: Batch) -> dict[str, torch.Tensor]:
         """Add the gradients of the losses on ``batch``; trainer and critic run concurrently.

@@ -8,6 +8,7 @@ from rl.config import PolicyGradientConfig, RLConfig
 from rl.config.rollout import CurriculumConfig
 from rl.errors import require, require_value
 from rl.model.shape import shape_of
+from rl.model.tokenizer import difference
 from rl.validation.engines import validate_generator
 from rl.validation.folders import RESERVED, validate_other_folders
 from rl.validation.layouts import (
@@ -151,6 +152,25 @@ def _validate_roles(config: RLConfig) -> None:
         rule = f"0 unless {field}.head is 'values'"
         holds = role.reward_weight == 0 or role.head == "values"
         check(config, f"{field}.reward_weight", holds, rule)
+        check(config, f"{field}.share", role.share == 1 or bool(role.column), "1 without a column")
+        known = getattr(config.task, "tasks", {})
+        rule = f"tasks of the mixture, {', '.join(known)}" if known else "empty without a mixture"
+        check(config, f"{field}.tasks", known.keys() >= {*role.tasks}, rule)
+        check(config, f"{field}.tasks", not role.tasks or bool(role.column), "empty without column")
+        same_ids = ""
+        if config.model.hf_path and role.model.hf_path:
+            same_ids = difference(config.model.hf_path, role.model.hf_path)
+        rule = (
+            f"a model with the policy's tokenizer: it reads the ids of the policy, and {same_ids}"
+        )
+        require_value(not same_ids, f"{field}.model.hf_path", role.model.hf_path, rule)
+    for column in {role.column for role in config.roles.values()} - {""}:
+        own = [role for role in config.roles.values() if role.column == column]
+        left = {*getattr(config.task, "tasks", {})}.difference(*(role.tasks for role in own))
+        require(
+            not left or not all(role.tasks for role in own),
+            f"roles: no model gives the column {column} for the task {min(left, default='')}",
+        )
 
 
 ROLLOUT_CHECKS: list[Callable[[Any], None]] = [

@@ -207,6 +207,8 @@ trainers/test_auxiliary_models.py
   test_an_adaptive_penalty_follows_its_target_across_a_restart: AdaptiveKL.Config target
   test_a_reference_is_refreshed_at_its_interval_and_restored: ReferenceConfig refresh_every
   test_custom_models_fill_columns_and_score_completions: RoleConfig head column reward_weight
+  test_a_column_of_several_teachers_is_their_weighted_mean: RoleConfig share tasks
+  test_a_snapshot_of_the_policy_is_a_teacher: DistillationLoss.Config teacher
 trainers/test_cached_reference.py
   test_scores_that_were_computed_once_give_the_loss_of_those_of_each_step:
     InitialPolicyConfig scores

@@ -1,5 +1,8 @@
 """Reference, critic and roles in the steps of a run."""
 
+import json
+import re
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -7,9 +10,14 @@ import torch
 
 from rl.algorithms.advantages import GAE, GroupAdvantage, LeaveOneOut
 from rl.algorithms.kl import AdaptiveKL
-from rl.algorithms.losses import ClippedLoss
+from rl.algorithms.losses import ClippedLoss, DistillationLoss
 from rl.cli.arguments import find_config
 from rl.config import RoleConfig
+from rl.errors import ConfigError
+from rl.model.shape import ModelConfig
+from rl.tasks.copy_digits import CopyDigits
+from rl.tasks.mixture import Mixture
+from rl.validation.rl_runs import _validate_roles
 from tests.trainers.fakes import Critic, Reference
 from tests.trainers.loops import calls, left, lost_once, updates
 
@@ -194,6 +202,92 @@ def test_custom_models_fill_columns_and_score_completions(run, role):
     assert "judge" not in "".join(batch.columns)
     gap = 1 + 0.5 * float(scores[1] - scores[0])  # rewards 0 and 1 of the task, and the judge's
     assert first_advantages(run, 2) == pytest.approx((-gap / 2, gap / 2))
+
+
+@pytest.mark.parametrize("by_task", [False, True])
+def test_a_column_of_several_teachers_is_their_weighted_mean(run, role, by_task):
+    """Prompts are of the tasks copy and sort in turns."""
+
+    class Teacher(Reference):
+        def __init__(self, factor):
+            super().__init__([])
+            self.factor = factor
+            self.rows = []
+
+        async def forward(self, batch, *, temperature, source):
+            self.rows.append(len(batch))
+            return {"logprobs": self.factor * batch.tokens.float()}
+
+    task = {name: CopyDigits.Config() for name in ("copy", "sort")}
+    names = {"copy": ("copy",), "sort": ("sort",)} if by_task else {"copy": (), "sort": ()}
+    shares = {"copy": 1.0, "sort": 3.0}
+    roles = {
+        f"roles.{name}": role(column="teacher_logprobs", tasks=names[name], share=shares[name])
+        for name in names
+    }
+    teachers = {"copy": Teacher(1.0), "sort": Teacher(5.0)}
+    mixture = Mixture.Config(tasks=task, max_prompt_tokens=16)
+    fields = {"task": mixture, "algorithm.loss": DistillationLoss.Config()}
+    run(steps=1, fields=fields | roles, models=lambda log: teachers)
+    (batch,) = run.trainer.batches
+    own = [1.0, 1.0, 5.0, 5.0] if by_task else [(1.0 + 3 * 5.0) / 4] * 4
+    found = batch.columns["teacher_logprobs"]
+    assert torch.equal(found, torch.tensor(own)[batch.owners] * batch.tokens)
+    assert [each.rows for each in teachers.values()] == [[2 if by_task else 4]] * 2
+
+
+def test_a_snapshot_of_the_policy_is_a_teacher(run):
+    fields = {
+        "algorithm.loss": DistillationLoss.Config(teacher="reference"),
+        "reference.refresh_every": 2,
+    }
+    log, _ = run(steps=4, fields=fields, models=with_reference)
+    assert calls(log, "reference") == ["reference begins", "reference 2", "reference 4"]
+    found = [batch.columns["reference_logprobs"][-1].item() for batch in run.trainer.batches]
+    assert found == [-2.0, -2.0, -4.0, -4.0]
+    columns = [each for batch in run.trainer.batches for each in batch.columns]
+    assert "teacher_logprobs" not in columns
+
+
+MODEL = "roles.teacher.model.hf_path"
+TEACHERS = {
+    "another tokenizer": (
+        {},
+        f"{MODEL} is '.*other'; it must be a model with the policy's token.*",
+    ),
+    "no such task": ({"tasks": ("copy",)}, "roles.teacher.tasks is .*; it must be empty without a"),
+    "no column": ({"column": "", "share": 2.0}, "roles.teacher.share is 2.0; it must be 1 without"),
+}
+
+
+@pytest.mark.parametrize("case", TEACHERS)
+def test_a_teacher_that_cannot_teach_is_refused_with_the_reason(case, chat_model, tmp_path):
+    fields, message = TEACHERS[case]
+    other = shutil.copytree(chat_model, tmp_path / "other")
+    if case == "another tokenizer":
+        path = other / "tokenizer.json"
+        content = json.loads(path.read_text())
+        vocab = content["model"]["vocab"]
+        first, second = sorted(vocab, key=vocab.get)[5:7]
+        vocab[first], vocab[second] = vocab[second], vocab[first]
+        path.write_text(json.dumps(content))
+        message += re.escape(f"token 5 is {first!r} here and {second!r} there")
+    config = find_config("gsm8k_jsonl")()
+    config.model = ModelConfig(hf_path=str(chat_model))
+    own = {"model": ModelConfig(hf_path=str(other)), "column": "teacher_logprobs"}
+    config.roles["teacher"] = RoleConfig(**own | fields)
+    config.task.max_prompt_tokens = config.rollout.max_tokens = 32
+    with pytest.raises(ConfigError, match=message):
+        _validate_roles(config)
+
+
+def test_each_task_needs_a_teacher(role):
+    config = find_config("quickstart")()
+    tasks = {name: CopyDigits.Config() for name in ("copy", "sort")}
+    config.task = Mixture.Config(tasks=tasks, max_prompt_tokens=16)
+    config.roles["teacher"] = role(column="teacher_logprobs", tasks=("copy",))
+    with pytest.raises(ConfigError, match="gives the column teacher_logprobs for the task sort"):
+        _validate_roles(config)
 
 
 @pytest.mark.parametrize(("judged", "flat"), [(True, 0.0), (False, 1.0)])

@@ -91,7 +91,7 @@ def even(run):
         score = run.rewards.score
 
         async def scored(prompt, said):
-            asked.append((prompt.prompt_id, prompt.text))
+            asked.append((prompt.prompt_id, prompt.answer))
             right = {"correct": float(int(prompt.answer[0]) % 2 == 0)}
             return [replace(each, metrics=right) for each in await score(prompt, said)]
 

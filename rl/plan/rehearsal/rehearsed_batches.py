@@ -26,6 +26,7 @@ from rl.config import PreferenceConfig, RLConfig, SFTConfig
 from rl.data.batches import batch_of, batch_of_pairs
 from rl.data.examples import Example
 from rl.data.preferences import Pair
+from rl.metrics import Entry
 from rl.model.shape import shape_of
 from rl.plan.planned_run import PlannedRun
 from rl.training.micro_batches import lay_out
@@ -140,6 +141,8 @@ def _rl_work(run: PlannedRun, config: RLConfig, name: str, lengths: Rows[int]) -
 def _rollouts(config: RLConfig, lengths: Rows[int]) -> list[Rollout]:
     """Return rollouts whose completions are as long as the config allows."""
     rollouts = []
+    advantage = getattr(config.algorithm, "advantage", None)
+    metrics: dict[str, Entry] = dict.fromkeys(advantage.metrics if advantage else (), 0.0)
     shape = shape_of(config.model)
     for number, length in enumerate(lengths):
         group, sample = divmod(number, config.rollout.samples_per_prompt)
@@ -165,6 +168,7 @@ def _rollouts(config: RLConfig, lengths: Rows[int]) -> list[Rollout]:
                 text="",
                 stop_reason="length",
                 reward=float(number % 2),
+                metrics=metrics,
             )
         )
     return rollouts

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from rl.cli.help import run_parser
 from rl.cli.program import as_program
-from rl.errors import ConfigError, end_program, require
+from rl.errors import ConfigError, end_program, require, require_value
 
 if TYPE_CHECKING:
     from rl.model.updates import Update
@@ -21,10 +21,12 @@ Write a checkpoint of a run as a Hugging Face folder, for transformers and vLLM:
 config.json, safetensors and the tokenizer, as in the run's own export/. Weights
 have the dtype of the model that the run started from, float32 from random
 weights. bfloat16 rounds small updates away; --dtype float32 keeps them. LoRA is
-merged into the weights, and written in adapter/ for PEFT too.
+merged into the weights, and written in adapter/ for PEFT too. --average 3 writes
+the mean of the weights of three checkpoints, the last of which is that of --step.
 
   python -m rl.export runs/first exported --dtype float32
-  python -m rl.export runs/first --step 100 exported"""
+  python -m rl.export runs/first --step 100 exported
+  python -m rl.export runs/first exported --average 3"""
 ONE_GPU = "That is one GPU."
 
 
@@ -35,6 +37,9 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("folder", metavar="DIR", type=Path, help="folder to write, new or empty")
     dtypes = ("float32", "bfloat16", "float16")
     parser.add_argument("--dtype", choices=dtypes, default="", help="dtype of the weights")
+    parser.add_argument(
+        "--average", metavar="K", type=int, default=1, help="number of checkpoints to average"
+    )
     own, overrides = parser.parse_known_args(arguments)
 
     # these import torch, which --help does without
@@ -45,7 +50,9 @@ def main(arguments: list[str]) -> None:
     from rl.config import DatasetRunConfig, RLConfig
     from rl.host.disk import TemporaryFolder, replace_folder
     from rl.model.reward_model import describe_stops
+    from rl.observe.checkpoint_folders import StepFolders
     from rl.trainers.trial import build_task
+    from rl.training.averages import write_average
     from rl.training.lora import base_of, rename_base
 
     folder = own.folder.resolve()
@@ -54,6 +61,14 @@ def main(arguments: list[str]) -> None:
         f"{folder} exists and is not an empty folder; name another DIR, or remove it first",
     )
     run = open_run(own.run, own.step, overrides, program=PROGRAM)
+    assert run.weights is not None, "a run has checkpoints"
+    checkpoints = StepFolders(run.weights.parent)
+    steps = [step for step in checkpoints.complete() if step <= run.step][-max(own.average, 0) :]
+    rule = f"it must be from 1 to {len(steps)}, the number of complete checkpoints up to --step"
+    require(len(steps) == own.average, f"--average is {own.average}; {rule}")
+    rule = "1 for a run with trainer.lora: the mean of factors is not the factor of a mean"
+    holds = own.average == 1 or run.config.trainer.lora is None
+    require_value(holds, "--average", own.average, rule)
     config = run.session_config()
     task = build_task(run.config) if isinstance(run.config, RLConfig) else None
     try:
@@ -64,7 +79,13 @@ def main(arguments: list[str]) -> None:
     with TemporaryFolder(f".{folder.name}-", folder.parent) as partial:
         model = Path(partial) / "model"
 
+        mean = Path(partial) / "average"
+        if own.average > 1:
+            write_average([checkpoints.path(step) for step in steps], mean)
+
         async def export(session: "Session") -> tuple["Update", str]:
+            if own.average > 1:
+                await session.load_weights(mean)
             update = await session.export_hf(model, dtype=own.dtype)
             start = run.config.trainer.checkpoint
             if start.initial_load_path and (model / "adapter").exists():
@@ -79,8 +100,15 @@ def main(arguments: list[str]) -> None:
             task.describe(model)
         replace_folder(folder, model)
     shares = {"changed": update.changed / max(update.weights, 1), "kept": update.share}
-    row = {"run": str(own.run), "step": run.step, "folder": str(own.folder), **shares}
-    text = f"exported step {run.step} of {own.run} to {own.folder}, policy digest {digest}"
+    row = {
+        "run": str(own.run),
+        "step": run.step,
+        "averaged": steps,
+        "folder": str(own.folder),
+        **shares,
+    }
+    which = f"step {run.step}" if own.average == 1 else f"the mean of steps {steps}"
+    text = f"exported {which} of {own.run} to {own.folder}, policy digest {digest}"
     said = "\n".join(filter(None, (text, update.describe())))
     print(json.dumps(row | {"policy_digest": digest}) if own.json else said)
 

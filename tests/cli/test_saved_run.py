@@ -53,6 +53,12 @@ def test_arguments_that_cannot_work(run, program, arguments, message, capsys):
     assert sorted(path.name for path in run.parent.iterdir()) == ["run"]
 
 
+@pytest.mark.parametrize("count", ["0", "3"])
+def test_an_average_is_of_as_many_checkpoints_as_there_are(run, count, capsys):
+    message = f"--average is {count}; it must be from 1 to 2, the number of complete checkpoints up"
+    assert_refused(export, [str(run), str(run.parent / "new"), "--average", count], message, capsys)
+
+
 def test_the_best_step_of_a_run_is_loaded(run):
     best = {"metric": "eval/exact_match", "steps": {"4": 0.5, "20": 0.25}}
     (run / "checkpoints" / "best.json").write_text(json.dumps(best))

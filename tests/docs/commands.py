@@ -12,7 +12,7 @@ SWITCHES = {"--dry-run", "--failed", "--json", "--rehearse", "--wait"}
 OPTIONS = {
     "rl.doctor": {"--json"},
     "rl.evaluate": {"--json", "--prompts", "--samples", "--step"},
-    "rl.export": {"--json", "--step"},
+    "rl.export": {"--average", "--json", "--step"},
     "rl.launch": {"--dry-run", "--wait"},
     "rl.plan": {"--diff", "--json", "--rank", "--rehearse"},
     "rl.play": {"--prompt", "--run", "--step"},

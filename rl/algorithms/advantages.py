@@ -195,9 +195,9 @@ class GroupAdvantage(AdvantageEstimator):
 
 
 class MaxRL(AdvantageEstimator):
-    """Reward of a completion minus its group's mean, divided by that mean: MaxRL, arXiv:2602.02710,
-    eq. 10. With rewards of 0 and 1 it is the gradient of a lower bound of the log-likelihood of
-    success.
+    """Reward of a completion minus its group's mean, divided by that mean: MaxRL, arXiv:2602.02710.
+    With rewards of 0 and 1 each prompt has a weight of about 1 / p for its success rate p, as in
+    the gradient of log p.
 
     A group of rewards of 0 gets advantages of 0. Raises RunError if a reward is negative.
     """
@@ -218,7 +218,7 @@ class MaxRL(AdvantageEstimator):
 
 class GDPO(AdvantageEstimator):
     """Weighted sum of the advantages of GRPO of several rewards, whitened over all completions of
-    the batch: GDPO, arXiv:2601.05242, eq. 4 to 6.
+    the batch: GDPO, arXiv:2601.05242.
     """
 
     @dataclass(kw_only=True, slots=True)

@@ -12,7 +12,7 @@ from rl.types.rules import above
 
 class SAPOLoss(PolicyLoss):
     """-f(r) A for f(r) = 4 / tau * sigmoid(tau (r - 1)), a soft gate in place of the clip: SAPO,
-    arXiv:2511.20347, eq. 5 and 6.
+    arXiv:2511.20347.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -37,7 +37,7 @@ class SAPOLoss(PolicyLoss):
 
 
 class GMPOLoss(ClippedLoss):
-    """-A times the geometric mean of a sequence's clipped ratios: GMPO, arXiv:2507.20673, eq. 4.
+    """-A times the geometric mean of a sequence's clipped ratios: GMPO, arXiv:2507.20673.
 
     As in PPO a ratio is clipped only on the side to which the advantage moves it. The clip is per
     token, before the mean, in contrast to GSPO.

@@ -145,7 +145,7 @@ def sapo(r, a, p):
 
 
 def gmpo(tokens):
-    """Return the cost of each token: |prod_t min(r_t A, clip(r_t) A)|^(1/T) sign(A), eq. 4."""
+    """Return the cost of each token: |prod_t min(r_t A, clip(r_t) A)|^(1/T) sign(A)."""
     values = []
     for number in tokens["sequence"].unique():
         mine = tokens["sequence"] == number

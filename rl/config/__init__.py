@@ -7,8 +7,14 @@ from rl.config.dataset import DatasetConfig, DatasetRunConfig
 from rl.config.other_names import refuse_unknown
 from rl.config.preference import PreferenceConfig, PreferenceDataConfig, RewardModelConfig
 from rl.config.rl import CriticConfig, ReferenceConfig, RLConfig, RoleConfig
-from rl.config.rollout import EvaluationConfig, RecordConfig, RolloutConfig, RolloutRecordConfig
-from rl.config.run import BestConfig, RunConfig, SamplingRunConfig, SinksConfig, WatchdogConfig
+from rl.config.rollout import (
+    BestConfig,
+    EvaluationConfig,
+    RecordConfig,
+    RolloutConfig,
+    RolloutRecordConfig,
+)
+from rl.config.run import RunConfig, SamplingRunConfig, SinksConfig, WatchdogConfig
 from rl.config.serve import ServeConfig
 from rl.config.sft import SampledEvaluationConfig, SFTConfig, SFTDataConfig
 from rl.session.session_config import SessionConfig

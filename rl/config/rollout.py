@@ -152,6 +152,31 @@ class EvaluationConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class BestConfig:
+    """Best checkpoints by a metric of the evaluations. ``python -m rl.export RUN --step best``
+    exports the first of them.
+    """
+
+    metric: Annotated[str, COSMETIC] = ""
+    """Name of the metric in ``evaluations.jsonl``, such as ``eval/exact_match``. Then each step
+    that is evaluated during training is saved. Empty for no best checkpoint."""
+
+    mode: Literal["max", "min"] = "max"
+    """Whether higher or lower values are better."""
+
+    keep: Annotated[int, at_least(1, 10**6), COSMETIC] = 1
+    """Number of best checkpoints that stay, beside the newest ones of
+    ``trainer.checkpoint.keep_latest_k``."""
+
+    patience: Annotated[int, at_least(0, 10**6)] = 0
+    """Number of evaluations in a row without a better value after which the run ends; 0 for no such
+    end. The batches that were sampled by then are still trained on."""
+
+    min_delta: Annotated[float, at_least(0, 1e6)] = 0.0
+    """Change of the metric that ``patience`` takes as better; larger ones are too."""
+
+
+@dataclass(kw_only=True, slots=True)
 class RecordConfig:
     """Parts of each step that the run folder keeps, beside its metrics."""
 

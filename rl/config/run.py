@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from torchtitan.config import ParallelismConfig
 
 from rl.config.clusters import KubernetesConfig, SlurmConfig
-from rl.config.rollout import EvaluationConfig, RecordConfig, RolloutConfig
+from rl.config.rollout import BestConfig, EvaluationConfig, RecordConfig, RolloutConfig
 from rl.environments.task import Task
 from rl.errors import require
 from rl.generation.generator_config import GeneratorConfig
@@ -113,31 +113,6 @@ class WatchdogConfig:
     non_finite: Action = "warn"
     """Consequence if a metric is not finite. An update whose gradient norm is not finite is skipped
     in any case, and more than ``trainer.max_skipped_steps`` in a row end the run."""
-
-
-@dataclass(kw_only=True, slots=True)
-class BestConfig:
-    """Best checkpoints by a metric of the evaluations. ``python -m rl.export RUN --step best``
-    exports the first of them.
-    """
-
-    metric: Annotated[str, COSMETIC] = ""
-    """Name of the metric in ``evaluations.jsonl``, such as ``eval/exact_match``. Then each step
-    that is evaluated during training is saved. Empty for no best checkpoint."""
-
-    mode: Literal["max", "min"] = "max"
-    """Whether higher or lower values are better."""
-
-    keep: Annotated[int, at_least(1, 10**6), COSMETIC] = 1
-    """Number of best checkpoints that stay, beside the newest ones of
-    ``trainer.checkpoint.keep_latest_k``."""
-
-    patience: Annotated[int, at_least(0, 10**6)] = 0
-    """Number of evaluations in a row without a better value after which the run ends; 0 for no such
-    end. The batches that were sampled by then are still trained on."""
-
-    min_delta: Annotated[float, at_least(0, 1e6)] = 0.0
-    """Change of the metric that ``patience`` takes as better; larger ones are too."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -20,6 +20,7 @@ from rl.observe.events import Events
 from rl.observe.record import RunRecord, failing_loudly, rows_from_end
 from rl.observe.spans import Stopwatch
 from rl.session.models import StepDigests
+from rl.trainers.best import Best
 
 Row = Mapping[str, float]
 LEAST = "memory/resident_min"
@@ -171,8 +172,6 @@ class Watchdog:
                 advice = f"set watchdog.{name} to 'warn' to go on all the same"
                 raise AlarmRaised(f"{text}; {advice}", name)
         return [texts[name] for name in new if getattr(self._config, name) == "warn"]
-from rl.trainers.best import Best
-from rl.trainers.watchdog import Watchdog
 
 
 @dataclass(eq=False)

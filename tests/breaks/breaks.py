@@ -19,12 +19,24 @@ class Break(NamedTuple):
 TABLE = r"""
 # algorithms
 rl/algorithms/losses.py
-  log_ratio.clamp(floor, ceiling).exp() * advantages
-  log_ratio.clamp(floor, ceiling).exp() * advantages.abs()
+  -clipped.exp() * tokens["advantages"], metrics
+  -clipped.exp() * tokens["advantages"].abs(), metrics
   algorithms/test_losses.py
   Metric(error, "mean", current)
   Metric(error, "mean")
   algorithms/test_losses.py
+rl/algorithms/ratio_losses.py
+  torch.where(advantages > 0, config.tau_positive, config.tau_negative)
+  torch.where(advantages < 0, config.tau_positive, config.tau_negative)
+  algorithms/test_losses.py
+rl/trainers/best.py
+  value > best + config.min_delta
+  value >= best + config.min_delta
+  trainers/test_best.py
+rl/trainers/curriculum.py
+  weights, most = rates * (1 - rates), 0.25
+  weights, most = rates, 0.25
+  trainers/test_curriculum.py
 rl/algorithms/kl.py
   (-log_ratio).exp() - 1 + log_ratio
   log_ratio.exp() - 1 - log_ratio
@@ -234,7 +246,7 @@ rl/trainers/ledger.py
   <= held + self._staleness + 1
   trainers/test_ledger.py
 rl/trainers/scheduler.py
-  needed = min(step + rollout.max_staleness, self.config.steps)
+  needed = min(step + rollout.max_staleness, self.last_step())
   needed = min(step + rollout.max_staleness + 1, self.config.steps)
   trainers
 rl/trainers/report.py
@@ -242,8 +254,8 @@ rl/trainers/report.py
   streak <= needed
   trainers/test_watchdog.py
 rl/observe/checkpoint_folders.py
-  kept = complete[-keep:]
-  kept = complete[:keep]
+  kept = {*complete[-keep:], *self.best()}
+  kept = {*complete[:keep], *self.best()}
   training/test_checkpoint.py trainers
 rl/trainers/report.py
   if value > limit > 0 else

@@ -60,7 +60,7 @@ def test_the_config_decides_fields_that_are_not_given():
 
 
 UNKNOWN = {
-    "sed": ("seed", "the config: algorithm, colocate, critic"),
+    "sed": ("seed", "the config: algorithm, best, colocate, critic"),
     "trainer.micro_batchsize": ("trainer.micro_batch_size", "trainer: trainer.activation_checkpo"),
     "trainer.parallelism.tensor_paralel_degree": (
         "trainer.parallelism.tensor_parallel_degree",
@@ -89,11 +89,11 @@ REFUSED = {
     "trainer.float8:liner": "trainer.float8:liner: there is no such option; did you mean "
     "trainer.float8:linear or trainer.float8:none or --trainer.float8? a field is given as --FIELD "
     "VALUE",
-    "steps=3": "steps: there is no such option; did you mean --steps or --profile.steps? a field "
-    "is given as --FIELD VALUE",
+    "steps=3": "steps: there is no such option; did you mean --steps or --profile.steps or "
+    "--best.keep? a field is given as --FIELD VALUE",
     "--steps": "--steps needs a value",
     "--steps two": "--steps: invalid literal for int() with base 10: 'two'",
-    "--algorithm dapoo": "--algorithm is 'dapoo'; did you mean dapo or dppo or ppo? allowed are "
+    "--algorithm dapoo": "--algorithm is 'dapoo'; did you mean dapo or sapo or gdpo? allowed are "
     "grpo, dr_grpo, dapo, ppo, decoupled_ppo, rloo, reinforce_plus_plus, gspo, cispo, dppo, "
     "sapo, gmpo, maxrl, gdpo",
     "--tensor_parallel_degree 2": "--tensor_parallel_degree is the end of several fields; give one "

@@ -184,6 +184,8 @@ def split_by_player(
     found = torch.tensor([part.reward for part in parts]) + more[[*owners]]
     pairs = torch.tensor([[part.prompt.prompt_id for part in parts], players])
     return [*parts], found, pairs.unique(dim=1, return_inverse=True)[1]
+
+
 def task_metrics(rollouts: Sequence[Rollout], names: Sequence[str]) -> dict[str, torch.Tensor]:
     """Return the metrics ``names`` of each rollout, float64 [N] each.
 

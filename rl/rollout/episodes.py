@@ -229,15 +229,12 @@ class Environments:
             now = plain_score(score)
         except InvalidScore as error:
             self._refuse(episode, f"step returned {error}")
-        episode.rewards.append(now.reward)
+        episode.rewards.append(now.reward or 0.0)
         for turn, more in step.earlier.items():
             if turn not in range(episode.turns) or not math.isfinite(more):
                 what = f"step returned earlier={shown(step.earlier)}, which are no finite rewards"
                 self._refuse(episode, f"{what} of earlier answers")
             episode.rewards[turn] += float(more)
-        episode.score = Score(
-            reward=before.reward + now.reward + sum(map(float, step.earlier.values())),
-        episode.rewards.append(now.reward or 0.0)
         abstains = before.reward is None or now.reward is None
         episode.score = Score(
             reward=None if abstains else sum(episode.rewards),

@@ -300,13 +300,8 @@ class PolicyGradient(Algorithm):
         own = super().reward_key(rollout)
         if self.config.credit == "player":
             own = own, *(part.reward for *_, part in by_player([rollout]))
-        return own, float(self._overlong(counts_of([rollout])))
         parts = task_metrics([rollout], self.config.advantage.metrics).values()
-        return (
-            super().reward_key(rollout),
-            float(self._overlong(counts_of([rollout]))),
-            *map(float, parts),
-        )
+        return own, float(self._overlong(counts_of([rollout]))), *map(float, parts)
 
     def minibatches(self, batch: Batch, step: int) -> list[Batch]:
         """Return the whole batch for a step of one update, otherwise a new split in each epoch."""

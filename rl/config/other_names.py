@@ -37,6 +37,9 @@ OTHER_NAMES = {
     "model_name_or_path": "model.hf_path",
     "max_length": "model.max_seq_len",
     "packing": "trainer.packing",
+    "mask_truncated_completions": "algorithm.mask_truncated",
+    "metric_for_best_model": "best.metric",
+    "early_stopping_patience": "best.patience",
     "run_name": "sinks.name",
     # verl
     "data.train_files": "task.path",
@@ -94,6 +97,7 @@ OTHER_NAMES = {
     "eps_clip": "algorithm.loss.clip_low",
     "dynamic_filtering": "rollout.max_resampled_groups",
     "overlong_buffer_len": "algorithm.overlong_buffer",
+    "best_metric_key": "best.metric",
     "ring_attn_size": CONTEXT,
     "vllm_num_engines": "generator.replicas",
     "vllm_tensor_parallel_size": "generator.tensor_parallel_degree",

@@ -5,6 +5,7 @@ in this process, with either model runner. Imports no vLLM before the engine has
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -313,15 +314,30 @@ def compile_schema(engine: Any, schema: str, tokenizer: Any) -> None:
 
 
 def _grammars(config: Any, tokenizer: Any) -> Any:
-    """Return vLLM's compiler of grammars, whose texts have no control token."""
+    """Return vLLM's compiler of grammars, whose texts have no control token.
+
+    If no word goes on with a text, any token may follow, and vLLM ends the request.
+    """
     from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
     from xgrammar import GrammarCompiler, TokenizerInfo, VocabType
 
+    class Backend(XgrammarBackend):
+        def compile_grammar(self, *form: Any, **options: Any) -> Any:
+            grammar = super().compile_grammar(*form, **options)
+            grammar.fill_bitmask = partial(_fill_bitmask, grammar.matcher)
+            return grammar
+
     size = config.model_config.get_vocab_size()
-    backend = XgrammarBackend(config, tokenizer=tokenizer, vocab_size=size)
+    backend = Backend(config, tokenizer=tokenizer, vocab_size=size)
     words = TokenizerInfo.from_huggingface(tokenizer, vocab_size=size).decoded_vocab
     for token in tokenizer.get_added_vocab().values():
         words[token] = b""
     info = TokenizerInfo(words, VocabType.RAW, vocab_size=size)
     backend.compiler = GrammarCompiler(info)
     return backend
+
+
+def _fill_bitmask(matcher: Any, bitmask: torch.Tensor, row: int) -> None:
+    matcher.fill_next_token_bitmask(bitmask, row)
+    if not bitmask[row].any():
+        bitmask[row].fill_(-1)

@@ -266,11 +266,13 @@ def _completion(sampled: _InFlight, reason: Any, experts: RoutedExperts | None) 
     if masks is not None and len(masks) != len(sampled.tokens):
         wrong = f"vLLM returned {len(masks)} sampling masks for {len(sampled.tokens)} tokens"
         raise RunError(f"request {sampled.request_id!r}: {wrong}")
+    # vLLM's "error": the tokenizer has no word that goes on with the form of the answer
+    ended = "length" if str(reason) == "error" else str(reason)
     return Completion(
         tokens=sampled.tokens,
         logprobs=sampled.logprobs,
         versions=sampled.versions,
-        finish_reason=str(reason),  # type: ignore[arg-type]
+        finish_reason=ended,  # type: ignore[arg-type]
         sampling_mask=None if masks is None else SamplingMask.of_rows(masks),
         top_logprobs=sampled.top if sampled.top_count else None,
         prompt_logprobs=None if sampled.prompt_count is None else sampled.prompt_logprobs,

@@ -108,6 +108,19 @@ def test_answers_follow_their_own_schemas_in_one_batch(generator, folder):
             jsonschema.validate(said, schemas[n % 3])
 
 
+def test_an_answer_that_no_word_goes_on_with_is_cut_off(generator, folder):
+    own = {"stop_token_ids": (STOP,), "max_tokens": 30}
+    asks = [
+        request("dead", [1], seed=1, json_schema='{"enum": ["ab~"]}', **own),
+        request("other", [2], seed=2, json_schema=CHOICE, **own),
+    ]
+    ((dead, other),) = generator.run(generate_with, folder, asks)
+    assert dead.finish_reason == "length"
+    assert tokenizer().decode(dead.tokens[:-1]) == '"ab'
+    assert other.finish_reason == "stop"
+    assert generator.run(generate_with, folder, asks)[0][1] == other
+
+
 def test_no_stop_token_is_sampled_before_the_least_number_of_tokens(one_or_two_ranks, policy):
     stops = (*range(0, SIZES["vocab_size"], 2),)
     own = {"stop_token_ids": stops, "max_tokens": 30}

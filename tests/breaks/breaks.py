@@ -180,6 +180,14 @@ rl/types/__init__.py
   return is_bound or (cuts and self.temperature > 0)
   return cuts and self.temperature > 0
   generation/test_structured.py
+rl/model/dither.py
+  return (bits + noise * is_moved).view(torch.float32)
+  return bits.view(torch.float32)
+  training/test_updates.py
+rl/compat/vllm_internals.py
+  if not bitmask[row].any():
+  if False:
+  generation/test_structured.py
 rl/compat/vllm_internals.py
   words[token] = b""
   pass

@@ -37,7 +37,6 @@ def smollm2() -> RLConfig:
             lr_scheduler=LRSchedulersContainer.Config(warmup_steps=2, decay_ratio=0.0),
             micro_batch_tokens=2048,
             prompt_sharing=8,
-            dither=True,
             training=TrainingConfig(mixed_precision_param="bfloat16"),
             zero_gradient="skip",
         ),

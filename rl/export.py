@@ -100,13 +100,8 @@ def main(arguments: list[str]) -> None:
             task.describe(model)
         replace_folder(folder, model)
     shares = {"changed": update.changed / max(update.weights, 1), "kept": update.share}
-    row = {
-        "run": str(own.run),
-        "step": run.step,
-        "averaged": steps,
-        "folder": str(own.folder),
-        **shares,
-    }
+    averaged = {"averaged": steps} if own.average > 1 else {}
+    row = {"run": str(own.run), "step": run.step, "folder": str(own.folder), **averaged, **shares}
     which = f"step {run.step}" if own.average == 1 else f"the mean of steps {steps}"
     text = f"exported {which} of {own.run} to {own.folder}, policy digest {digest}"
     said = "\n".join(filter(None, (text, update.describe())))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-FOLDER = Path("~/.cache/tiller-tests").expanduser()
+FOLDER = Path("~/.cache/tiller-tests").expanduser() / f"python{sys.version_info.minor}"
 UV = Path(sys.executable).with_name("uv")
 CONSTRAINTS = Path(__file__).parents[1] / "constraints.txt"
 INSTALL_S = 600.0

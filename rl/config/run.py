@@ -224,6 +224,11 @@ class RunConfig:
     """Whether to print errors only."""
 
     @property
+    def peak_tflops(self) -> float:
+        """Peak speed of the trainer's mesh, in TFLOP/s; 0 if it is unknown."""
+        return self.trainer.ranks * self.hardware.peak_tflops
+
+    @property
     def nodes(self) -> int:
         """Number of nodes that all meshes need together."""
         sampling = self.sampling_run()

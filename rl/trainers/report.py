@@ -194,7 +194,6 @@ class Report:
         folders = [StepFolders(self.record.folder / name) for name in names]
         self.best = Best(self.config.best, folders)
         self._watchdog = Watchdog(self.config.watchdog_limits())
-        self._peak_tflops = self.config.trainer.ranks * self.config.hardware.peak_tflops
 
     def resume_after(self, step: int, state: dict[str, Any]) -> None:
         """Forget all rows after ``step``; ``state`` is what ``to_dict`` returned then."""
@@ -219,8 +218,8 @@ class Report:
         """
         timings = self.watch.lap()
         row |= timings | {"tokens_per_s": tokens / timings["timing/step"]}
-        if self._peak_tflops and "trainer/tflop" in row:
-            row["mfu"] = row["trainer/tflop"] / (self._peak_tflops * timings["timing/step"])
+        if (peak := self.config.peak_tflops) and "trainer/tflop" in row:
+            row["mfu"] = row["trainer/tflop"] / (peak * timings["timing/step"])
         step = int(row["step"])
         self.watch.step = step + 1
         if digests := self.take_digests():

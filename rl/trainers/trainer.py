@@ -278,16 +278,19 @@ class BlockingTrainer:
             return loop.run_until_complete(tasks[0])
 
         future = self._thread.submit(work)
-        while True:
-            try:
-                return future.result()
-            except KeyboardInterrupt:
-                if future.done() or run.leaving or not (trains and run.is_training):
-                    if not future.cancel():
-                        loop.call_soon_threadsafe(lambda: tasks[0].cancel())
-                    raise
-                run.progress.note("interrupt: leaving after this step; a second one cancels it")
-                loop.call_soon_threadsafe(run.leave)
+        try:
+            while True:
+                try:
+                    return future.result()
+                except KeyboardInterrupt:
+                    if future.done() or run.leaving or not (trains and run.is_training):
+                        raise
+                    run.progress.note("interrupt: leaving after this step; a second one cancels it")
+                    loop.call_soon_threadsafe(run.leave)
+        except KeyboardInterrupt:  # also one that comes while the first is handled
+            if not future.cancel():
+                loop.call_soon_threadsafe(lambda: tasks[0].cancel())
+            raise
 
 
 def _point(state: TrainerState | None) -> tuple[int | None, int]:

@@ -234,6 +234,7 @@ def needed(engine: str):
     yield
 
 
+@pytest.mark.long
 @pytest.mark.download
 @pytest.mark.parametrize("engine", ["docker", "podman"])
 def test_programs_run_in_real_containers(engine):

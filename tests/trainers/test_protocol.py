@@ -94,6 +94,27 @@ def test_the_first_interrupt_of_a_cell_leaves_and_the_second_cancels(run, interr
     signal.signal(signal.SIGALRM, before)
 
 
+def test_an_interrupt_while_the_first_is_handled_cancels(run, monkeypatch):
+    made = run.make(kind=Interrupts, steps=2, save_every=1, command="")
+
+    def interrupted(text):
+        if text.startswith("interrupt"):
+            raise KeyboardInterrupt
+
+    def work():
+        with made as trainer:
+            trainer.interrupts = 1
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.setattr(trainer.run.progress, "note", interrupted)
+                trainer.train()
+            trainer.interrupts = 0
+            assert trainer.train().step == 2
+
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    in_notebook(work)
+    signal.signal(signal.SIGALRM, before)
+
+
 def test_a_coroutine_awaits_the_same_verbs(run):
     async def main():
         async with run.make(steps=2, fields=evaluating(every=0)) as trainer:

@@ -4,7 +4,7 @@ Only this package knows a family by name. Everything else reads the ModelShape.
 """
 
 from contextlib import suppress
-from copy import copy
+from copy import deepcopy
 from dataclasses import fields
 from importlib import import_module
 
@@ -90,7 +90,7 @@ def closest(config: HuggingFaceConfig) -> str | None:
     """Return the family that computes all options of ``config`` and has most of its keys."""
     shared = dict[str, float]()
     for name in BUILT_IN:
-        tried = copy(config)
+        tried = deepcopy(config)  # transformers writes into the parts
         tried["architectures"] = None
         with suppress(ConfigError):
             family_named(name).read(tried, 1)

@@ -8,19 +8,17 @@ from pydantic import Field
 
 from rl.errors import shown
 from rl.gateway.answers import Choice, Form, usage
-from rl.gateway.protocol import ApiError, Asked, ChatRequest, Strict, read
+from rl.gateway.protocol import ApiError, Asked, ChatRequest, JsonSchema, Strict, read
 
 KINDS = "message, function_call, function_call_output or reasoning"
 
 
-class TextFormat(Strict):
-    """Form of an answer, as ``response_format`` of chats has it in ``json_schema``."""
+class TextFormat(JsonSchema):
+    """Form of an answer, beside the fields that ``response_format`` of chats has in
+    ``json_schema``.
+    """
 
     type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
-    description: str | None = None
-    strict: bool | None = None
-    json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
 
 
 class Text(Strict):

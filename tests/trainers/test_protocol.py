@@ -77,6 +77,12 @@ def interrupt_main_thread():
     signal.pthread_kill(threading.main_thread().ident, signal.SIGALRM)
 
 
+def in_interrupted_notebook(work):
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    in_notebook(work)
+    signal.signal(signal.SIGALRM, before)
+
+
 @pytest.mark.parametrize("interrupts, error", [(1, Interrupted), (2, KeyboardInterrupt)])
 def test_the_first_interrupt_of_a_cell_leaves_and_the_second_cancels(run, interrupts, error):
     made = run.make(kind=Interrupts, steps=2, save_every=1, command="")
@@ -89,9 +95,7 @@ def test_the_first_interrupt_of_a_cell_leaves_and_the_second_cancels(run, interr
             trainer.interrupts = 0
             assert trainer.train().step == 2
 
-    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    in_notebook(work)
-    signal.signal(signal.SIGALRM, before)
+    in_interrupted_notebook(work)
 
 
 def test_an_interrupt_while_the_first_is_handled_cancels(run, monkeypatch):
@@ -110,9 +114,7 @@ def test_an_interrupt_while_the_first_is_handled_cancels(run, monkeypatch):
             trainer.interrupts = 0
             assert trainer.train().step == 2
 
-    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    in_notebook(work)
-    signal.signal(signal.SIGALRM, before)
+    in_interrupted_notebook(work)
 
 
 def test_a_coroutine_awaits_the_same_verbs(run):

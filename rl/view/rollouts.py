@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from itertools import groupby
 from operator import itemgetter
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -170,7 +171,9 @@ def _table(path: Path, changed: int, tokenizer: Any) -> dict[str, Any]:
     columns = _of_tokens(table, version) if "sequences" in names else {}
     for name in wanted:
         if name in names:
-            columns[name] = [shortened(value) for value in table[name].to_pylist()]
+            values = table[name].to_pylist()
+            shared = shared_lines(values) if name == "prompt" else ""
+            columns[name] = [shortened(value, shared) for value in values]
     if "text" in names:
         answers = _last_answers(table, tokenizer)
         columns["text"] = [
@@ -181,9 +184,15 @@ def _table(path: Path, changed: int, tokenizer: Any) -> dict[str, Any]:
     return {"version": version, "rows": finite(rows), "left_out": left_out}
 
 
-def shortened(value: Any) -> Any:
-    """Return the first PREVIEW characters of a text, and any other value as it is."""
-    return value[:PREVIEW] if isinstance(value, str) else value
+def shared_lines(texts: Sequence[str]) -> str:
+    """Return the lines with which all texts begin, such as a system prompt."""
+    beginning = commonprefix(texts) if len({*texts}) > 1 else ""
+    return beginning[: beginning.rfind("\n") + 1]
+
+
+def shortened(value: Any, beginning: str = "") -> Any:
+    """Return PREVIEW characters of a text, without its ``beginning``; any other value as it is."""
+    return value.removeprefix(beginning)[:PREVIEW] if isinstance(value, str) else value
 
 
 def _last_answers(table: Any, tokenizer: Any) -> list[str | None]:

@@ -14,7 +14,7 @@ from rl.errors import error_text, require
 from rl.observe.events import finite
 from rl.observe.owner import read_owner
 from rl.view.history import Curves, EventLog, read_json, rows_between, tail_of
-from rl.view.rollouts import Rollouts, shortened
+from rl.view.rollouts import Rollouts, shared_lines, shortened
 
 EXAMPLES = 10_000
 """Rollouts of an evaluation that are compared."""
@@ -125,7 +125,9 @@ def _read(path: Path, changed: int) -> tuple[dict[Key, Example], int]:
     file = parquet.ParquetFile(path)
     found: dict[Key, Example] = {}
     read = 0
+    shared = ""
     for batch in file.iter_batches(1_000, columns=[*COLUMNS]):
+        shared = shared or shared_lines(batch["prompt"].to_pylist())
         for row in batch.to_pylist():
             key = (row["chunk"], row["task"], row["prompt_id"], row["sample"], hash(row["prompt"]))
             value = json.loads(row["metrics"]).get("correct")
@@ -134,7 +136,7 @@ def _read(path: Path, changed: int) -> tuple[dict[Key, Example], int]:
                 index=read,
                 reward=finite(row["reward"]),
                 correct=(float(number) if isinstance(number, int | float) else None),
-                prompt=shortened(row["prompt"]),
+                prompt=shortened(row["prompt"], shared),
                 answer=shortened(row["answer"]),
                 text=shortened(row["text"]),
             )

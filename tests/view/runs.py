@@ -159,7 +159,10 @@ def write_evaluation(
                 rows.append(
                     {name: row[name] for name in row}
                     | {"chunk": chunk, "prompt_id": prompt, "task": ("sums", "<b>")[prompt % 2]}
-                    | {"prompt": f"question {prompt} {text}", "answer": f"expected {prompt}"}
+                    | {
+                        "prompt": f"{text}\nquestion {prompt} {text}",
+                        "answer": f"expected {prompt}",
+                    }
                     | {"reward": right, "text": f"evaluation {place} says {text}"}
                     | {"metrics": json.dumps({"correct": right, "words": 3.0})}
                 )
@@ -187,7 +190,7 @@ def _row(index: int, step: int, turns: int, text: str) -> dict:
         "turn_rewards": [0.5] * turns,
         "turn_lengths": [4] * turns if turns > 1 else [],  # of episodes
         "metrics": json.dumps({"correct": 1.0, "calls": [2.0, 1.0, "max"]}),
-        "prompt": f"prompt {index // 4} {text}",
+        "prompt": f"{text}\nprompt {index // 4} {text}",
         "prompt_tokens": [0, 1, 2],
         "answer": text,
         "text": text,

@@ -127,6 +127,12 @@ def test_the_list_shows_the_last_answer_of_an_episode(tmp_path, turns, shown):
     assert [row["text_before"], row["text_after"]] == (says if turns == 1 else [shown] * 2)
 
 
+def test_prompts_of_a_list_are_shown_without_the_lines_that_all_share(tmp_path):
+    run = Run(make_run(tmp_path / "run", rollouts=8, text="Be kind. " * 40))
+    shown = {row["prompt"][:18] for row in run.rollouts.table(20)["rows"]}
+    assert shown == {"prompt 0 Be kind. ", "prompt 1 Be kind. "}
+
+
 ONE = '{"type": "function", "function": {"name": "add", "parameters": {}}}'
 TWO = '{\n  "name": "sub",\n  "parameters": {}\n}'
 

@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from rl.config.rollout import CurriculumConfig
@@ -48,6 +49,23 @@ def test_prompts_are_drawn_with_the_weights_of_the_rule(fields, weights):
     for place, weight in enumerate(weights):
         share = weight / sum(weights)
         assert drawn[place] / count == pytest.approx(share, abs=4 * (share / count) ** 0.5)
+
+
+@pytest.mark.parametrize("rule", ["failure", "variance"])
+def test_a_draw_is_that_of_a_curriculum_which_went_back_to_the_same_success(rule):
+    config = CurriculumConfig(prompts=9, rule=rule, floor=0.1, skip_solved=2, skip_unsolved=2)
+    curriculum = Curriculum(config, seed=5)
+    noted = np.random.default_rng(0).integers((9, 5), size=(400, 2)).tolist()
+    noted += [[place, 4] for place in [*range(9)] * 2]  # then all are solved
+    drawn = []
+    for prompt_id, (place, correct) in enumerate(noted):
+        again = Curriculum(config, seed=5)
+        again.restore(curriculum.to_dict())
+        drawn.append(curriculum.draw(prompt_id))
+        assert again.draw(prompt_id) == drawn[-1]
+        curriculum.note(place, group(correct / 4))
+    assert {*drawn} == {*range(9)}
+    assert curriculum.metrics()["curriculum/solved"] == 9
 
 
 def test_success_is_recent_and_a_prompt_is_skipped_after_groups_in_a_row():

@@ -12,6 +12,7 @@ from rl.cli.program import as_program
 from rl.errors import ConfigError, end_program, require, require_value
 
 if TYPE_CHECKING:
+    from rl.cli.saved_run import SavedRun
     from rl.model.updates import Update
     from rl.session.session import Session
 
@@ -50,7 +51,6 @@ def main(arguments: list[str]) -> None:
     from rl.config import DatasetRunConfig, RLConfig
     from rl.host.disk import TemporaryFolder, replace_folder
     from rl.model.reward_model import describe_stops
-    from rl.observe.checkpoint_folders import StepFolders
     from rl.trainers.trial import build_task
     from rl.training.averages import write_average
     from rl.training.lora import base_of, rename_base
@@ -61,14 +61,8 @@ def main(arguments: list[str]) -> None:
         f"{folder} exists and is not an empty folder; name another DIR, or remove it first",
     )
     run = open_run(own.run, own.step, overrides, program=PROGRAM)
-    assert run.weights is not None, "a run has checkpoints"
-    checkpoints = StepFolders(run.weights.parent)
-    steps = [step for step in checkpoints.complete() if step <= run.step][-max(own.average, 0) :]
-    rule = f"it must be from 1 to {len(steps)}, the number of complete checkpoints up to --step"
-    require(len(steps) == own.average, f"--average is {own.average}; {rule}")
-    rule = "1 for a run with trainer.lora: the mean of factors is not the factor of a mean"
-    holds = own.average == 1 or run.config.trainer.lora is None
-    require_value(holds, "--average", own.average, rule)
+    averaged = _averaged(run, own.average)
+    steps = [*averaged]
     config = run.session_config()
     task = build_task(run.config) if isinstance(run.config, RLConfig) else None
     try:
@@ -81,7 +75,7 @@ def main(arguments: list[str]) -> None:
 
         mean = Path(partial) / "average"
         if own.average > 1:
-            write_average([checkpoints.path(step) for step in steps], mean)
+            write_average([*averaged.values()], mean)
 
         async def export(session: "Session") -> tuple["Update", str]:
             if own.average > 1:
@@ -100,12 +94,29 @@ def main(arguments: list[str]) -> None:
             task.describe(model)
         replace_folder(folder, model)
     shares = {"changed": update.changed / max(update.weights, 1), "kept": update.share}
-    averaged = {"averaged": steps} if own.average > 1 else {}
-    row = {"run": str(own.run), "step": run.step, "folder": str(own.folder), **averaged, **shares}
+    row = {"run": str(own.run), "step": run.step, "folder": str(own.folder), **shares}
+    row |= {"averaged": steps} if own.average > 1 else {}
     which = f"step {run.step}" if own.average == 1 else f"the mean of steps {steps}"
     text = f"exported {which} of {own.run} to {own.folder}, policy digest {digest}"
     said = "\n".join(filter(None, (text, update.describe())))
     print(json.dumps(row | {"policy_digest": digest}) if own.json else said)
+
+
+def _averaged(run: "SavedRun", count: int) -> dict[int, Path]:
+    """Return the last ``count`` checkpoints up to that of ``run``, by step. Raises ConfigError if
+    there are fewer, or if their mean is no model.
+    """
+    from rl.observe.checkpoint_folders import StepFolders
+
+    assert run.weights is not None, "a run has checkpoints"
+    checkpoints = StepFolders(run.weights.parent)
+    steps = [step for step in checkpoints.complete() if step <= run.step]
+    chosen = {step: checkpoints.path(step) for step in steps[-max(count, 0) :]}
+    rule = f"from 1 to {len(steps)}, the number of complete checkpoints up to --step"
+    require_value(len(chosen) == count, "--average", count, rule)
+    rule = "1 for a run with trainer.lora: the mean of factors is not the factor of a mean"
+    require_value(count == 1 or run.config.trainer.lora is None, "--average", count, rule)
+    return chosen
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ class Move:
     """Text for this player, before the answer."""
 
     rewards: Mapping[int, float] = field(default_factory=dict)
-    """Rewards by player. A player who has not answered yet can have none."""
+    """Rewards by player. Only players that have answered can be rewarded."""
 
     done: bool = False
     """Whether the game ends here."""

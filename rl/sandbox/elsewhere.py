@@ -24,6 +24,8 @@ PAUSE_S = 1.0
 AGAIN = (408, 425, 429)
 """Codes of answers below 500 after which a request is made again."""
 NO_LIMITS = Limits()
+Ended = tuple[int, str, str, bool, float]
+"""Exit code, outputs, whether the time was exceeded, and seconds."""
 SUPERVISOR = """
 import json, os, subprocess, sys, time
 orders = json.loads(sys.stdin.readline())
@@ -57,7 +59,6 @@ class ElsewhereSandbox(ABC):
     episode: no reward is made of it.
     """
 
-    @abstractmethod
     def run(
         self,
         code: str,
@@ -67,6 +68,18 @@ class ElsewhereSandbox(ABC):
         stdin: str = "",
     ) -> Result:
         """Run ``code`` and return its result. May be called in any thread."""
+        exit_code, stdout, stderr, late, seconds = self._run(code, limits, files or {}, stdin)
+        outputs = (stdout, stderr)
+        texts = [text.encode()[: limits.output_bytes].decode(errors="replace") for text in outputs]
+        is_cut = any(len(text.encode()) > limits.output_bytes for text in outputs)
+        limit: Limit | None = "wall" if late else "output" if is_cut else None
+        return Result(
+            exit_code=exit_code, stdout=texts[0], stderr=texts[1], limit=limit, seconds=seconds
+        )
+
+    @abstractmethod
+    def _run(self, code: str, limits: Limits, files: Mapping[str, str], stdin: str) -> Ended:
+        """Run ``code`` without the limit of ``output_bytes``."""
 
 
 @dataclass(eq=False)
@@ -113,24 +126,16 @@ class RemoteSandbox(ElsewhereSandbox):
         self.url = url.rstrip("/")
         self._breaker = breaker or CircuitBreaker(f"the sandbox at {self.url}")
 
-    def run(
-        self,
-        code: str,
-        *,
-        limits: Limits = NO_LIMITS,
-        files: Mapping[str, str] | None = None,
-        stdin: str = "",
-    ) -> Result:
-        encoded = {
-            name: base64.b64encode(text.encode()).decode() for name, text in (files or {}).items()
-        }
+    def _run(self, code: str, limits: Limits, files: Mapping[str, str], stdin: str) -> Ended:
         order = {
             "code": code,
             "language": "python",
             "run_timeout": limits.wall_s,
             "memory_limit_MB": limits.memory_mib,
             "stdin": stdin,
-            "files": encoded,
+            "files": {
+                name: base64.b64encode(text.encode()).decode() for name, text in files.items()
+            },
         }
         self._breaker.check()
         try:
@@ -142,8 +147,8 @@ class RemoteSandbox(ElsewhereSandbox):
         done = answer["run_result"]
         late = done["status"] == "TimeLimitExceeded"
         exit_code = done.get("return_code")
-        end = (-9 if exit_code is None else exit_code, done["stdout"], done["stderr"])
-        return _result(end, limits, late=late, seconds=done.get("execution_time") or 0.0)
+        exit_code = -9 if exit_code is None else exit_code
+        return exit_code, done["stdout"], done["stderr"], late, done.get("execution_time") or 0.0
 
     def _asked(self, body: bytes, wait_s: float) -> dict[str, Any]:
         """Return the answer to a request. Raises InfrastructureError after the last try."""
@@ -194,14 +199,7 @@ class ContainerSandbox(ElsewhereSandbox):
         self.engine = engine
         self.image = image
 
-    def run(
-        self,
-        code: str,
-        *,
-        limits: Limits = NO_LIMITS,
-        files: Mapping[str, str] | None = None,
-        stdin: str = "",
-    ) -> Result:
+    def _run(self, code: str, limits: Limits, files: Mapping[str, str], stdin: str) -> Ended:
         name = f"tiller-{secrets.token_hex(8)}"
         memory = f"{limits.memory_mib}m"
         disk = f"/scratch:rw,exec,mode=1777,size={limits.disk_mib}m"
@@ -214,7 +212,7 @@ class ContainerSandbox(ElsewhereSandbox):
             *(self.image, "python3", "-c", SUPERVISOR),
         ]
         order = {
-            "files": {**(files or {}), "program.py": code},
+            "files": {**files, "program.py": code},
             "stdin": stdin,
             "wall_s": limits.wall_s,
             "most": limits.output_bytes,
@@ -226,18 +224,7 @@ class ContainerSandbox(ElsewhereSandbox):
             subprocess.run([self.engine, "kill", name], capture_output=True, check=False)
             raise
         exit_code, stdout, stderr, late, seconds = json.loads(printed)
-        return _result((exit_code, stdout, stderr), limits, late=late, seconds=seconds)
-
-
-def _result(end: tuple[int, str, str], limits: Limits, *, late: bool, seconds: float) -> Result:
-    """Return the result of a program that ended with exit code and outputs ``end``."""
-    exit_code, *outputs = end
-    texts = [text.encode()[: limits.output_bytes].decode(errors="replace") for text in outputs]
-    is_cut = any(len(text.encode()) > limits.output_bytes for text in outputs)
-    limit: Limit | None = "wall" if late else "output" if is_cut else None
-    return Result(
-        exit_code=exit_code, stdout=texts[0], stderr=texts[1], limit=limit, seconds=seconds
-    )
+        return exit_code, stdout, stderr, late, seconds
 
 
 @cache

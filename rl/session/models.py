@@ -328,12 +328,6 @@ class Models:
         self._source(adapter)
         await self._with_optimizer(ModelWorker.reset_optimizer, adapter)
 
-    async def adapter_digest(self, *, adapter: str | None = None) -> str:
-        """Return 64 hex digits that depend on every bit of the adapter's weights, not on the
-        layout.
-        """
-        return policy_digest(await self.trained_digests(adapter=adapter))
-
     async def _with_optimizer(
         self, endpoint: Endpoint[P, None], *args: P.args, **kwargs: P.kwargs
     ) -> None:

@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 
 import pytest
 from huggingface_hub import constants
+
+from tests.servers import Handler, Server, serving
 
 TOKEN = "hf_of_the_test"
 CHUNK = 10_000
@@ -50,14 +50,13 @@ class Repository:
         return commit
 
 
-class Hub(ThreadingHTTPServer):
+class Hub(Server):
     """Server of repositories. ``asked`` has the files that were sent, in order."""
 
     daemon_threads = True
 
     def __init__(self):
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.url = f"http://127.0.0.1:{self.server_port}"
+        super().__init__(_Handler)
         self.repositories: dict[str, Repository] = {}
         """Repositories by name. The name of a dataset begins with ``datasets/``."""
         self.asked: list[str] = []
@@ -76,20 +75,9 @@ class Hub(ThreadingHTTPServer):
 
 
 @contextmanager
-def serving_hub() -> Iterator[Hub]:
-    """Yield a Hub that answers until the block ends."""
-    with Hub() as hub:
-        thread = Thread(target=hub.serve_forever, args=(0.05,), daemon=True)
-        thread.start()
-        yield hub
-        hub.shutdown()
-        thread.join()
-
-
-@contextmanager
 def using_hub(home: Path) -> Iterator[Hub]:
     """Yield a Hub that this process uses, with an empty cache in ``home``."""
-    with serving_hub() as hub, pytest.MonkeyPatch.context() as patch:
+    with serving(Hub()) as hub, pytest.MonkeyPatch.context() as patch:
         for name in ("HF_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_CACHE", "HF_DATASETS_CACHE"):
             patch.delenv(name, raising=False)
         for name, value in hub.variables(home).items():
@@ -134,12 +122,9 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(Handler):
     server: Hub
     protocol_version = "HTTP/1.1"
-
-    def log_message(self, *args) -> None:
-        pass
 
     def do_HEAD(self) -> None:
         self.do_GET()

@@ -4,7 +4,8 @@ import json
 import os
 
 from tests import warm
-from tests.hub import files_of, serving_hub
+from tests.hub import Hub, files_of
+from tests.servers import serving
 from tests.trainers.tiny_chat import chat_rows, tiny_chat_model
 
 NAME = "tiller/tiny"
@@ -31,7 +32,7 @@ def test_a_run_is_resumed_with_the_commit_that_it_began_with_and_without_the_hub
         assert (adapter["base_model_name_or_path"], adapter["revision"]) == (NAME, commit)
         return done.stdout
 
-    with serving_hub() as hub:
+    with serving(Hub()) as hub:
         commit = hub.add(NAME, files)
         said = run(1)
         assert said.startswith(f"downloading {NAME}: 0.0 MB of 0.6 MB\n")

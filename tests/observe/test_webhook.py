@@ -3,8 +3,6 @@
 import json
 import logging
 import socket
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -16,21 +14,22 @@ from rl.observe.sinks import Sinks
 from rl.observe.webhook import Webhook
 from rl.validation import validate
 from tests.observe.test_sinks import Lines, attempt, events_to
+from tests.servers import Handler, Server, serving
 
 
-class Hook(ThreadingHTTPServer):
+class Hook(Server):
     """Server that keeps what is posted, and answers with the first of ``codes``, otherwise 200."""
 
     def __init__(self):
-        super().__init__(("127.0.0.1", 0), Posted)
+        super().__init__(Posted)
         self.posted: list[dict] = []
         self.codes: list[int] = []
-        self.url = f"http://127.0.0.1:{self.server_port}/hook"
+        self.url += "/hook"
 
 
-class Posted(BaseHTTPRequestHandler):
+class Posted(Handler):
     def do_POST(self):
-        body = self.rfile.read(int(self.headers["Content-Length"]))
+        body = self.body()
         code = self.server.codes.pop(0) if self.server.codes else 200
         if code == 200:
             assert self.path == "/hook" and self.headers["Content-Type"] == "application/json"
@@ -38,20 +37,13 @@ class Posted(BaseHTTPRequestHandler):
         self.send_response(code)
         self.end_headers()
 
-    def log_message(self, *_):
-        pass
-
 
 @pytest.fixture
 def hook(monkeypatch):
     monkeypatch.setattr(module, "PAUSE_S", 0.0)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    with Hook() as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
+    with serving(Hook()) as server:
         yield server
-        server.shutdown()
-        thread.join()
 
 
 @pytest.fixture

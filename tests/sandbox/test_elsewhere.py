@@ -6,9 +6,7 @@ import os
 import stat
 import subprocess
 import sys
-import threading
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -18,26 +16,26 @@ from rl.sandbox import elsewhere as module
 from rl.sandbox.elsewhere import CircuitBreaker, ContainerSandbox, RemoteSandbox, sandbox_at
 from rl.sandbox.sandbox import open_sandbox
 from rl.sandbox.sandboxed_program import Limits
+from tests.servers import Handler, Server, serving
 
 LONG = Limits(wall_s=60, cpu_s=20)
 
 
-class Fusion(ThreadingHTTPServer):
+class Fusion(Server):
     """Server of SandboxFusion's protocol. It fails as ``faults`` say, and then runs programs in the
     sandbox of this host.
     """
 
     def __init__(self):
-        super().__init__(("127.0.0.1", 0), Programs)
+        super().__init__(Programs)
         self.faults: list[int | bytes] = []
         self.asked = 0
-        self.url = f"http://127.0.0.1:{self.server_port}"
 
 
-class Programs(BaseHTTPRequestHandler):
+class Programs(Handler):
     def do_POST(self):
         self.server.asked += 1
-        order = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        order = json.loads(self.body())
         fault = self.server.faults.pop(0) if self.server.faults else None
         body = fault if isinstance(fault, bytes) else json.dumps(self._run(order)).encode()
         self.send_response(fault if isinstance(fault, int) else 200)
@@ -59,20 +57,13 @@ class Programs(BaseHTTPRequestHandler):
         }
         return {"status": "Success", "message": "", "run_result": result}
 
-    def log_message(self, *_):
-        pass
-
 
 @pytest.fixture
 def server(monkeypatch):
     monkeypatch.setattr(module, "PAUSE_S", 0.0)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    with Fusion() as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
+    with serving(Fusion()) as server:
         yield server
-        server.shutdown()
-        thread.join()
 
 
 CODE = """

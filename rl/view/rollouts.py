@@ -186,7 +186,7 @@ def _table(path: Path, changed: int, tokenizer: Any) -> dict[str, Any]:
 
 def shared_lines(texts: Sequence[str]) -> str:
     """Return the lines with which all texts begin, such as a system prompt."""
-    beginning = commonprefix(texts) if len({*texts}) > 1 else ""
+    beginning = commonprefix(texts) if len({*texts}) > 1 else ""  # noqa: RUF071  # no paths
     return beginning[: beginning.rfind("\n") + 1]
 
 

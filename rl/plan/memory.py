@@ -28,6 +28,8 @@ GIB = 2**30
 TRAINER_PROCESS = GIB * 3 // 4
 GENERATOR_PROCESS = GIB * 5 // 4
 WORKER_PROCESS = GIB * 5 // 8
+# Share that fragmentation of the heap adds to what passes of varied lengths free, on CPU.
+FRAGMENTATION = 0.2
 # With communicators and workspaces, on the GPU and on the host.
 CUDA_CONTEXT = 2 * GIB
 CUDA_PROCESS = 3 * GIB
@@ -92,6 +94,9 @@ def all_ranks(run: PlannedRun) -> list[RankMemory]:
             Item("logits", peak.logits, estimate=True),
             Item("gathered by FSDP", peak.gathered, estimate=True),
         ]
+        if not run.cuda:
+            fragments = int(FRAGMENTATION * sum(item.bytes for item in passes))
+            passes.append(Item("fragmentation", fragments, estimate=True))
         for rank, layout in enumerate(run.held[name]):
             items = [*_model_items(run, name, layout), *passes]
             if name == "trainer" and slots:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -9,6 +10,7 @@ import torch
 from monarch.actor import current_rank
 
 from rl.actors.endpoint import T, endpoint, timed
+from rl.actors.gathering import Answers, Gathered, Outcome
 from rl.actors.group import Ranks
 from rl.actors.mesh import Mesh, Rank, log, log_memory
 from rl.generation.generator_config import GeneratorConfig, environment, shared_memory
@@ -26,6 +28,9 @@ from rl.weights.transport import Subscriber, Transfer, open_subscriber
 if TYPE_CHECKING:
     from rl.generation.engine import GenerationEngine
     from rl.generation.loop import Pulled
+
+_Asked = tuple[list[GenerationRequest], bool]
+"""Requests of a call, and whether it is ``fresh``."""
 
 
 @dataclass(eq=False)
@@ -54,6 +59,7 @@ class Generator(Rank):
             return GenerationEngine(self.config, self.model, **self.options)
 
         self._loop = EngineLoop(make_engine, self._pull)
+        self._answers = Answers(self._begin, self._loop.require_running)
         await self._loop.start()
         here = sum(shard.box.numel for shard in await self._shards())
         degree = self.config.tensor_parallel_degree
@@ -87,9 +93,9 @@ class Generator(Rank):
 
     @endpoint
     async def generate(
-        self, requests: list[GenerationRequest], fresh: bool
-    ) -> tuple[list[Completion], Metrics]:
-        return await self._loop.generate(requests, fresh=fresh), self._loop.take_load()
+        self, calls: Sequence[tuple[int, _Asked]]
+    ) -> tuple[list[Outcome[list[Completion]]], Metrics]:
+        return await self._answers.of(calls), self._loop.take_load()
 
     @endpoint
     async def idle_s(self) -> float:
@@ -141,6 +147,10 @@ class Generator(Rank):
     async def _in_engine(self, call: Callable[..., T], *args: Any) -> T:
         return await self._loop.run_between_steps(lambda _: call(*args))
 
+    def _begin(self, asked: _Asked) -> "Future[list[Completion]]":
+        requests, fresh = asked
+        return self._loop.begin(requests, fresh=fresh)
+
     async def _shards(self) -> Sequence[Shard]:
         return await self._loop.run_between_steps(lambda engine: engine.parameters())
 
@@ -191,6 +201,7 @@ class GeneratorMesh(Mesh):
         self._is_empty = False  # its weights were dropped
         self._load = Metrics({})
         self._transfer_s = 0.0
+        self._calls = Gathered(self._exchange)
 
     @property
     def is_serving(self) -> bool:
@@ -209,6 +220,7 @@ class GeneratorMesh(Mesh):
         """Spawn the ranks and start their engines, without weights."""
         self.version = None
         self._is_empty = False
+        self._calls = Gathered(self._exchange)  # calls of processes before still fail with theirs
         await super().start()
         self._group.watch(Generator.serve)
 
@@ -249,9 +261,19 @@ class GeneratorMesh(Mesh):
         """
         fresh = fresh and self._has_prefixes
         self._has_prefixes = True
-        ((completions, load),) = await self._leader().call(Generator.generate, requests, fresh)
+        return await self._calls.make((requests, fresh))
+
+    async def _exchange(
+        self, calls: Sequence[tuple[int, _Asked]]
+    ) -> list[Outcome[list[Completion]]]:
+        ((outcomes, load),) = await self._leader().call(Generator.generate, calls)
         self._load = Metrics.merged([self._load, load])
-        return completions
+        return [
+            Outcome(number, self._group.raised(0, "generate", answer))
+            if isinstance(answer, Exception)
+            else Outcome(number, answer)
+            for number, answer in outcomes
+        ]
 
     async def activations(self, sequence: GivenSequence) -> Activations:
         """Return activations along the tokens of ``sequence``, which are computed as if they were

@@ -266,6 +266,13 @@ class ActorGroup:
         message = f"{self.name} {named}{where}, {call}: {what}"
         return failure(message, actor=self.name, rank=first, call=call, kind=kind)
 
+    def raised(self, rank: int, call: str, cause: Exception, more: str = "") -> ActorFailure:
+        """Return the failure of a call that raised ``cause`` on a rank."""
+        what = str(cause) if isinstance(cause, RunError) else error_text(cause)
+        failure = self._failure([rank], call, "raised", f"{what}{more}")
+        failure.__cause__ = cause
+        return failure
+
     async def _beat(self) -> None:
         with contextlib.suppress(ActorFailure):  # ``failed`` and every call report it
             while True:
@@ -343,11 +350,7 @@ class ActorGroup:
         try:
             answer = await getattr(self._one(to.actor, rank), endpoint).call_one(*args, **kwargs)
         except ActorError as error:
-            cause = error.exception
-            what = str(cause) if isinstance(cause, RunError) else error_text(cause)
-            failure = self._failure([rank], endpoint, "raised", f"{what}\n{error}")
-            failure.__cause__ = cause
-            return failure
+            return self.raised(rank, endpoint, error.exception, f"\n{error}")
         except (RuntimeError, ValueError) as error:  # Monarch's own: the actor is gone
             self._died(rank, str(error))
             return self._over.result()

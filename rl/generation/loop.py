@@ -99,16 +99,20 @@ class EngineLoop:
     async def generate(
         self, requests: list[GenerationRequest], *, fresh: bool = False
     ) -> list[Completion]:
-        """Return the completions of ``requests``, in their order; all start in the same step.
+        """Return the completions of ``requests``, in their order: see ``begin``. If the caller is
+        cancelled, the requests are aborted.
+        """
+        return await asyncio.wrap_future(self.begin(requests, fresh=fresh))
+
+    def begin(self, requests: list[GenerationRequest], *, fresh: bool = False) -> Future:
+        """Return the future of the completions of ``requests``; all start in the same step.
 
         ``fresh``: reset the prefix cache of every rank before, which ends the loop if a request is
         in flight.
 
         Raises ValueError if a request cannot be served or its id is in flight, RunError before the
-        first ``pull``. If the caller is cancelled, the requests are aborted.
+        first ``pull``.
         """
-        if not requests:
-            return []
         ids = [request.request_id for request in requests]
         with self._changed:
             engine = self._leader()
@@ -122,7 +126,9 @@ class EngineLoop:
                 self._send(Command("reset_prefix_cache"))
             self._send(call.add)
         call.done.add_done_callback(lambda done: self._abort(call) if done.cancelled() else None)
-        return await asyncio.wrap_future(call.done)
+        if not ids:
+            call.done.set_result([])
+        return call.done
 
     def take_load(self) -> Metrics:
         """Return the load of this rank, which leads, over the steps since the last call: see
@@ -224,20 +230,20 @@ class EngineLoop:
 
         Raises RunError if it does not, or the exception that ended the loop.
         """
-        self._check_running()
+        self.require_running()
         if self._engine is None or not self._engine.leads:
             raise RunError("only a started loop on rank 0 of its group accepts commands")
         return self._engine
 
     def _make_future(self) -> Future:
         """Return a future that fails when the loop ends."""
-        self._check_running()
+        self.require_running()
         done: Future = Future()
         self._pending.add(done)
         done.add_done_callback(self._pending.discard)
         return done
 
-    def _check_running(self) -> None:
+    def require_running(self) -> None:
         """Raise the exception that ended the loop, or RunError if it is closed."""
         if self._ended.done():
             self._ended.result()

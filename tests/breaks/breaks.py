@@ -301,6 +301,13 @@ rl/actors/fork_server.py
   != os.getuid():  # all users can see the name
   == -1:
   actors/test_fork_server.py
+rl/actors/gathering.py
+  (number, asked) for number, asked in self._new.items() if number in self._in_flight
+  (number, asked) for number, asked in self._new.items() if number in self._new
+  actors/test_gathering.py
+  if self._running and not self._finished:
+  if self._running and self._finished:
+  actors/test_gathering.py
 rl/actors/guard.py
   PR_SET_CHILD_SUBREAPER = 36
   PR_SET_CHILD_SUBREAPER = 37

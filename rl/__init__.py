@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rl.model.shape import ModelConfig
     from rl.session.session import Session
     from rl.session.session_config import Role, SessionConfig
+    from rl.tasks.judge import Judge, JudgeConfig
     from rl.tasks.rewards import Rewards
     from rl.trainers.algorithm import Algorithm, PolicyGradient
     from rl.trainers.preference import PreferenceTrainer
@@ -48,6 +49,8 @@ __all__ = [
     "GenerationRequest",
     "GeneratorConfig",
     "InfrastructureError",
+    "Judge",
+    "JudgeConfig",
     "MessageEnvironment",
     "ModelConfig",
     "Opening",
@@ -89,6 +92,7 @@ _MODULES = {
     "rl.model.shape": "ModelConfig",
     "rl.session.session": "Session",
     "rl.session.session_config": "Role SessionConfig",
+    "rl.tasks.judge": "Judge JudgeConfig",
     "rl.tasks.rewards": "Rewards",
     "rl.trainers.algorithm": "Algorithm PolicyGradient",
     "rl.trainers.preference": "PreferenceTrainer",

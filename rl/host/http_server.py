@@ -5,9 +5,8 @@ import logging
 from collections import Counter
 from typing import Any
 
-import h11
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from rl.errors import open_file_limits
 
@@ -32,7 +31,6 @@ def server_config(app: Any, *, stop_s: int) -> uvicorn.Config:
         lifespan="off",
         ws="none",
         http=_Http,
-        h11_max_incomplete_event_size=MAX_HEAD,
         timeout_graceful_shutdown=stop_s,
         timeout_keep_alive=KEEP_ALIVE_S,
     )
@@ -59,34 +57,48 @@ class _Repeated(logging.Filter):
 _repeated = _Repeated()
 
 
-class _Http(H11Protocol):
-    """Connection that is closed if the head of a request takes longer than HEAD_S, or if half of
-    the files that this process may open are connections.
+class _Http(HttpToolsProtocol):
+    """Connection that is closed if the head of a request takes longer than HEAD_S or is longer than
+    MAX_HEAD, or if half of the files that this process may open are connections.
     """
 
     _clock: asyncio.TimerHandle | None = None
+    _awaits_head = True
+    _head = 0  # bytes that came while a head was incomplete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._await_head()
+        self._bound_head()
         if len(self.connections) > open_file_limits()[0] // 2:
             transport.abort()  # the other half of the descriptors is the program's own
 
     def data_received(self, data: bytes) -> None:
+        self._head += len(data)
         super().data_received(data)
-        self._await_head()
+        self._bound_head()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._awaits_head = True
+        self._head = 0  # what came with it may be the body before
+
+    def on_headers_complete(self) -> None:
+        self._awaits_head = False
+        super().on_headers_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._stop_clock()
+        self._awaits_head = False
+        self._bound_head()
 
-    def _await_head(self) -> None:
-        if self.conn.their_state is not h11.IDLE:
-            self._stop_clock()
-        elif self._clock is None:
-            self._clock = self.loop.call_later(HEAD_S, self.transport.close)
-
-    def _stop_clock(self) -> None:
+    def _bound_head(self) -> None:
+        if self._awaits_head:
+            if self._clock is None:
+                self._clock = self.loop.call_later(HEAD_S, self.transport.close)
+            if self._head > MAX_HEAD:
+                self.send_400_response(f"The head has more than {MAX_HEAD} bytes.")
+            return
+        self._head = 0
         if self._clock is not None:
             self._clock.cancel()
             self._clock = None

@@ -197,6 +197,7 @@ def make_gateway(
     """Return a gateway whose answers ``session`` samples from ``weights``. ``sampling`` holds
     default parameters.
     """
+    from rl.errors import ActorFailure
     from rl.gateway.answers import until
     from rl.gateway.gateway import Ask, Gateway
     from rl.gateway.protocol import ApiError
@@ -227,6 +228,12 @@ def make_gateway(
         except asyncio.CancelledError:  # its client has gone
             await session.abort(request.request_id)
             raise
+        except ActorFailure as failure:
+            refusal = failure.__cause__
+            if not isinstance(refusal, ValueError):
+                raise
+            message = str(refusal).removeprefix(f"request {request.request_id!r}: ")
+            raise ApiError(400, message, code="invalid_value") from None
         return until(lambda tokens: any(stop in decode(tokens) for stop in stops), completion)
 
     return Gateway(

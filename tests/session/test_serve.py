@@ -90,3 +90,15 @@ async def test_a_server_says_what_its_engines_do_to_clients_with_the_key(session
         name = f"tiller_engine_{name}_tokens_total"
         assert now[name] - before[name] == count
     assert now["tiller_engine_policy_version"] == common.pool.meshes[0].version
+
+
+@on_its_loop
+async def test_what_the_generator_refuses_is_a_fault_of_the_request(sessions, common):
+    gateway = make_gateway(common, Qwen3Dialect(qwen3()), Sampling(max_tokens=3), model="policy")
+    beyond = {"model": "policy", "prompt": [common.config.model.vocab_size]}
+    reply = await gateway.completions("", json.dumps(beyond).encode())
+    with pytest.raises(
+        ApiError, match="^a prompt token lies outside the vocabulary of 64$"
+    ) as said:
+        await reply.choices
+    assert (said.value.status, said.value.code) == (400, "invalid_value")

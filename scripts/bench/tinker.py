@@ -7,7 +7,8 @@ Both sides train an adapter of rank 16 on a Qwen3 of 3.3 million random paramete
 sequences of 128 tokens, one forward_backward and one optimizer step at a time, and have the same
 loss. Then 64 clients draw 8 samples of 16 tokens each, every client one after another. The session
 does both in a process that calls it directly (tinker_session.py). The server is ``python -m
-rl.serve``, and its client is the unmodified SDK in an environment of its own (tinker_client.py).
+rl.serve``, and its clients are the unmodified SDK in an environment of its own, 64 in 4 processes
+(tinker_client.py).
 The sides run by turns, each with the whole host. A step's seconds are the median of those after the
 first five; ratios are medians over the rounds.
 """
@@ -78,6 +79,9 @@ def result_of(rounds: list[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, 
     ratios = {
         "session_over_server": [session / server for session, server in seconds],
         "server_over_session_samples": [server / session for session, server in rates],
+        "largest_wait_over_mean": [
+            max(server["waits"]) / statistics.mean(server["waits"]) for _, server in rounds
+        ],
     }
     return {
         **{name: statistics.median(values) for name, values in ratios.items()},

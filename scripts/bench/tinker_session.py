@@ -1,7 +1,8 @@
 """The side of the session: takes the steps and draws the samples of tinker_work.py.
 
-Usage: python tinker_session.py FOLDER STEPS. Prints seconds of each step, and samples per second,
-as JSON. ``served`` is the config of the server, which makes the same session.
+Usage: python tinker_session.py FOLDER STEPS. Prints seconds of each step, samples per second, and
+the seconds of each client's samples, as JSON. ``served`` is the config of the server, which makes
+the same session.
 """
 
 import asyncio
@@ -56,7 +57,8 @@ async def measured(folder: Path, steps: int) -> dict[str, object]:
         snapshot = session.folder / "snapshot"
         await session.save_snapshot(snapshot, adapter="one")
 
-        async def draw(client: int) -> None:
+        async def draw(client: int) -> float:
+            begin = time.perf_counter()
             for number in range(work.SAMPLES):
                 request = rl.GenerationRequest(
                     request_id=f"{client}/{number}",
@@ -65,12 +67,14 @@ async def measured(folder: Path, steps: int) -> dict[str, object]:
                     sampling=rl.Sampling(max_tokens=work.NEW_TOKENS),
                 )
                 await session.sample([request], weights=snapshot)
+            return time.perf_counter() - begin
 
         await draw(0)
         begin = time.perf_counter()
-        await asyncio.gather(*map(draw, range(work.CLIENTS)))
+        waits = await asyncio.gather(*map(draw, range(work.CLIENTS)))
         rate = work.CLIENTS * work.SAMPLES / (time.perf_counter() - begin)
-    return {"seconds": seconds, "samples_per_s": rate, "loss": metrics["loss_sum"]}
+    found = {"seconds": seconds, "samples_per_s": rate, "waits": waits}
+    return {**found, "loss": metrics["loss_sum"]}
 
 
 if __name__ == "__main__":

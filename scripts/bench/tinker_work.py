@@ -13,6 +13,8 @@ TOKENS = 128
 RANK = 16
 LEARNING_RATE = 1e-3
 CLIENTS = 64
+PROCESSES = 4
+"""Number of processes that the clients of the SDK are in."""
 SAMPLES = 8
 """Number of samples that each client draws, one after another."""
 PROMPT_TOKENS = 16

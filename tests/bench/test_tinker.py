@@ -14,13 +14,16 @@ def bench(monkeypatch):
 
 def test_ratios_are_those_of_each_round_without_the_first_steps(bench):
     def side(seconds, rate):
-        return {"seconds": [99.0] * bench.WARM_UP + [seconds] * 3, "samples_per_s": rate}
+        steps = [99.0] * bench.WARM_UP + [seconds] * 3
+        return {"seconds": steps, "samples_per_s": rate, "waits": [1.0, 2.0, 60 / rate]}
 
     rounds = [(side(0.9, 50.0), side(1.0, 40.0)), (side(0.8, 50.0), side(1.0, 30.0))]
     result = bench.result_of([*rounds, (side(1.0, 60.0), side(1.0, 60.0))])
     assert result["session_over_server"] == 0.9
     assert result["server_over_session_samples"] == 0.8
+    assert result["largest_wait_over_mean"] == 2 / 1.5
     assert result["spread"] == {
+        "largest_wait_over_mean": [1.2, 1.5],
         "session_over_server": [0.8, 1.0],
         "server_over_session_samples": [0.6, 1.0],
     }
@@ -34,3 +37,4 @@ def test_the_session_trains_and_samples(bench, tmp_path):
     found = bench.run_session(tmp_path / "model", 6)
     assert len(found["seconds"]) == 6
     assert found["samples_per_s"] > 0
+    assert len(found["waits"]) == 64

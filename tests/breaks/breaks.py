@@ -353,6 +353,13 @@ rl/types/sequences.py
   max(found, key=lambda each: len(each.tokens),
   min(found, key=lambda each: len(each.tokens),
   types/test_sequences.py
+rl/tasks/judge.py
+  if answer.status_code in AGAIN or answer.status_code >= 500:
+  if answer.status_code in AGAIN:
+  tasks/test_judge.py
+  return await asyncio.shield(task)  # others may wait for the same answer
+  return await task
+  tasks/test_judge.py
 rl/tasks/multiple_choice.py
   return question, choices, choices.index(answer)
   return question, choices, 0
@@ -373,6 +380,10 @@ rl/trainers/evaluation.py
   sum(_correct(sampled)) / (count * samples)
   sum(_correct(sampled)) / count
   trainers/test_loop_evaluation.py
+rl/serve.py
+  if not isinstance(refusal, ValueError):
+  if isinstance(refusal, ValueError):
+  session/test_serve.py
 rl/gateway/answers.py
   found[word] = max(each["logprob"], found.get(word, each["logprob"]))
   found.setdefault(word, each["logprob"])

@@ -4,13 +4,16 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from rl.errors import require
 from rl.host.platform import device_type, thread_variables
 from rl.model.shape import ModelShape
 from rl.types.routed_experts import dtype_of
 from rl.types.rules import MAX_NODES, NUMERICS, PERFORMANCE, above, at_least
+
+if TYPE_CHECKING:
+    from rl.model.shards import Layout
 
 
 @dataclass(kw_only=True, slots=True)
@@ -91,6 +94,11 @@ class GeneratorConfig:
     def dtype_bytes(self) -> int:
         """Bytes of a number in ``dtype``."""
         return 2 if self.dtype == "bfloat16" else 4
+
+
+def weight_bytes(config: GeneratorConfig, layout: "Layout") -> int:
+    """Return the bytes of the parameters of a rank with ``layout``."""
+    return config.dtype_bytes * sum(region.box.numel for region in layout)
 
 
 CPU_BLOCK = 32

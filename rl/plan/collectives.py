@@ -91,7 +91,6 @@ class _Collectives(PassSizes):
         self.place = run.places[name]
         self.device = run.device
         self.train = train
-        self.shard = self.degrees.data_parallel_shard_degree * self.cp
         self.hidden = self.tokens * self.shape.dim * self.p
         """Bytes of the hidden states of a micro-batch."""
         policy = self.trainer.activation_checkpoint if train else None

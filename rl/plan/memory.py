@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from rl.generation.generator_config import kv_bytes, kv_bytes_per_token
+from rl.generation.generator_config import kv_bytes, kv_bytes_per_token, weight_bytes
 from rl.model.shards import Layout, local_shapes
 from rl.plan.peak_memory import (
     MemoryOfPasses,
@@ -230,7 +230,7 @@ def transfer_of(run: PlannedRun) -> Transfer:
 def _generator_items(run: PlannedRun, staging: int) -> list[Item]:
     """Return the items of a generator's rank, which are the same for all generators."""
     generator = run.rl.generator
-    weights = generator_weights(run)
+    weights = weight_bytes(generator, run.wanted[0])
     items = [Item("parameters", weights), Item("push staging", staging, on_host=True)]
     if not run.cuda and run.rl.parity == "close":
         # oneDNN's copies of the linear layers and the output head
@@ -257,12 +257,6 @@ def graph_bytes(run: PlannedRun) -> int:
     return CUDA_GRAPHS if in_turns and not run.rl.generator.enforce_eager else 0
 
 
-def generator_weights(run: PlannedRun) -> int:
-    """Return the bytes of a rank's parameters, which are the same on all ranks."""
-    shapes = local_shapes(run.wanted[0])
-    return sum(map(math.prod, shapes.values())) * run.transfer_bytes
-
-
 def kv_cache(run: PlannedRun, used: int | None = None) -> int:
     """Return the bytes of a generator rank's KV cache: the rest of its share of a GPU, or
     ``generator.kv_cache_gib`` on CPU. ``used`` are the bytes of parameters and of an engine step,
@@ -273,7 +267,7 @@ def kv_cache(run: PlannedRun, used: int | None = None) -> int:
         return int(generator.kv_cache_gib * GIB)
     share = int(generator.gpu_memory_utilization * run.device.memory_gib * GIB)
     if used is None:
-        used = generator_weights(run) + engine_step(run)
+        used = weight_bytes(generator, run.wanted[0]) + engine_step(run)
     return max(0, share - used - graph_bytes(run) - CUDA_CONTEXT)
 
 

@@ -64,6 +64,8 @@ class PassSizes:
         self.tp = degrees.tensor_parallel_degree
         self.cp = degrees.context_parallel_degree
         self.ep = degrees.expert_parallel_degree
+        self.shard = degrees.data_parallel_shard_degree * self.cp
+        """Number of ranks among which FSDP divides a parameter."""
         self.p = DTYPE_BYTES[trainer.training.mixed_precision_param]
         """Bytes per element of the dtype of forward passes."""
         self.cells = micro_batch_cells(run, trainer)
@@ -104,7 +106,7 @@ class MemoryOfPasses(PassSizes):
         others = self.embedding + sum(groups.values()) - self.layer
         self.kept = self.p * others if keeps else 0
         """Bytes of parameters that stay gathered, without those of the head and one layer."""
-        self.alone = 3 * REDUCED * (self.degrees.data_parallel_shard_degree * self.cp == 1)
+        self.alone = 3 * REDUCED * (self.shard == 1)
         """Bytes of an element of a gradient that FSDP divides on a rank without others."""
 
     def peak(self) -> PeakMemory:

@@ -145,7 +145,7 @@ class PlannedRun:
     @property
     def transfer_bytes(self) -> int:
         """Number of bytes of an element that is pushed."""
-        return DTYPE_BYTES[self.rl.generator.dtype]
+        return self.rl.generator.dtype_bytes
 
     def rate(self, dtype: str) -> float:
         """Return the operations a second that a device, or on CPU a thread, does in ``dtype``."""

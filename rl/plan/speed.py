@@ -14,12 +14,12 @@ from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
 from rl.config import PreferenceConfig, RLConfig
 from rl.errors import counted
-from rl.generation.generator_config import kv_bytes_per_token
+from rl.generation.generator_config import kv_bytes_per_token, weight_bytes
 from rl.model.decoder import parameter_shapes
 from rl.model.delta_net import heads_of
 from rl.model.shape import ModelShape, shape_of
 from rl.plan.collectives import HIDDEN, Collective, collectives_of
-from rl.plan.memory import generator_weights, kv_sequences
+from rl.plan.memory import kv_sequences
 from rl.plan.peak_memory import feed_forward_width, micro_batch_cells
 from rl.plan.planned_run import LEARNING, PlannedRun
 from rl.plan.push_cost import Push
@@ -297,7 +297,7 @@ def _generation(run: PlannedRun, prompt: float, completion: float) -> tuple[floa
     prompts: float = math.ceil(requests / sharing)
     if run.episodes and run.rl.rollout.pipeline == "deterministic":
         prompts *= (_mean_turns(run) + 1) / 2  # each turn computes its whole prefix again
-    weights = generator_weights(run)
+    weights = weight_bytes(generator, run.wanted[0])
     if sizes.experts:
         shape = run.shape
         reached = 1 - (1 - shape.experts_per_token / shape.num_experts) ** concurrency

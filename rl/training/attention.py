@@ -19,6 +19,9 @@ from rl.training.documents import Documents
 from rl.training.packing import MicroBatchLimits
 from rl.training.trainer_config import TrainerConfig
 
+FLASH_ATTENTION = {"FA3": ["flash_attn_interface"], "FA4": ["flash_attn", "flash_attn.cute"]}
+"""Modules of the FlashAttention that torchtitan's varlen needs, by its name."""
+
 
 class MaskedAttention(FlexAttention):
     """torchtitan's flex attention with the mask of the layer's window, and with sinks."""
@@ -241,16 +244,11 @@ def attention_config(
     cuda = device_type() == "cuda"
     if name == "auto":
         needs_flex = context_parallel or float32 or masked
-        runs_varlen = cuda and not needs_flex and _has_flash_attention()
+        modules = FLASH_ATTENTION.get(get_cuda_flash_attention_impl(), []) if cuda else []
+        runs_varlen = cuda and not needs_flex and all(map(find_spec, modules))
         name = "varlen" if runs_varlen else "flex" if cuda else "dense"
     if name == "dense":
         return DenseAttention.Config(bitwise=bitwise)
     message = f"model.attention is {name!r}, which needs CUDA; this host allows 'auto' and 'dense'"
     require(cuda, message)
     return MaskedAttention.Config() if name == "flex" else get_attention_config(name)
-
-
-def _has_flash_attention() -> bool:
-    """Return whether the FlashAttention that torchtitan's varlen needs on this GPU is installed."""
-    modules = {"FA3": ["flash_attn_interface"], "FA4": ["flash_attn", "flash_attn.cute"]}
-    return all(map(find_spec, modules.get(get_cuda_flash_attention_impl(), [])))

@@ -83,12 +83,6 @@ def degrees_of(layout: str, *, option: str) -> dict[str, int]:
     return degrees
 
 
-def ranks_of(parallelism: titan.ParallelismConfig) -> int:
-    """Return the number of processes of a mesh with this parallelism."""
-    dp = parallelism.data_parallel_replicate_degree * parallelism.data_parallel_shard_degree
-    return dp * parallelism.context_parallel_degree * parallelism.tensor_parallel_degree
-
-
 HEAD = "lm_head"
 """torchtitan's name of the output head."""
 
@@ -347,4 +341,7 @@ class TrainerConfig:
     @property
     def ranks(self) -> int:
         """Number of processes of the mesh."""
-        return ranks_of(self.parallelism)
+        parallelism = self.parallelism
+        return self.dp_degree * (
+            parallelism.context_parallel_degree * parallelism.tensor_parallel_degree
+        )

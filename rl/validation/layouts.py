@@ -1,14 +1,9 @@
 """Checks of layouts: of each model by itself, and of all models on the machines of the run."""
 
-import math
-
-import torch
-
 from rl.config import RLConfig, RunConfig
 from rl.errors import ConfigError, require, require_value
-from rl.generation.generator_config import GeneratorConfig, kv_bytes_at_least
+from rl.generation.generator_config import GeneratorConfig, kv_bytes_at_least, weight_bytes
 from rl.model.shape import ModelShape, shape_of
-from rl.model.shards import local_shapes
 from rl.model.tp_plan import check_divides, check_generator, divisors, generator_layout
 from rl.session.placement import Placement
 from rl.session.session_config import Role
@@ -65,10 +60,9 @@ def validate_generator_layout(config: RLConfig) -> None:
         fuse_qkv = config.model.fuse_qkv
         degree = generator.tensor_parallel_degree
         layout, *_ = generator_layout(shape, fuse_qkv=fuse_qkv, tp=degree, expert_parallel=parallel)
-        size = getattr(torch, generator.dtype).itemsize
-        weights = size * sum(map(math.prod, local_shapes(layout).values()))
         memory = config.hardware.memory_known * 2**30
-        left = max(0.0, generator.gpu_memory_utilization * memory - weights)
+        share = generator.gpu_memory_utilization * memory
+        left = max(0.0, share - weight_bytes(generator, layout))
         if error := lack_of_cache(generator, shape, left, memory):
             raise error
 

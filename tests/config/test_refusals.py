@@ -19,7 +19,6 @@ from rl.cli.arguments import find_config
 from rl.config import RLConfig, RoleConfig
 from rl.errors import ConfigError
 from rl.tasks.guessing_game import GuessingGame
-from rl.training.trainer_config import ranks_of
 from rl.validation import validate
 from rl.weights.transport import NETWORKS
 from tests.config.command_line import parse
@@ -362,7 +361,7 @@ def test_models_beside_the_policy_have_fields_on_the_command_line():
     layouts = [f"--{name}.parallelism.tensor_parallel_degree=2" for name in names]
     config = parse(*layouts, config=f"{__name__}.background")
     sections = (config.reference, config.critic, config.roles["teacher"])
-    assert [ranks_of(each.parallelism) for each in sections] == [2, 2, 2]
+    assert [each.parallelism.tensor_parallel_degree for each in sections] == [2, 2, 2]
 
 
 @pytest.mark.usefixtures("checkpoints")

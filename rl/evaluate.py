@@ -77,13 +77,13 @@ def main(arguments: list[str]) -> None:
         metavar="K",
         help="samples per prompt, for pass@K; 0 is greedy alone; by default the config's",
     )
-    own, overrides = parser.parse_known_args(rest)
+    options, overrides = parser.parse_known_args(rest)
     first = overrides[0] if overrides else "-"
     # a part is chosen as in trainer.lora:on
     is_option = first.startswith("-") or (":" in first and not Path(first).exists())
     folder = None if is_option else Path(overrides.pop(0))
     for option in ("prompts", "samples"):
-        if (given := getattr(own, option)) is not None:
+        if (given := getattr(options, option)) is not None:
             overrides += [f"--evaluation.{option}", given]
 
     # these import torch, which --help does without
@@ -94,7 +94,7 @@ def main(arguments: list[str]) -> None:
     from rl.observe.progress import summary_text
     from rl.observe.record import finite
 
-    run = _open(folder, name, own.step, overrides)
+    run = _open(folder, name, options.step, overrides)
     config = run.config
     scores = _on_prompts(run, config) if isinstance(config, RLConfig) else _on_examples(run)
     if name is None:
@@ -102,7 +102,7 @@ def main(arguments: list[str]) -> None:
     else:
         start = folder or config.trainer.checkpoint.initial_load_path or config.model.hf_path
         row = {"config": name, "model": str(start or "random weights"), **scores}
-    print(json.dumps(finite(row)) if own.json else printable(summary_text(row)))
+    print(json.dumps(finite(row)) if options.json else printable(summary_text(row)))
 
 
 def _open(folder: Path | None, name: str | None, step: int | None, rest: list[str]) -> "SavedRun":

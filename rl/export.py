@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument(
         "--average", metavar="K", type=int, default=1, help="number of checkpoints to average"
     )
-    own, overrides = parser.parse_known_args(arguments)
+    options, overrides = parser.parse_known_args(arguments)
 
     # these import torch, which --help does without
     from rl.actors import fork_server
@@ -55,13 +55,13 @@ def main(arguments: list[str]) -> None:
     from rl.training.averages import write_average
     from rl.training.lora import base_of, rename_base
 
-    folder = own.folder.resolve()
+    folder = options.folder.resolve()
     require(
         not folder.exists() or (folder.is_dir() and not any(folder.iterdir())),
         f"{folder} exists and is not an empty folder; name another DIR, or remove it first",
     )
-    run = open_run(own.run, own.step, overrides, program=PROGRAM)
-    averaged = _averaged(run, own.average)
+    run = open_run(options.run, options.step, overrides, program=PROGRAM)
+    averaged = _averaged(run, options.average)
     steps = [*averaged]
     config = run.session_config()
     task = build_task(run.config) if isinstance(run.config, RLConfig) else None
@@ -74,13 +74,13 @@ def main(arguments: list[str]) -> None:
         model = Path(partial) / "model"
 
         mean = Path(partial) / "average"
-        if own.average > 1:
+        if options.average > 1:
             write_average([*averaged.values()], mean)
 
         async def export(session: "Session") -> tuple["Update", str]:
-            if own.average > 1:
+            if options.average > 1:
                 await session.load_weights(mean)
-            update = await session.export_hf(model, dtype=own.dtype)
+            update = await session.export_hf(model, dtype=options.dtype)
             start = run.config.trainer.checkpoint
             if start.initial_load_path and (model / "adapter").exists():
                 rename_base(model / "adapter", base_of(start, run.config.model.hf_path))
@@ -94,12 +94,12 @@ def main(arguments: list[str]) -> None:
             task.describe(model)
         replace_folder(folder, model)
     shares = {"changed": update.changed / max(update.weights, 1), "kept": update.share}
-    row = {"run": str(own.run), "step": run.step, "folder": str(own.folder), **shares}
-    row |= {"averaged": steps} if own.average > 1 else {}
-    which = f"step {run.step}" if own.average == 1 else f"the mean of steps {steps}"
-    text = f"exported {which} of {own.run} to {own.folder}, policy digest {digest}"
+    row = {"run": str(options.run), "step": run.step, "folder": str(options.folder), **shares}
+    row |= {"averaged": steps} if options.average > 1 else {}
+    which = f"step {run.step}" if options.average == 1 else f"the mean of steps {steps}"
+    text = f"exported {which} of {options.run} to {options.folder}, policy digest {digest}"
     said = "\n".join(filter(None, (text, update.describe())))
-    print(json.dumps(row | {"policy_digest": digest}) if own.json else said)
+    print(json.dumps(row | {"policy_digest": digest}) if options.json else said)
 
 
 def _averaged(run: "SavedRun", count: int) -> dict[int, Path]:

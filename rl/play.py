@@ -51,12 +51,12 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--prompt", type=int, default=0)
     parser.add_argument("--run", type=Path)
     parser.add_argument("--step", type=int)
-    own, rest = parser.parse_known_args(arguments)
-    require(own.prompt >= 0, f"--prompt {own.prompt}: it must be 0 or above")
-    if own.run is not None:
-        _play_run(own.run, own.step, own.prompt, rest)
+    options, rest = parser.parse_known_args(arguments)
+    require(options.prompt >= 0, f"--prompt {options.prompt}: it must be 0 or above")
+    if options.run is not None:
+        _play_run(options.run, options.step, options.prompt, rest)
         return
-    require(own.step is None, "--step needs --run RUN, whose checkpoint it names")
+    require(options.step is None, "--step needs --run RUN, whose checkpoint it names")
 
     # these import torch, which --help does without
     from rl.cli.arguments import parse_config
@@ -70,7 +70,7 @@ def main(arguments: list[str]) -> None:
         typed = task.tokenizer.encode("\n".join(lines), add_special_tokens=False)
         return Completion.written([*typed, task.stop_token_ids[0]])
 
-    asyncio.run(play(task, own.prompt, answer))
+    asyncio.run(play(task, options.prompt, answer))
 
 
 def _play_run(folder: Path, step: int | None, prompt_id: int, overrides: list[str]) -> None:

@@ -60,12 +60,12 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--model-name", default="policy")
     parser.add_argument("--run", type=Path)
     parser.add_argument("--step", type=int)
-    own, rest = parser.parse_known_args(arguments)
-    require(0 <= own.port < 2**16, f"--port {own.port}: it must be 0 to 65535")
-    require(own.run is not None or own.step is None, "--step needs --run RUN")
+    options, rest = parser.parse_known_args(arguments)
+    require(0 <= options.port < 2**16, f"--port {options.port}: it must be 0 to 65535")
+    require(options.run is not None or options.step is None, "--step needs --run RUN")
     key = os.environ.get(KEY) or None
 
-    require_key(own.host, key)
+    require_key(options.host, key)
 
     # these import torch, which --help does without
     from rl.actors import fork_server
@@ -78,31 +78,33 @@ def main(arguments: list[str]) -> None:
     from rl.observe.prometheus import Numbers
     from rl.session.metrics_page import metrics_page
 
-    if own.run is not None:
-        run = open_run(own.run, own.step, rest, program=PROGRAM)
+    if options.run is not None:
+        run = open_run(options.run, options.step, rest, program=PROGRAM)
         config = run.config
         session_config = run.session_config(evaluates=True)
     else:
         name, config = parse_config(rest, program=PROGRAM, serves=True)
         if isinstance(config, ServeConfig):
-            _serve_clients(name, config, host=own.host, port=own.port, key=key)
+            _serve_clients(name, config, host=options.host, port=options.port, key=key)
             return
         session_config = SavedRun(config).session_config(evaluates=True)
     fix = "choose a config with generators"
-    if own.run is not None:
+    if options.run is not None:
         fix = (
-            f"export the model with python -m rl.export {own.run} DIR, and serve DIR: {PROGRAM} "
-            "--config gsm8k_jsonl --model.hf_path DIR --task.path FILE"
+            f"export the model with python -m rl.export {options.run} DIR, and serve DIR: "
+            f"{PROGRAM} --config gsm8k_jsonl --model.hf_path DIR --task.path FILE"
         )
     samples = session_config.generator is not None and session_config.head == "logprobs"
     require(samples, f"this {type(config).__name__} samples nothing", fix=fix)
     dialect, sampling = _dialect_of(config)
 
     async def serve(session: "Session") -> None:
-        gateway = make_gateway(session, dialect, sampling, model=own.model_name)
-        more = [metrics_page(Numbers(own.model_name), lambda: session, key)]
-        async with serving(gateway, host=own.host, port=own.port, key=key, more=more) as url:
-            print(f"serving {own.model_name} on {api_of(url, dialect)}", flush=True)
+        gateway = make_gateway(session, dialect, sampling, model=options.model_name)
+        more = [metrics_page(Numbers(options.model_name), lambda: session, key)]
+        async with serving(
+            gateway, host=options.host, port=options.port, key=key, more=more
+        ) as url:
+            print(f"serving {options.model_name} on {api_of(url, dialect)}", flush=True)
             await asyncio.Event().wait()
 
     run_session(session_config, None, serve)
@@ -139,8 +141,8 @@ def _serve_clients(
         events = Events(print_texts, numbers.write)
         for change in changes:
             events.note(f"resuming with another {change}")
-        own = {"decode": dialect.tokenizer.decode} if dialect else {}
-        server = Server(config, session, owner.folder, events, stop_token_ids=stops, **own)
+        options = {"decode": dialect.tokenizer.decode} if dialect else {}
+        server = Server(config, session, owner.folder, events, stop_token_ids=stops, **options)
         sampling = Sampling(max_tokens=server.parts.longest)
         gateway = None
         if dialect:

@@ -47,8 +47,8 @@ CP = "context_parallel_degree"
 @as_program
 def main(arguments: list[str]) -> int:
     """Compare two sides of a run."""
-    own, overrides = _parser().parse_known_args(arguments)
-    require(own.step >= 1, f"--step is {own.step}; it must be at least 1")
+    options, overrides = _parser().parse_known_args(arguments)
+    require(options.step >= 1, f"--step is {options.step}; it must be at least 1")
 
     # these import torch, which --help does without
     from rl.actors import fork_server
@@ -60,10 +60,10 @@ def main(arguments: list[str]) -> int:
     from rl.replay.replay import RolloutReplay
     from rl.training.trainer_config import degrees_of
 
-    layout = {} if own.under is None else degrees_of(own.under, option="--under")
-    config = read_run(own.run, overrides, program=PROGRAM)
+    layout = {} if options.under is None else degrees_of(options.under, option="--under")
+    config = read_run(options.run, overrides, program=PROGRAM)
     if not isinstance(config, RLConfig):
-        raise ConfigError(f"{own.run} is not an RL run; other runs record no rollouts")
+        raise ConfigError(f"{options.run} is not an RL run; other runs record no rollouts")
     require_one_host(config, trainer_nodes=config.trainer.nodes)
     for degree in (config.trainer.parallelism.context_parallel_degree, layout.get(CP, 1)):
         require(
@@ -71,25 +71,25 @@ def main(arguments: list[str]) -> int:
             f"{CP} is {degree}, and its ranks have parts of a sequence; compare with "
             f"--trainer.parallelism.{CP} 1",
         )
-    replay = RolloutReplay(config, own.run.resolve(), last=own.step)
+    replay = RolloutReplay(config, options.run.resolve(), last=options.step)
     require(
-        config.record.rollouts == "all" or replay.first == own.step - 1,
+        config.record.rollouts == "all" or replay.first == options.step - 1,
         f"record.rollouts is {config.record.rollouts!r}, so that only steps right after a "
         f"checkpoint can be compared; --step {replay.first + 1} is one",
     )
-    examples = examples_of(replay.read(own.step))
+    examples = examples_of(replay.read(options.step))
     last = len(examples) - 1
-    problem = f"--rollout is {own.rollout}; step {own.step} has the rollouts 0 to {last}"
-    require(own.rollout is None or 0 <= own.rollout <= last, problem)
+    problem = f"--rollout is {options.rollout}; step {options.step} has the rollouts 0 to {last}"
+    require(options.rollout is None or 0 <= options.rollout <= last, problem)
     example = max(examples, key=lambda each: float(each.gaps.max()))
-    if own.rollout is not None:
-        example = examples[own.rollout]
-    compared = _compared(replay, config, example, own, layout)
-    _show(own.step, compared)
-    if own.json:
+    if options.rollout is not None:
+        example = examples[options.rollout]
+    compared = _compared(replay, config, example, options, layout)
+    _show(options.step, compared)
+    if options.json:
         row = {
-            "run": str(own.run),
-            "step": own.step,
+            "run": str(options.run),
+            "step": options.step,
             "rollout": compared.example.number,
             "findings": [asdict(finding) for finding in compared.findings],
             "modules": {each.name: each.error for each in compared.modules},
@@ -123,7 +123,7 @@ def _compared(
     replay: "RolloutReplay",
     config: "RLConfig",
     example: "Example",
-    own: Namespace,
+    options: Namespace,
     layout: dict[str, int],
 ) -> "Compared":
     """Run the sessions of the comparison; ``layout`` are the degrees of ``--under``, if given."""
@@ -142,7 +142,7 @@ def _compared(
     from rl.config import RLConfig
     from rl.host.disk import TemporaryFolder
 
-    _, before = read_config(["--config", str(own.run / "config.json")], program=PROGRAM)
+    _, before = read_config(["--config", str(options.run / "config.json")], program=PROGRAM)
     assert isinstance(before, RLConfig)
     recorded = TORCH_DTYPE_MAP[before.generator.dtype]
 
@@ -152,7 +152,7 @@ def _compared(
 
     async def with_generator(session: "Session") -> "Compared":
         """Compare generator and trainer, then the generator's cached prefixes after a push."""
-        async with loaded_before(replay, session, own.step) as steps:
+        async with loaded_before(replay, session, options.step) as steps:
             await session.push()
             compared = await comparison(session).compare()
             await comparison(session).cached(fresh=True)
@@ -163,7 +163,7 @@ def _compared(
         return replace(compared, findings=[*compared.findings, *stale])
 
     async def in_own_layout(session: "Session") -> "Activations":
-        async with loaded_before(replay, session, own.step):
+        async with loaded_before(replay, session, options.step):
             await session.save_weights(copy)
         return await comparison(session).trained()
 
@@ -181,7 +181,7 @@ def _compared(
         trainer = comparable(replay.session_config)
         ours = run_session(trainer, None, in_own_layout, folder=folder)
         theirs = run_session(with_layout(trainer, layout), None, in_layout, folder=folder / "other")
-    return compared_of(example, {"trainer": ours, own.under: theirs})
+    return compared_of(example, {"trainer": ours, options.under: theirs})
 
 
 def _show(step: int, compared: "Compared") -> None:

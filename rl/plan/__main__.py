@@ -47,8 +47,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--diff", metavar="OTHER")
     parser.add_argument("--rehearse", action="store_true")
     parser.add_argument("--rank", type=int)
-    own, rest = parser.parse_known_args(arguments)
-    if not own.json:
+    options, rest = parser.parse_known_args(arguments)
+    if not options.json:
         check_arguments(rest, PROGRAM)
 
     # these import torch, which --help does without
@@ -59,22 +59,22 @@ def main(arguments: list[str]) -> int:
 
     try:
         name, config = parse_config(rest, program=PROGRAM)
-        if own.diff:
-            found = changes(config, load_config(own.diff)[1])
-            rows = {"config": name, "other": own.diff, "changes": [*map(asdict, found)]}
-            print(json.dumps(rows) if own.json else describe_changes(name, own.diff, found))
+        if options.diff:
+            found = changes(config, load_config(options.diff)[1])
+            rows = {"config": name, "other": options.diff, "changes": [*map(asdict, found)]}
+            print(json.dumps(rows) if options.json else describe_changes(name, options.diff, found))
             return 0
-        if own.rehearse:
-            return _rehearse(config, rest, rank=own.rank, as_json=own.json)
-        require(own.rank is None, "--rank needs --rehearse")
+        if options.rehearse:
+            return _rehearse(config, rest, rank=options.rank, as_json=options.json)
+        require(options.rank is None, "--rank needs --rehearse")
         check_numbers(config)
         plan = Plan(config)
     except ConfigError as error:
-        if not own.json:
+        if not options.json:
             raise
         print(json.dumps({"feasible": False, "errors": [str(error)]}))
         return EXIT_CONFIG
-    print(json.dumps({"config": name} | plan.as_json()) if own.json else describe(name, plan))
+    print(json.dumps({"config": name} | plan.as_json()) if options.json else describe(name, plan))
     return 0 if plan.feasible else EXIT_CONFIG
 
 

@@ -72,17 +72,18 @@ OF_THE_MACHINE = ("timing/", "memory/", "critic/memory/", "mfu", "trainer/tflop"
 @as_program
 def main(arguments: list[str]) -> int:
     """Replay recorded steps, or a failing call."""
-    own, overrides = _parser().parse_known_args(arguments)
+    options, overrides = _parser().parse_known_args(arguments)
     require(
-        own.failed or own.step is not None, "name the last step, --step K, or a failure: --failed"
+        options.failed or options.step is not None,
+        "name the last step, --step K, or a failure: --failed",
     )
     require(
-        not own.failed or own.step is None,
+        not options.failed or options.step is None,
         "--failed and --step are different questions; give one of them",
     )
-    require(own.failed or own.step >= 1, f"--step is {own.step}; it must be at least 1")
-    if own.lr is not None:
-        overrides += ["--trainer.optimizer.param_groups.0.optimizer_kwargs.lr", own.lr]
+    require(options.failed or options.step >= 1, f"--step is {options.step}; it must be at least 1")
+    if options.lr is not None:
+        overrides += ["--trainer.optimizer.param_groups.0.optimizer_kwargs.lr", options.lr]
 
     # these import torch, which --help does without
     from rl.actors import fork_server
@@ -92,18 +93,18 @@ def main(arguments: list[str]) -> int:
     from rl.training.trainer_config import degrees_of
     from rl.validation import validate
 
-    if own.under is not None:
-        for field, degree in degrees_of(own.under, option="--under").items():
+    if options.under is not None:
+        for field, degree in degrees_of(options.under, option="--under").items():
             overrides += [f"--trainer.parallelism.{field}", str(degree)]
-    config = read_run(own.run, overrides, program=PROGRAM)
-    if own.loss is not None:
-        config = _with_loss(config, own.loss)
+    config = read_run(options.run, overrides, program=PROGRAM)
+    if options.loss is not None:
+        config = _with_loss(config, options.loss)
         validate(config)
     require_one_host(config, trainer_nodes=config.trainer.nodes)
-    is_same = not overrides and own.loss is None
-    if own.failed:
-        return _fail_again(own, config, is_same=is_same)
-    return _train_again(own, config, is_same=is_same)
+    is_same = not overrides and options.loss is None
+    if options.failed:
+        return _fail_again(options, config, is_same=is_same)
+    return _train_again(options, config, is_same=is_same)
 
 
 def _parser() -> ArgumentParser:
@@ -163,20 +164,21 @@ def _replay_of(config: "RunConfig", run: Path, **options: Any) -> "Replay[Any]":
     raise ConfigError(f"{run}: a run of a {kind} has no steps that can be trained again")
 
 
-def _train_again(own: Namespace, config: "RunConfig", *, is_same: bool) -> int:
+def _train_again(options: Namespace, config: "RunConfig", *, is_same: bool) -> int:
     """Train the steps up to ``--step`` again; return the exit code."""
-    replay = _replay_of(config, own.run, last=own.step)
+    replay = _replay_of(config, options.run, last=options.step)
     if is_same:
         replay.require_digests()
-    print(f"replaying steps {replay.first + 1} to {own.step} of {own.run} from {replay.begins}")
+    steps = f"steps {replay.first + 1} to {options.step}"
+    print(f"replaying {steps} of {options.run} from {replay.begins}")
     found = _run(replay, lambda session: _compare(replay, session, is_same=is_same))
     if found["difference"]:
         print(f"different from {found['difference']}")
     elif is_same:
         steps = counted(len(found["steps"]), "step")
         print(f"every gradient and weight of {steps} is equal, bit for bit")
-    if own.json:
-        print(json.dumps({"run": str(own.run), "from": replay.first, **found}))
+    if options.json:
+        print(json.dumps({"run": str(options.run), "from": replay.first, **found}))
     return 1 if found["difference"] else 0
 
 
@@ -211,23 +213,25 @@ async def _compare(replay: "Replay[Any]", session: "Session", *, is_same: bool) 
     return {"equal": is_same and not difference, "difference": difference, "steps": steps}
 
 
-def _fail_again(own: Namespace, config: "RunConfig", *, is_same: bool) -> int:
+def _fail_again(options: Namespace, config: "RunConfig", *, is_same: bool) -> int:
     """Make the failing call again; return the exit code."""
     from rl.config import RLConfig
     from rl.replay.repeated_call import read_failure, score_again
 
-    failure = read_failure(own.run)
+    failure = read_failure(options.run)
     if failure["again"] == "reward":
         assert isinstance(config, RLConfig), "other runs have no rewards"
-        found = score_again(config, own.run.resolve(), failure)
+        found = score_again(config, options.run.resolve(), failure)
     else:
-        replay = _replay_of(config, own.run, last=failure["step"] + 1, failed=True)
+        replay = _replay_of(config, options.run, last=failure["step"] + 1, failed=True)
         steps = counted(len(replay.recorded), "step")
-        print(f"replaying {steps} of {own.run} from {replay.begins}, then step {replay.last + 1}")
+        print(
+            f"replaying {steps} of {options.run} from {replay.begins}, then step {replay.last + 1}"
+        )
         found = _take_again(replay, failure, is_same=is_same)
     print(printable(found.report))
-    if own.json:
-        print(json.dumps({"run": str(own.run), **found.to_dict()}))
+    if options.json:
+        print(json.dumps({"run": str(options.run), **found.to_dict()}))
     return 1 if found.error else 0
 
 

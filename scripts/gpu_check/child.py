@@ -18,15 +18,15 @@ def main() -> int:
     parser.add_argument("--device", required=True)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--hf-path", default="")
-    own = parser.parse_args()
-    check = next(each for each in CHECKS if each.name == own.name)
-    setting = Setting(device=own.device, folder=own.folder, hf_path=own.hf_path)
+    options = parser.parse_args()
+    check = next(each for each in CHECKS if each.name == options.name)
+    setting = Setting(device=options.device, folder=options.folder, hf_path=options.hf_path)
     try:
         verdict = asyncio.run(check.load()(setting, **check.options))  # type: ignore[arg-type]
     except Exception as error:
         print(trace_of(error), file=sys.stderr)
         verdict = Verdict(wrong=error_text(error).splitlines()[0])
-    write_verdict(own.folder, verdict)
+    write_verdict(options.folder, verdict)
     return 0
 
 

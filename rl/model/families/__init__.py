@@ -29,11 +29,12 @@ REASONS = {
 PAGE = "'A family of your own' in docs/your-model.md"
 
 
-def family_named(name: str, *, field: str = "model.family") -> Family:
+def family_named(name: str) -> Family:
     """Return the family of a model type of BUILT_IN, or the ``FAMILY`` of the module ``name``.
 
-    Raises ConfigError, naming ``field``, if ``name`` is neither.
+    Raises ConfigError, naming ``model.family``, if ``name`` is neither.
     """
+    field = "model.family"
     module = f"{__name__}.{name}" if name in BUILT_IN else name
     rule = f"one of {', '.join(BUILT_IN)}, or a module with a rl.model.families.Family as FAMILY"
     try:

@@ -208,32 +208,45 @@ class _Endpoints:
         reply = await endpoint(request.path_params.get("session", ""), body, is_retry=is_retry)
         if reply.events is not None:
             return StreamingResponse(self._events(reply), media_type="text/event-stream")
-        if not reply.is_kept:
-            await finish_or_cancel(reply.choices, request)
-        choices = await self._choices(reply)
+        with self._stop_as_error():
+            if not reply.is_kept:
+                await finish_or_cancel(reply.choices, request)
+            choices = await self._choices(reply)
         return await asyncio.to_thread(lambda: JSONResponse(reply.whole(choices)))
+
+    @contextlib.contextmanager
+    def _stop_as_error(self) -> Iterator[None]:
+        """Raise ApiError if the block is cancelled since the server stops. An engine may take
+        longer to end its samples than the server has.
+        """
+        try:
+            yield
+        except asyncio.CancelledError:
+            if not self._gateway.is_stopping:
+                raise
+            raise ApiError(503, "the server is stopping", code="server_stopping") from None
 
     async def _choices(self, reply: Reply) -> list[Choice]:
         """Wait for the choices. Raises ApiError."""
         try:
             return await asyncio.shield(reply.choices)
         except asyncio.CancelledError:
-            if not reply.choices.cancelled():
+            if not reply.choices.cancelled() or self._gateway.is_stopping:
                 raise
-            if not self._gateway.is_stopping:
-                raise ApiError(404, "the session has ended", code="session_not_found") from None
-            raise ApiError(503, "the server is stopping", code="server_stopping") from None
+            raise ApiError(404, "the session has ended", code="session_not_found") from None
         except RunError as error:
             raise ApiError(500, str(error), code="sampling_failed") from None
 
     async def _events(self, reply: Reply) -> AsyncIterator[str]:
         assert reply.events is not None, "the client wants a stream"
         try:
-            while not reply.choices.done():
-                await asyncio.wait([reply.choices], timeout=ALIVE_S)
-                if not reply.choices.done():
-                    yield ": waiting\n\n"
-            async for each in iterate_in_threadpool(reply.events(await self._choices(reply))):
+            with self._stop_as_error():
+                while not reply.choices.done():
+                    await asyncio.wait([reply.choices], timeout=ALIVE_S)
+                    if not reply.choices.done():
+                        yield ": waiting\n\n"
+                choices = await self._choices(reply)
+            async for each in iterate_in_threadpool(reply.events(choices)):
                 yield each
             yield DONE
         except ApiError as error:

@@ -357,10 +357,24 @@ async def test_a_client_that_goes_loses_nothing_and_gets_the_same_answer_again(s
         assert (again == fresh) == (completion.tokens == policy.turns[1][1].tokens)
 
 
+class Busy(Held):
+    """Policy that ends an answer that was given up when it is let go."""
+
+    async def __call__(self, ask):
+        try:
+            return await super().__call__(ask)
+        except asyncio.CancelledError:
+            await self.let_go.wait()
+            raise
+
+
 @STREAM
+@pytest.mark.parametrize("policy_type", [Held, Busy])
 @awaited
-async def test_a_server_that_stops_ends_waiting_requests_with_a_typed_error(stream):
-    policy = Held()
+async def test_a_server_that_stops_ends_waiting_requests_with_a_typed_error(
+    stream, policy_type, caplog
+):
+    policy = policy_type()
     async with openai.AsyncOpenAI(api_key="none", max_retries=0) as outer:
         async with serving(make_gateway(policy)) as url:
             client = outer.with_options(base_url=f"{url}/v1")
@@ -368,6 +382,8 @@ async def test_a_server_that_stops_ends_waiting_requests_with_a_typed_error(stre
             await policy.asked.wait()
         with pytest.raises(openai.APIError, match="the server is stopping"):
             await waiting
+    policy.let_go.set()
+    assert "Traceback" not in caplog.text
 
 
 @STREAM

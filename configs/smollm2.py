@@ -21,20 +21,27 @@ from rl.training.trainer_config import TrainerConfig
 
 
 def smollm2() -> RLConfig:
-    """SmolLM2-135M-Instruct learns word problems by RL alone, in bfloat16."""
+    """SmolLM2-135M-Instruct learns word problems by RL alone, in bfloat16.
+
+    The instruction has it write calculations, and the temperature keeps them readable.
+    """
     return RLConfig(
         steps=100,
         task=Gsm8kJsonl.Config(
-            instruction="Answer with one line: #### NUMBER", max_prompt_tokens=128
+            instruction="Show each calculation in one short line.", max_prompt_tokens=128
         ),
-        model=ModelConfig(max_seq_len=160),
+        model=ModelConfig(max_seq_len=176),
         rollout=RolloutConfig(
-            prompts_per_step=16, samples_per_prompt=8, max_tokens=32, max_resampled_groups=32
+            prompts_per_step=16,
+            samples_per_prompt=8,
+            max_tokens=48,
+            temperature=0.5,
+            max_resampled_groups=32,
         ),
         algorithm=PolicyGradientConfig(loss=dapo(entropy_coef=0.01)),
         trainer=TrainerConfig(
             optimizer=default_adamw(lr=3e-5, weight_decay=0.0),
-            lr_scheduler=LRSchedulersContainer.Config(warmup_steps=2, decay_ratio=0.0),
+            lr_scheduler=LRSchedulersContainer.Config(warmup_steps=2, decay_ratio=0.6),
             micro_batch_tokens=2048,
             prompt_sharing=8,
             training=TrainingConfig(mixed_precision_param="bfloat16"),
@@ -66,7 +73,11 @@ def smollm2_after_sft() -> RLConfig:
     """The model of smollm2_sft learns by RL; --model.hf_path is its export."""
     config = smollm2()
     config.steps = 40
+    config.task.instruction = "Answer with one line: #### NUMBER"
+    config.rollout.max_tokens = 32
+    config.rollout.temperature = 1.0
     config.evaluation.every = 10
     config.algorithm.loss.entropy_coef = 0.0
     config.trainer.optimizer = default_adamw(lr=2e-5, weight_decay=0.0)
+    config.trainer.lr_scheduler.decay_ratio = 0.0
     return config

@@ -38,4 +38,5 @@ def serve_tiny() -> ServeConfig:
             micro_batch_tokens=4096,
         ),
         generator=GeneratorConfig(kv_cache_gib=0.25),
+        max_loras=4,
     )

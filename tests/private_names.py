@@ -207,6 +207,13 @@ RELIES_ON["vllm_internals"] = (
     "vllm.v1.core.kv_cache_utils:KVCacheBlock.block_id",
     "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.single_type_managers",
     "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager.num_cached_block",
+    # the order of the model's input; vLLM's own adapters need its own layers
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._prepare_inputs(scheduler_output,"
+    " num_scheduled_tokens)",
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.prepare_inputs(scheduler_output,"
+    " batch_req_state, batch_desc, num_active_loras)",
+    "vllm.v1.worker.gpu_input_batch:InputBatch.req_ids",
+    "vllm.v1.worker.gpu.input_batch:InputBatch.req_ids",
     # the distribution that is sampled is known here alone
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner.sampler",
     "vllm.v1.sample.sampler:Sampler.sample(logits, sampling_metadata)",

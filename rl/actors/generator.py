@@ -1,19 +1,22 @@
 """Generator: the vLLM engine loop as an actor, and the controller's handle to its mesh."""
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from monarch.actor import current_rank
 
+from rl.actors.adapter_slots import AdapterSlots
 from rl.actors.endpoint import T, endpoint, timed
 from rl.actors.gathering import Answers, Gathered, Outcome
 from rl.actors.group import Ranks
 from rl.actors.mesh import Mesh, Rank, log, log_memory
-from rl.generation.generator_config import GeneratorConfig, environment, shared_memory
+from rl.generation.generator_config import BankConfig, GeneratorConfig, environment, shared_memory
 from rl.host.platform import bind_to_device
 from rl.metrics import Metrics
 from rl.model.activations import Activations, joined
@@ -21,6 +24,7 @@ from rl.model.digest import ShardDigests, digests
 from rl.model.parity import Parity
 from rl.model.shape import ModelConfig, shape_of
 from rl.model.shards import Shard
+from rl.training.snapshots import read_snapshot
 from rl.training.start_weights import StartWeights
 from rl.types import Completion, GenerationRequest, GivenSequence
 from rl.weights.transport import Subscriber, Transfer, open_subscriber
@@ -121,6 +125,13 @@ class Generator(Rank):
         return await self._loop.pull(version)
 
     @endpoint
+    async def load_adapter(self, number: int, place: int, folder: Path) -> None:
+        factors = await asyncio.to_thread(read_snapshot, folder)
+        await self._loop.run_between_steps(
+            lambda engine: engine.load_adapter(number, place, factors)
+        )
+
+    @endpoint
     async def activations(self, sequence: GivenSequence) -> None:
         await self._loop.activations(sequence)
 
@@ -180,6 +191,8 @@ class GeneratorMesh(Mesh):
     in_turns: bool = False
     """Whether other models use its devices at times."""
     parity: Parity = "close"
+    adapters: BankConfig | None = None
+    """Adapters that it can hold beside its weights."""
     version: int | None = field(default=None, init=False)
     """Policy version of its weights; None before the first pull."""
     state: Literal["absent", "joining", "serving", "leaving"] = field(default="absent", init=False)
@@ -211,7 +224,15 @@ class GeneratorMesh(Mesh):
     def _arguments(self) -> tuple[Any, ...]:
         timeout_s = self.collective_timeout_s
         options = {"seed": self.seed, "timeout_s": timeout_s, "in_turns": self.in_turns}
-        return self.config, self.model, options | {"parity": self.parity}
+        return (
+            self.config,
+            self.model,
+            options
+            | {
+                "parity": self.parity,
+                "adapters": self.adapters,
+            },
+        )
 
     def _environment(self) -> dict[str, str]:
         return environment(self.config)
@@ -221,6 +242,8 @@ class GeneratorMesh(Mesh):
         self.version = None
         self._is_empty = False
         self._calls = Gathered(self._exchange)  # calls of processes before still fail with theirs
+        count = self.adapters.count if self.adapters is not None else 0
+        self._slots = AdapterSlots(count, self._load_adapter)
         await super().start()
         self._group.watch(Generator.serve)
 
@@ -253,15 +276,23 @@ class GeneratorMesh(Mesh):
         return pulled.pause_s
 
     async def generate(
-        self, requests: list[GenerationRequest], *, fresh: bool = False
+        self,
+        requests: list[GenerationRequest],
+        *,
+        fresh: bool = False,
+        adapter: Path | None = None,
     ) -> list[Completion]:
         """Return completions in the order of ``requests``.
 
-        ``fresh``: do not use cached prefixes of earlier requests.
+        ``fresh``: do not use cached prefixes of earlier requests. ``adapter``: sample with the
+        snapshot in this folder beside the weights, which needs ``adapters``.
         """
-        fresh = fresh and self._has_prefixes
-        self._has_prefixes = True
-        return await self._calls.make((requests, fresh))
+        async with self._slots.of(adapter) as number:
+            if number:
+                requests = [replace(each, adapter=number) for each in requests]
+            fresh = fresh and self._has_prefixes
+            self._has_prefixes = True
+            return await self._calls.make((requests, fresh))
 
     async def _exchange(
         self, calls: Sequence[tuple[int, _Asked]]
@@ -274,6 +305,9 @@ class GeneratorMesh(Mesh):
             else Outcome(number, answer)
             for number, answer in outcomes
         ]
+
+    async def _load_adapter(self, number: int, place: int, folder: Path) -> None:
+        await self.call(Generator.load_adapter, number, place, folder)
 
     async def activations(self, sequence: GivenSequence) -> Activations:
         """Return activations along the tokens of ``sequence``, which are computed as if they were

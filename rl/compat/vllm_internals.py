@@ -57,8 +57,12 @@ def shut_down(engine: Any) -> None:
     engine.engine_core.shutdown()
 
 
-def submit(engine: Any, name: str, prompt: list[int], params: Any) -> None:
-    """Queue a request with these tokens and ``SamplingParams``. ``name`` must be unique."""
+def submit(
+    engine: Any, name: str, prompt: list[int], params: Any, *, shares: str | None = None
+) -> None:
+    """Queue a request with these tokens and ``SamplingParams``. ``name`` must be unique. Requests
+    that have the same ``shares`` share cached prefixes.
+    """
     from vllm.v1.engine import EngineCoreRequest
 
     request = EngineCoreRequest(
@@ -69,7 +73,7 @@ def submit(engine: Any, name: str, prompt: list[int], params: Any) -> None:
         pooling_params=None,
         arrival_time=time.time(),
         lora_request=None,
-        cache_salt=None,
+        cache_salt=shares,
         data_parallel_rank=None,
     )
     engine.engine_core.add_request(request)
@@ -235,6 +239,24 @@ def follow_steps(engine: Any, follow: Callable[[list[Computed]], None]) -> None:
         return update(scheduler_output, model_runner_output)
 
     scheduler.update_from_output = update_after
+
+
+def before_steps(engine: Any, call: Callable[[list[str], list[int]], None]) -> None:
+    """Have ``call`` get the names of the requests of each forward pass and their numbers of tokens,
+    in the order of the model's input, before the pass.
+    """
+    runner = runner_of(engine)
+    is_v2 = engine.vllm_config.use_v2_model_runner
+    name = "prepare_inputs" if is_v2 else "_prepare_inputs"
+    prepare = getattr(runner, name)
+
+    def prepare_and_call(scheduler_output: Any, *args: Any) -> Any:
+        prepared = prepare(scheduler_output, *args)
+        names = (prepared if is_v2 else runner.input_batch).req_ids
+        call(names, [scheduler_output.num_scheduled_tokens[each] for each in names])
+        return prepared
+
+    setattr(runner, name, prepare_and_call)
 
 
 class StepMasks:

@@ -31,6 +31,11 @@ class ServeConfig(RunConfig):
     names: Annotated[tuple[str, ...], COSMETIC] = ()
     """Names of the base model for clients; without one, ``model.hf_path``, or ``policy``."""
 
+    max_loras: Annotated[int, at_least(0, 1024), PERFORMANCE] = 0
+    """Number of adapters that a generator samples from side by side, beside the base model; samples
+    from more of them take turns. 0 merges one adapter at a time with the generator's weights: then
+    those of all models take turns."""
+
     state_every: Annotated[int, at_least(1), PERFORMANCE] = 20
     """Number of optimizer steps of a model between the states that the server writes for itself. A
     restart takes the steps after the newest state again."""
@@ -65,6 +70,7 @@ class ServeConfig(RunConfig):
             colocate=self.colocate,
             optimizer_steps=10**6,
             reward_workers=0,
+            max_loras=self.max_loras,
         )
 
     def unused(self) -> dict[str, str]:

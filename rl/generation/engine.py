@@ -11,8 +11,9 @@ import torch.distributed as dist
 
 from rl.compat import vllm_internals
 from rl.errors import RunError, error_text
+from rl.generation.adapter_bank import Factors
 from rl.generation.expert_records import ExpertRecords
-from rl.generation.generator_config import GeneratorConfig
+from rl.generation.generator_config import BankConfig, GeneratorConfig
 from rl.generation.requests import Requests
 from rl.generation.start_vllm import start_vllm
 from rl.host.platform import discard
@@ -58,10 +59,12 @@ class GenerationEngine:
         timeout_s: float = COLLECTIVE_TIMEOUT_S,
         in_turns: bool = False,
         parity: Parity = "close",
+        adapters: BankConfig | None = None,
     ):
         """Start vLLM, which takes seconds. Its collectives wait ``timeout_s`` for a peer.
         ``in_turns``: whether other models use its device at times, which needs ``offload``.
-        ``parity``: see :class:`rl.session.session_config.SessionConfig`.
+        ``parity``: see :class:`rl.session.session_config.SessionConfig`. ``adapters``: those that
+        requests can have, see ``load_adapter``.
 
         Raises ConfigError if the tensor-parallel degree does not fit the model. The process must
         have been launched with ``rl.generation.generator_config.environment(config)``.
@@ -80,13 +83,16 @@ class GenerationEngine:
             timeout_s=timeout_s,
             in_turns=in_turns,
             parity=parity,
+            adapters=adapters,
         )
         self._folder = model.hf_path
         self._model = vllm_internals.model_of(self._engine)
         records = None
         if (chosen := self._model.chosen_experts) is not None:
             records = ExpertRecords(self._engine, chosen)
-        self._requests = Requests(self._engine, self.shape.vocab_size, self._decode, records)
+        self._requests = Requests(
+            self._engine, self.shape.vocab_size, self._decode, records, self._model.adapters
+        )
         from vllm.distributed import get_tp_group  # vLLM has started
 
         self._group = get_tp_group()
@@ -138,6 +144,13 @@ class GenerationEngine:
         self._model.weights_changed()
         vllm_internals.set_weight_version(self._engine, str(version))
         self.version = version
+
+    def load_adapter(self, number: int, place: int, factors: Factors) -> None:
+        """Put an adapter beside the weights, for requests with its ``number``, which is above those
+        before. ``place`` is below the number of adapters, and no request in flight has the adapter
+        that is there. Raises RunError if it adapts other layers.
+        """
+        self._model.adapters.load(number, place, factors)
 
     def reset_prefix_cache(self) -> None:
         """Hide the prefixes of earlier requests from later ones.
@@ -216,6 +229,8 @@ class GenerationEngine:
         if (total := len(prompt) + new) > longest:
             lengths = f"{len(prompt)} prompt tokens and max_tokens {new}"
             return f"{lengths} make {total}, more than max_seq_len {longest}"
+        if request.adapter and not self._has_adapter(request.adapter):
+            return f"the generator does not hold adapter {request.adapter}"
         if min(prompt) < 0 or max(prompt) >= words:
             return f"a prompt token lies outside the vocabulary of {words}"
         if not 0 <= request.experts_from <= len(prompt):
@@ -240,6 +255,10 @@ class GenerationEngine:
         if sampling.json_schema and not sampling.stop_token_ids:
             return "json_schema needs a stop token, which ends the answer; set stop_token_ids"
         return ""
+
+    def _has_adapter(self, number: int) -> bool:
+        adapters = self._model.adapters
+        return adapters is not None and adapters.has(number)
 
     def add(self, request: GenerationRequest) -> None:
         """Queue a request for the next step. Raises what ``check`` raises."""

@@ -101,6 +101,18 @@ def weight_bytes(config: GeneratorConfig, layout: "Layout") -> int:
     return config.dtype_bytes * sum(region.box.numel for region in layout)
 
 
+@dataclass(frozen=True, slots=True)
+class BankConfig:
+    """Adapters that a generator holds beside its weights."""
+
+    count: int
+    """Maximum number of adapters at once."""
+    rank: int
+    """Maximum rank of an adapter."""
+    layers: tuple[str, ...]
+    """Names of the linear layers that have adapters, such as "wo"."""
+
+
 CPU_BLOCK = 32
 """Default of ``block_size`` on CPU. In vLLM's blocks of 128, samples share no shorter prompt."""
 

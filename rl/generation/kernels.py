@@ -101,13 +101,18 @@ PACKED: dict[Any, Any] = {
 }
 
 
-def use_kernels(config: Qwen3Model.Config, *, compiled: bool, packed: bool) -> None:
+def use_kernels(
+    config: Qwen3Model.Config, *, compiled: bool, packed: bool, joined: bool = True
+) -> None:
     """Replace torchtitan's modules in ``config`` by those of FUSED unless ``compiled``, and by
-    those of PACKED if ``packed``.
+    those of PACKED if ``packed``. ``joined``: whether w1 and w3 may be one layer.
     """
+    together = JOINED if joined else ()
     for module, ours in {**({} if compiled else FUSED), **(PACKED if packed else {})}.items():
+        if ours is PackedFeedForward and not joined:
+            continue
         for _, old, parent, name in config.traverse(module.Config):
-            if name not in JOINED and type(old) is module.Config:  # a subclass computes otherwise
+            if name not in together and type(old) is module.Config:  # a subclass computes otherwise
                 values = {field.name: getattr(old, field.name) for field in fields(old)}
                 setattr(parent, name, ours.Config(**values))
 

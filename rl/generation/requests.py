@@ -12,6 +12,7 @@ import numpy as np
 
 from rl.compat import vllm_internals
 from rl.errors import RunError
+from rl.generation.adapter_bank import AdapterBank
 from rl.generation.expert_records import ExpertRecords
 from rl.metrics import Metrics, Rule, Value
 from rl.types import Completion, GenerationRequest
@@ -106,6 +107,8 @@ class _InFlight:
     masks: list[np.ndarray] | None = None
     """Rows of the sampling mask; None if the whole vocabulary is sampled from."""
     stops: StopTexts | None = None
+    place: int = -1
+    """Place of its adapter; -1 without one."""
     prompt_count: int | None = None
     """Number of most likely ids beside each token of the prompt; None for no log-probs of it."""
     prompt_logprobs: list[float] = field(default_factory=lambda: [math.nan])
@@ -125,11 +128,13 @@ class Requests:
         vocab_size: int,
         decode: Callable[[list[int]], str],
         records: ExpertRecords | None,
+        adapters: AdapterBank | None = None,
     ):
         self._engine = engine
         self._vocab_size = vocab_size
         self._decode = decode
         self._records = records
+        self._adapters = adapters
         self.sampled_at = time.monotonic()
         self._numbers = itertools.count()
         self._in_flight = dict[str, _InFlight]()
@@ -139,6 +144,8 @@ class Requests:
         self.counts = Counter[str](dict.fromkeys(COUNTS, 0))
         """Numbers since the start, by the names of COUNTS."""
         vllm_internals.on_preemption(engine, lambda: self.counts.update(preemptions=1))
+        if adapters is not None:
+            vllm_internals.before_steps(engine, self._assign_adapters)
 
     def __len__(self) -> int:
         return len(self._in_flight) + len(self._finished)
@@ -152,6 +159,8 @@ class Requests:
         each = _InFlight(request.request_id, top_count=self._at_most(sampling.top_logprobs))
         if sampling.prompt_logprobs is not None:
             each.prompt_count = self._at_most(sampling.prompt_logprobs)
+        if self._adapters is not None:
+            each.place = self._adapters.place_of(request.adapter)
         schema = sampling.json_schema
         params = SamplingParams(
             max_tokens=sampling.max_tokens,
@@ -168,7 +177,9 @@ class Requests:
             detokenize=False,
             structured_outputs=None if schema is None else StructuredOutputsParams(json=schema),
         )
-        vllm_internals.submit(self._engine, name, request.prompt_tokens, params)
+        # an adapter that is loaded again has another number: its old keys may be of another one
+        shares = str(request.adapter) if request.adapter else None
+        vllm_internals.submit(self._engine, name, request.prompt_tokens, params, shares=shares)
         self._in_flight[name] = each
         if self._records is not None:
             self._records.begin(name, request.experts_from)
@@ -177,6 +188,11 @@ class Requests:
             self._cut.add(name)
         if sampling.stop:
             each.stops = StopTexts(self._decode, sampling.stop)
+
+    def _assign_adapters(self, names: list[str], counts: list[int]) -> None:
+        assert self._adapters is not None, "otherwise nobody calls this"
+        found = [self._in_flight.get(name) for name in names]  # None: the request was dropped
+        self._adapters.assign([-1 if each is None else each.place for each in found], counts)
 
     def step(self) -> list[tuple[str, Completion]]:
         """Run one forward pass; return ids and completions of the requests that have finished.

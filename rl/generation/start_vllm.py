@@ -11,7 +11,12 @@ import torch
 
 from rl.compat.torch_internals import set_unique_cache_keys
 from rl.errors import require
-from rl.generation.generator_config import CPU_BLOCK, GeneratorConfig, check_variables
+from rl.generation.generator_config import (
+    CPU_BLOCK,
+    BankConfig,
+    GeneratorConfig,
+    check_variables,
+)
 from rl.host.disk import TemporaryFolder
 from rl.host.platform import device_type
 from rl.model.parity import Parity
@@ -58,6 +63,7 @@ def vllm_config(
     timeout_s: float,
     in_turns: bool = False,
     parity: Parity = "close",
+    adapters: BankConfig | None = None,
 ) -> Any:
     """Return the ``VllmConfig`` that vLLM makes of our arguments on this device. ``folder`` gets
     the model's description. With ``in_turns`` weights and KV cache are in memory pools that can
@@ -99,6 +105,7 @@ def vllm_config(
             "expert_parallel": config.expert_parallel,
             "record_experts": config.record_experts,
             "parity": parity,
+            "adapters": adapters and asdict(adapters),
         },
         dtype=config.dtype,
         seed=seed % 2**32,  # numpy's limit; each request has its own seed

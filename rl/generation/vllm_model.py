@@ -34,9 +34,11 @@ from vllm.model_executor.models.registry import ModelRegistry
 
 from rl.compat import titan
 from rl.compat.vllm_kernels import can_pack
+from rl.generation.adapter_bank import AdapterBank
 from rl.generation.bitwise_attention import BitwiseAttention
 from rl.generation.delta_cache import CachedDelta, state_dtypes, state_shapes
 from rl.generation.expert_records import keep_choices
+from rl.generation.generator_config import BankConfig
 from rl.generation.kernels import KernelRoPE, pack, unpack, use_kernels
 from rl.model.decoder import decoder_config, float32_logits
 from rl.model.delta_net import heads_of
@@ -141,7 +143,8 @@ def local_model(vllm_config: VllmConfig) -> Qwen3Model:
     if bitwise:
         use_bitwise_kernels()
     else:
-        use_kernels(config, compiled=compiled, packed=packed)
+        joined = options["adapters"] is None  # those of w1 and w3 are separate layers
+        use_kernels(config, compiled=compiled, packed=packed, joined=joined)
     with torch.device("meta"):
         model = config.build()
     layouts = generator_layout(
@@ -157,8 +160,12 @@ def local_model(vllm_config: VllmConfig) -> Qwen3Model:
     if options["expert_parallel"]:
         for layer in model.layers.values():
             layer.moe.routed_experts.token_dispatcher = OwnExperts(shape, ranks=tp, rank=rank)
+    tokens = vllm_config.scheduler_config.max_num_batched_tokens
+    model.adapters = None
+    if options["adapters"] is not None:
+        bank = BankConfig(**options["adapters"])
+        model.adapters = AdapterBank(model, layouts[rank], bank, tokens=tokens)
     if options["record_experts"]:
-        tokens = vllm_config.scheduler_config.max_num_batched_tokens
         with device:
             model.chosen_experts = keep_choices(model, shape, tokens=tokens)
     pack(model)
@@ -237,7 +244,9 @@ class HiddenStates(nn.Module):
         """Return the hidden states [T, dim] of token ids [T] at ``positions`` [T] of their
         sequences.
         """
-        return self.model(input_ids.unsqueeze(0), positions.unsqueeze(0)).squeeze(0)
+        hidden = self.model(input_ids.unsqueeze(0), positions.unsqueeze(0)).squeeze(0)
+        adapters = self.model.adapters
+        return hidden if adapters is None else adapters.with_head(hidden)
 
 
 class TillerForCausalLM(nn.Module):
@@ -269,6 +278,11 @@ class TillerForCausalLM(nn.Module):
         """
         return getattr(self.titan, "chosen_experts", None)
 
+    @property
+    def adapters(self) -> AdapterBank | None:
+        """Adapters beside the parameters; None if this generator has none."""
+        return self.titan.adapters
+
     def weights_changed(self) -> None:
         """Update copies of the parameters. Call this after each change of the parameters."""
         pack(self.titan)
@@ -290,10 +304,15 @@ class TillerForCausalLM(nn.Module):
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return the logits [N, vocab_size] on every rank: each samples from the same numbers."""
         head = self.titan.lm_head
+        added = None
+        if self.adapters is not None:
+            hidden_states, added = self.adapters.without_head(hidden_states)
         if self.float32_head:
             logits = float32_logits(hidden_states, head.weight)
         else:
             logits = head(hidden_states)
+        if added is not None:
+            logits = logits + added
         if self.logits_scale != 1.0:
             logits = logits.float() / self.logits_scale
         if self.logits_cap:

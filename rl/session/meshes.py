@@ -63,6 +63,7 @@ class Meshes:
             model=self._config.model,
             seed=self._config.seed,
             parity=self._config.parity,
+            adapters=self._config.adapters,
         )
 
     def rewards(self, task: Task.Config, events: Events) -> RewardWorkers:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from heapq import heappop, heappush
 from itertools import count
+from pathlib import Path
 
 from rl.actors.generator import GeneratorMesh
 from rl.errors import RankLost
@@ -53,13 +54,19 @@ class Router:
         await self._changed.until(lambda: not generator.load)
 
     async def generate(
-        self, requests: list[GenerationRequest], *, affinity: object = None, alone: bool = False
+        self,
+        requests: list[GenerationRequest],
+        *,
+        affinity: object = None,
+        alone: bool = False,
+        adapter: Path | None = None,
     ) -> list[Completion]:
         """Return completions in the order of ``requests``, all of one generator.
 
         With ``alone``, an idle generator drops its cached prefixes and serves only this call, so
         that completions depend only on requests and weights. Otherwise the way requests are batched
-        affects how sums are rounded, and sometimes which token is drawn.
+        affects how sums are rounded, and sometimes which token is drawn. ``adapter``: the snapshot
+        that the generator samples with beside its weights.
         """
         while True:
             # With ``alone``, requests wait for an idle generator.
@@ -72,7 +79,9 @@ class Router:
             try:
                 async with self.resident():
                     with self._watch.span("generate", generator.name):
-                        completions = await generator.generate(requests, fresh=alone)
+                        completions = await generator.generate(
+                            requests, fresh=alone, adapter=adapter
+                        )
                 generator.has_answered = True
                 return completions
             except RankLost as lost:

@@ -30,6 +30,7 @@ from rl.session.router import Router
 from rl.session.session_config import SessionConfig
 from rl.session.task_rollouters import TaskRollouters, rollouter_of
 from rl.session.weight_selector import WeightSelector
+from rl.training.trainer_config import BASE
 from rl.types import Completion, GenerationRequest, GivenSequence, Prompt, Rollout, Sampling
 
 
@@ -238,9 +239,10 @@ class Session(Models):
         completions depend only on requests and weights.
 
         ``weights`` are those of the last push, of the snapshot in a folder, or "base" for those of
-        the base model. Generators hold one set of weights at a time: calls with others wait. The
-        ``versions`` of a completion are numbers of pushes then, which count changes of the weights
-        too.
+        the base model. Generators hold one set of weights at a time: calls with others wait. With
+        ``max_loras`` snapshots are beside those of the base model, so that calls with several of
+        them and with the base model run together. The ``versions`` of a completion are numbers of
+        pushes then, which count changes of the weights too.
         """
         self._require_generators()
         source = self._source(None, weights)
@@ -252,8 +254,9 @@ class Session(Models):
                 f"sample takes a list of rl.GenerationRequest, not {shown(other[0])}; encode text "
                 "with task.tokenizer, or call rollout(task, prompts, samples=...)"
             )
-        async with self._selector.of(source):
-            return await self.router.generate(given, affinity=affinity, alone=alone)
+        beside = source if self.config.max_loras and isinstance(source, Path) else None
+        async with self._selector.of(BASE if beside is not None else source):
+            return await self.router.generate(given, affinity=affinity, alone=alone, adapter=beside)
 
     async def rollout(
         self,

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from rl.errors import ConfigError, require_value
-from rl.generation.generator_config import GeneratorConfig
+from rl.generation.generator_config import BankConfig, GeneratorConfig
 from rl.model.hub import Snapshot, locate
 from rl.model.parity import Parity
 from rl.model.shape import ModelConfig, shape_of
 from rl.session.hardware import HardwareConfig
 from rl.training.hugging_face_files import check_folder
 from rl.training.start_weights import Start
-from rl.training.trainer_config import TrainerConfig, fill_defaults
+from rl.training.trainer_config import EXPERTS, TrainerConfig, fill_defaults, lora_layers
 from rl.types import Head
 from rl.types.deadlines import DeadlineConfig
 from rl.types.rules import at_least
@@ -113,6 +113,10 @@ class SessionConfig:
     reward_workers: Annotated[int, at_least(0, 10**4)] = 1
     """Number of processes that score completions; what a reward starts ends with its process. 0
     scores in this process: a reward that hangs or crashes takes the session with it."""
+
+    max_loras: Annotated[int, at_least(0, 1024)] = 0
+    """Number of snapshots that a generator samples from side by side; 0 merges one at a time with
+    the weights."""
 
     pushes: Literal["in_order", "newest"] = "in_order"
     """Versions that generators load: each one that is pushed, in order, or the newest when they
@@ -233,6 +237,27 @@ class SessionConfig:
             rule += " with parity 'bitwise'"
             value = getattr(generator, name)
             require_value(holds, f"generator.{name}", value, rule, fix)
+
+    @property
+    def adapters(self) -> BankConfig | None:
+        """Adapters that a generator holds beside its weights.
+
+        Raises ConfigError if it cannot hold those of ``trainer.lora``.
+        """
+        if not self.max_loras:
+            return None
+        lora = self.trainer.lora if self.trainer is not None else None
+        for rule, holds in (
+            ("without trainer.lora", lora is not None),
+            ("with parity 'bitwise'", self.parity == "close"),
+        ):
+            require_value(holds, "max_loras", self.max_loras, f"0 {rule}")
+        assert lora is not None
+        layers = lora_layers(lora, self.model)
+        rule = f"0 with adapters of experts: trainer.lora.target_modules is {layers}"
+        require_value(EXPERTS not in layers, "max_loras", self.max_loras, rule)
+        names = [*layers, *(["wk", "wv"] if "wkv" in layers else [])]
+        return BankConfig(self.max_loras, lora.rank, tuple(names))
 
     @property
     def longest_sequence(self) -> int:

@@ -36,13 +36,14 @@ _ALLOWED = {(each.__module__, each.__qualname__): each for each in (*METADATA_PA
 """Classes in the metadata of a checkpoint. torch's dtypes are allowed too."""
 
 
-def load(state: dict[str, Any], folder: Path) -> None:
-    """Call ``dcp.load`` into ``state`` from ``folder``; all ranks call it alike.
+def load(state: dict[str, Any], folder: Path, *, alone: bool = False) -> None:
+    """Call ``dcp.load`` into ``state`` from ``folder``; all ranks call it alike, or with ``alone``
+    one process does.
 
     Raises, on all ranks, if the checkpoint names a class or function other than DCP's own, or if a
     tensor holds NaN or infinity.
     """
-    dcp.load(state, storage_reader=_Reader(folder), planner=_Planner(folder))
+    dcp.load(state, storage_reader=_Reader(folder), planner=_Planner(folder), no_dist=alone)
 
 
 def read_metadata(folder: Path) -> Metadata:

@@ -138,6 +138,8 @@ class GenerationRequest:
     sampling: Sampling
     experts_from: int = 0
     """Number of the prompt's first tokens whose experts are not returned."""
+    adapter: int = 0
+    """Number of its adapter in the generator, which the session sets; 0 for none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -237,6 +237,7 @@ def _validate_serving(config: ServeConfig) -> None:
     distinct = len({*config.names}) == len(config.names) and all(config.names)
     check(config, "names", distinct, "different names")
     check(config, "colocate", config.colocate != "models", "'none' or 'all'")
+    _ = config.session().adapters
 
 
 CHECKS: dict[type, list[Callable[[Any], None]]] = {

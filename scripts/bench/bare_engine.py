@@ -136,6 +136,7 @@ def _start(kind: Kind, config: GeneratorConfig, model: ModelConfig, folder: Path
             "expert_parallel": False,
             "record_experts": False,
             "parity": "close",
+            "adapters": None,
         },
     }
     engine = LLMEngine.from_engine_args(

@@ -11,6 +11,9 @@ rl.serve``, and its clients are the unmodified SDK in an environment of its own,
 (tinker_client.py).
 The sides run by turns, each with the whole host. A step's seconds are the median of those after the
 first five; ratios are medians over the rounds.
+
+Then one client, and two with an adapter each, take the same number of rounds of a step, a snapshot
+and samples of it (tinker_turns.py).
 """
 
 import argparse
@@ -52,14 +55,25 @@ def write_served(folder: Path) -> None:
 
 def run_server(python: Path, model: Path, steps: int) -> dict[str, Any]:
     """Return the measurements of the SDK's client."""
-    client = [python, "-P", HERE / "tinker_client.py"]
+    return _serve(model, python, "tinker_client.py", str(steps))
+
+
+def run_clients(python: Path, model: Path, clients: int, rounds: int) -> float:
+    """Return the seconds of ``clients`` that train and sample by turns."""
+    found = _serve(model, python, "tinker_turns.py", str(clients), str(rounds))
+    return float(found["seconds"])
+
+
+def _serve(model: Path, python: Path, program: str, *arguments: str) -> dict[str, Any]:
+    """Return what a program of the SDK's environment measures of a new server."""
+    client = [python, "-P", HERE / program]
     settings = {"TINKER_API_KEY": "tml-local", "TINKER_TELEMETRY": "0", "PYTHONPATH": ""}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         options = ["--config", "tinker_session.served", "--model.hf_path", model]
         options += ["--output-dir", folder / "run"]
         with serving(options, folder / "server.log", **VARIABLES) as url:
-            return _run([*client, url, str(steps)], **VARIABLES | settings)
+            return _run([*client, url, *arguments], **VARIABLES | settings)
 
 
 def run_session(model: Path, steps: int) -> dict[str, Any]:
@@ -72,8 +86,12 @@ def _run(command: list[Any], **variables: str) -> dict[str, Any]:
     return dict(json.loads(output_of(command, TIMEOUT_S, **variables).splitlines()[-1]))
 
 
-def result_of(rounds: list[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, Any]:
-    """Return medians of the rounds' ratios, of the session's side first and the server's second."""
+def result_of(
+    rounds: list[tuple[dict[str, Any], dict[str, Any]]], turns: list[tuple[float, float]]
+) -> dict[str, Any]:
+    """Return medians of the rounds' ratios, of the session's side first and the server's second.
+    ``turns`` are the seconds of one client and of two.
+    """
     seconds = [[statistics.median(each["seconds"][WARM_UP:]) for each in pair] for pair in rounds]
     rates = [[each["samples_per_s"] for each in pair] for pair in rounds]
     ratios = {
@@ -82,6 +100,7 @@ def result_of(rounds: list[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, 
         "largest_wait_over_mean": [
             max(server["waits"]) / statistics.mean(server["waits"]) for _, server in rounds
         ],
+        "two_adapters_over_one": [two / one for one, two in turns],
     }
     return {
         **{name: statistics.median(values) for name, values in ratios.items()},
@@ -113,6 +132,7 @@ def main() -> None:
     steps = WARM_UP + arguments.steps
     python = tinker_python(arguments.tinker_env)
     rounds = []
+    turns = []
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder, "model")
         write_served(model)
@@ -121,9 +141,11 @@ def main() -> None:
             losses = [each["loss"] for each in sides]
             assert math.isclose(*losses, rel_tol=LOSS), f"losses differ: {losses}"
             rounds.append(sides)
-            result = result_of([sides])
+            one, two = (run_clients(python, model, count, steps // 2 * 2) for count in (1, 2))
+            turns.append((one, two))
+            result = result_of([sides], turns[-1:])
             print(f"round {number + 1}: {result['seconds_per_step']}, {result['samples_per_s']}")
-    result = result_of(rounds)
+    result = result_of(rounds, turns)
     print(", ".join(f"{name} {value:.2f}" for name, value in result.items() if "_over_" in name))
     if arguments.json:
         print(json.dumps(result))

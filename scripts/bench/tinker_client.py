@@ -42,19 +42,24 @@ def draw_all(handle: str, process: int, ready: Any, waits: Any) -> None:
         waits.put([*clients.map(lambda client: draw(sampler, client), own)])
 
 
-def main(url: str, steps: int) -> None:
-    service = tinker.ServiceClient(base_url=url)
-    training = service.create_lora_training_client(
-        work.NAME, rank=work.RANK, seed=0, train_unembed=False
-    ).result()
+def training_data() -> list[types.Datum]:
+    """Return the data of a step."""
     rows = [work.tokens(f"datum/{number}", work.TOKENS) for number in range(work.DATUMS)]
-    data = [
+    return [
         types.Datum(
             model_input=types.ModelInput.from_ints(row[:-1]),
             loss_fn_inputs={"target_tokens": row[1:], "weights": [1.0] * (len(row) - 1)},
         )
         for row in rows
     ]
+
+
+def main(url: str, steps: int) -> None:
+    service = tinker.ServiceClient(base_url=url)
+    training = service.create_lora_training_client(
+        work.NAME, rank=work.RANK, seed=0, train_unembed=False
+    ).result()
+    data = training_data()
     adam = types.AdamParams(learning_rate=work.LEARNING_RATE)
     seconds = []
     for _ in range(steps):

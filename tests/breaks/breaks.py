@@ -199,6 +199,9 @@ rl/generation/requests.py
   vllm_internals.abort(self._engine, said)
   vllm_internals.abort(self._engine, [])
   generation/test_stop_texts.py
+  shares = str(request.adapter) if request.adapter else None
+  shares = None
+  generation/test_adapters.py
 rl/generation/loop.py
   if engine.version is not None and engine.version >= version:
   if engine.version is not None:

@@ -140,6 +140,8 @@ rollout/test_episodes.py
   test_no_more_episodes_are_open_than_the_limit_allows: EnvironmentTask.Config max_open_episodes
   test_all_episodes_of_a_group_may_be_lost: EnvironmentTask.Config max_prompt_tokens
   test_an_answer_without_thinking_follows_an_empty_thought: EnvironmentTask.Config enable_thinking
+session/test_adapters.py
+  test_snapshots_are_sampled_side_by_side: ServeConfig max_loras
 session/test_blocking.py
   test_ranks_compute_with_the_threads_of_their_config:
     TrainerConfig threads

@@ -16,7 +16,7 @@ from unittest.mock import patch
 import torch
 
 from rl.compat.vllm_internals import kv_caches
-from rl.generation.generator_config import GeneratorConfig, environment
+from rl.generation.generator_config import BankConfig, GeneratorConfig, environment
 from rl.model.parity import Parity
 from rl.model.shape import ModelConfig
 from rl.model.shards import Box
@@ -40,6 +40,7 @@ class GeneratorRanks:
         model: ModelConfig,
         prepare: Callable[[], None] | None = None,
         parity: Parity = "close",
+        adapters: BankConfig | None = None,
         **more: str,
     ):
         context = multiprocessing.get_context("spawn") if more else FORK
@@ -65,7 +66,9 @@ class GeneratorRanks:
                 name: str(value) for name, value in (ranks | more).items()
             }
             process = context.Process(
-                target=host, args=(there, variables, config, model, prepare, parity), daemon=True
+                target=host,
+                args=(there, variables, config, model, prepare, parity, adapters),
+                daemon=True,
             )
             with patch.dict(os.environ, variables):  # which imports of new interpreters read
                 process.start()
@@ -115,7 +118,13 @@ class GeneratorRanks:
 
 
 def host(
-    pipe, variables: dict[str, str], config: GeneratorConfig, model: ModelConfig, prepare, parity
+    pipe,
+    variables: dict[str, str],
+    config: GeneratorConfig,
+    model: ModelConfig,
+    prepare,
+    parity,
+    adapters,
 ) -> None:
     """Run a rank: build its engine, then execute the tasks from ``pipe``."""
     os.environ.update(variables)
@@ -126,7 +135,9 @@ def host(
         start_as_on_gpus()
     if prepare is not None:
         prepare()
-    engine = GenerationEngine(config, model, seed=0, in_turns=True, parity=parity)
+    engine = GenerationEngine(
+        config, model, seed=0, in_turns=True, parity=parity, adapters=adapters
+    )
     pipe.send(("done", unpushed(engine)))
     while (task := pipe.recv()) is not None:
         fn, args, kwargs = task

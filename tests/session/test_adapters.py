@@ -1,6 +1,9 @@
 """Adapters and snapshots of a session: what generators sample from is what the trainer scores."""
 
 import asyncio
+import os
+import signal
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +14,9 @@ from rl.errors import ActorFailure, ConfigError, RunError
 from rl.generation.generator_config import GeneratorConfig
 from rl.training.trainer_config import AdapterConfig
 from rl.types import Batch, GenerationRequest, Sampling
-from tests.session.sessions import PROMPTS, batch, on_its_loop, trainer_config
+from tests.actors.processes import pids_of
+from tests.generation.policies import EXPERTS
+from tests.session.sessions import PROMPTS, batch, config_of, on_its_loop, trainer_config
 
 LOSS = grpo(entropy_coef=0.01)
 SAMPLING = Sampling(max_tokens=12, temperature=0.7, stop_token_ids=(0,))
@@ -165,3 +170,56 @@ async def test_what_a_session_cannot_do_with_adapters_is_refused(sessions, sessi
     for message, call in refused.items():
         with pytest.raises(ConfigError, match=message):
             await call
+
+
+@on_its_loop
+async def test_snapshots_are_sampled_side_by_side(sessions, tmp_path):
+    """More of them than a generator holds, one of which is missing, and after its loss. The weights
+    under them are pushed once.
+    """
+    lora = LoRAConverter.Config(rank=4)
+    session = await sessions.start(
+        trainer=trainer_config(lora=lora),
+        generator=GeneratorConfig(kv_cache_gib=0.05),
+        max_loras=2,
+    )
+    await session.connect()
+    pushes = session._push.state.pending.version
+    async with session.running():
+        for name, rank in (("a", 4), ("b", 2), ("c", 4)):
+            await session.create_adapter(name, replace(CONFIG, rank=rank, mlp=name != "b"))
+            await train(session, name)
+            await session.save_snapshot(tmp_path / name, adapter=name)
+            if name != "c":
+                await session.drop_adapter(name)
+        names = ["base", "a", "b", "c"]
+        held = {name: name if name == "base" else tmp_path / name for name in names}
+        for turn in (1, 2):
+            found = await asyncio.gather(
+                *(
+                    difference(session, held[name], f"{name}/{turn}/{number}", weights=held[name])
+                    for number in range(2)
+                    for name in names
+                )
+            )
+            assert max(found) <= 1e-5
+        assert session._push.state.pending.version == pushes + 1
+        with pytest.raises(ActorFailure, match="absent"):
+            await difference(session, tmp_path / "absent", "absent")
+        os.kill(pids_of(session.pool.meshes[0])[0], signal.SIGKILL)
+        assert await difference(session, held["c"], "again", adapter="c") <= 1e-5
+        assert await difference(session, held["b"], "other", adapter="c") > 1e-4
+        assert await session.differing_weights() == []
+
+
+def test_adapters_side_by_side_are_refused_by_field():
+    lora = LoRAConverter.Config(rank=4)
+    for fields, reason in (
+        ({"trainer": trainer_config()}, "0 without trainer.lora"),
+        ({"trainer": trainer_config(lora=lora), "parity": "bitwise"}, "0 with parity 'bitwise'"),
+        ({"trainer": trainer_config(lora=lora), "model": EXPERTS}, "0 with adapters of experts"),
+    ):
+        config = config_of(max_loras=2, **fields)
+        with pytest.raises(ConfigError, match=f"max_loras is 2; it must be {reason}"):
+            config.adapters  # noqa: B018
+    assert config_of(trainer=trainer_config(lora=lora)).adapters is None

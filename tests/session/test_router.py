@@ -29,7 +29,7 @@ class Replica:
         self.fresh = []
         self._answers: list[asyncio.Future] = []
 
-    async def generate(self, requests, *, fresh=False):
+    async def generate(self, requests, *, fresh=False, adapter=None):
         self.asked.append([request.request_id for request in requests])
         self.fresh.append(fresh)
         answer = asyncio.get_running_loop().create_future()

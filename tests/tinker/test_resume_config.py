@@ -22,6 +22,7 @@ REFUSED = {
 NOTED = {
     "names: ": ("names", ("new/name",)),
     "state_every: 20 → 5": ("state_every", 5),
+    "max_loras: 4 → 0": ("max_loras", 0),
     "max_restarts: 3 → 9": ("max_restarts", 9),
     "model.max_seq_len: 128 → 256": ("model.max_seq_len", 256),
 }

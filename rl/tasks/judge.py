@@ -8,13 +8,10 @@ import re
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from rl.errors import ConfigError, RunError, error_text, require, shown
 from rl.types.rules import PERFORMANCE, YEAR_S, above, at_least
-
-if TYPE_CHECKING:
-    pass
 
 AGAIN = (408, 425, 429)
 """Codes of answers below 500 after which a question is asked again."""

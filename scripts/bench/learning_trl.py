@@ -51,7 +51,6 @@ def evaluated(model: Any, tokenizer: Any, problems: list[dict[str, Any]]) -> flo
             return_dict=True,
             return_tensors="pt",
             padding=True,
-            padding_side="left",
         )
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             ids = model.generate(**texts, do_sample=False, max_new_tokens=NEW_TOKENS)
@@ -101,7 +100,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--every", type=int, default=10, help="steps between two evaluations")
     arguments = parser.parse_args()
-    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model, padding_side="left")
     held = prompts(arguments.problems / "held.jsonl")
     recorder = Recorder(arguments.file, arguments.every, tokenizer, held)
 

@@ -40,7 +40,7 @@ def test_no_schedule_changes_a_bit(family, rounds, tmp_path):
         for number in range(rounds):
             heat = float(rng.choice([1.0, 0.7, 1.3]))
             sampling = {"temperature": heat} | (CUT if number % 3 == 2 else {})
-            plan = schedule(number, rng, SIZES["vocab_size"], (18, 24), **sampling)
+            plan = schedule(number, rng, SIZES["vocab_size"], (14, 18), **sampling)
             ranks.run(load, policies[0], 1)
             ((completions, *counts),) = ranks.run(play, plan, policies[1])
             disturbed += counts

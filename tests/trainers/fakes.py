@@ -375,9 +375,14 @@ class Generator(Mesh):
         return 0.25
 
     async def generate(
-        self, requests: list[GenerationRequest], *, fresh: bool = False
+        self,
+        requests: list[GenerationRequest],
+        *,
+        fresh: bool = False,
+        adapter: Path | None = None,
     ) -> list[Completion]:
         self.alive()
+        assert adapter is None, "this generator has its weights alone"
         canary = requests[0].request_id.startswith("canary")
         self.log.append(f"{'canary' if canary else 'generate'} {self.version}")
         if not canary:

@@ -109,7 +109,7 @@ class AdapterBank:
 
     def assign(self, places: Sequence[int], counts: Collection[int]) -> None:
         """Note the places of the adapters of a batch's requests, in the order of the model's input,
-        and their numbers of tokens. Rows behind them are padding, whose values nobody reads.
+        and their numbers of tokens. Rows behind them are padding, whose values are not read.
         """
         owners = torch.from_numpy(np.repeat(np.array(places), np.array([*counts])))
         owners = owners.to(self._mask.device, non_blocking=True)

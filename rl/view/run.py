@@ -125,9 +125,10 @@ def _read(path: Path, changed: int) -> tuple[dict[Key, Example], int]:
     file = parquet.ParquetFile(path)
     found: dict[Key, Example] = {}
     read = 0
-    shared = ""
+    shared: str | None = None
     for batch in file.iter_batches(1_000, columns=[*COLUMNS]):
-        shared = shared or shared_lines(batch["prompt"].to_pylist())
+        if shared is None:  # of the first examples, so that all are shown alike
+            shared = shared_lines(batch["prompt"].to_pylist())
         for row in batch.to_pylist():
             key = (row["chunk"], row["task"], row["prompt_id"], row["sample"], hash(row["prompt"]))
             value = json.loads(row["metrics"]).get("correct")

@@ -27,6 +27,14 @@ from trl import GRPOConfig, GRPOTrainer
 
 RANK = int(os.environ.get("RANK", "0"))
 PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))
+QUIET: dict[str, Any] = {
+    "use_cpu": True,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "dataloader_pin_memory": False,
+}
+"""Options of GRPOConfig for a CPU, without files and reports."""
 
 
 class Clock(TrainerCallback):
@@ -52,16 +60,19 @@ def dataset(work: Work, steps: int, problems: str) -> Dataset:
     if not work.published:
         texts = map(work.prompt_text, range(count))
         return Dataset.from_list([{"prompt": text, "answer": ""} for text in texts])
-    rows = map(json.loads, Path(problems).read_text().splitlines()[:count])
-    return Dataset.from_list(
-        [
-            {
-                "prompt": [{"role": "user", "content": f"{row['question']}\n{INSTRUCTION}"}],
-                "answer": row["answer"].split()[-1],
-            }
-            for row in rows
-        ]
-    )
+    return Dataset.from_list(prompts(Path(problems), INSTRUCTION)[:count])
+
+
+def prompts(problems: Path, instruction: str) -> list[dict[str, Any]]:
+    """Return the prompts of a file of problems, each with its answer."""
+    rows = map(json.loads, problems.read_text().splitlines())
+    return [
+        {
+            "prompt": [{"role": "user", "content": f"{row['question']}\n{instruction}"}],
+            "answer": row["answer"].split()[-1],
+        }
+        for row in rows
+    ]
 
 
 def exact_match(text: str, answer: str) -> float:
@@ -110,12 +121,8 @@ def main(path: str) -> None:
             max_grad_norm=MAX_NORM,
             epsilon=CLIP,
             beta=0.0,
-            use_cpu=True,
             logging_steps=steps,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            dataloader_pin_memory=False,
+            **QUIET,
             **given["options"],
         )
         GRPOTrainer(

@@ -1,5 +1,5 @@
-"""TRL's side of the picture in docs/real-model.md: GRPOTrainer on the word problems, with the sizes
-and the algorithm of the config smollm2.
+"""Learning of TRL's GRPOTrainer on the word problems of docs/real-model.md, with the sizes and the
+loss of the config smollm2. It lacks that config's entropy bonus, resampling and falling rate.
 
 Usage: TRL_PYTHON scripts/bench/learning_trl.py MODEL PROBLEMS FILE [--steps N] [--every N]
 
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from grpo_trl import exact_match
+from grpo_trl import QUIET, exact_match, prompts
 from grpo_work import CLIP, MAX_NORM
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -26,18 +26,6 @@ from trl import GRPOConfig, GRPOTrainer
 INSTRUCTION = "Show each calculation in one short line."
 NEW_TOKENS = 48
 BATCH = 50
-
-
-def prompts(file: Path) -> list[dict[str, Any]]:
-    """Return the prompts of a file of problems, each with its answer."""
-    rows = map(json.loads, file.read_text().splitlines())
-    return [
-        {
-            "prompt": [{"role": "user", "content": f"{row['question']}\n{INSTRUCTION}"}],
-            "answer": row["answer"].split()[-1],
-        }
-        for row in rows
-    ]
 
 
 def evaluated(model: Any, tokenizer: Any, problems: list[dict[str, Any]]) -> float:
@@ -101,7 +89,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=10, help="steps between two evaluations")
     arguments = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(arguments.model, padding_side="left")
-    held = prompts(arguments.problems / "held.jsonl")
+    held = prompts(arguments.problems / "held.jsonl", INSTRUCTION)
     recorder = Recorder(arguments.file, arguments.every, tokenizer, held)
 
     def score(completions: list[Any], answer: list[str], **_: object) -> list[float]:
@@ -127,17 +115,15 @@ def main() -> None:
             beta=0.0,
             bf16=True,
             gradient_checkpointing=False,
-            use_cpu=True,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            dataloader_pin_memory=False,
+            **QUIET,
         )
         GRPOTrainer(
             model=AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32),
             reward_funcs=score,
             args=config,
-            train_dataset=Dataset.from_list(prompts(arguments.problems / "train.jsonl")),
+            train_dataset=Dataset.from_list(
+                prompts(arguments.problems / "train.jsonl", INSTRUCTION)
+            ),
             processing_class=tokenizer,
             callbacks=[recorder],
         ).train()

@@ -76,6 +76,7 @@ def main(arguments: list[str]) -> None:
     from rl.config import ServeConfig
     from rl.gateway.http import serving
     from rl.observe.prometheus import Numbers
+    from rl.session.generators_page import generators_page
     from rl.session.metrics_page import metrics_page
 
     if options.run is not None:
@@ -100,7 +101,8 @@ def main(arguments: list[str]) -> None:
 
     async def serve(session: "Session") -> None:
         gateway = make_gateway(session, dialect, sampling, model=options.model_name)
-        more = [metrics_page(Numbers(options.model_name), lambda: session, key)]
+        page = metrics_page(Numbers(options.model_name), lambda: session, key)
+        more = [page, generators_page(session.pool, key)]
         async with serving(
             gateway, host=options.host, port=options.port, key=key, more=more
         ) as url:
@@ -124,6 +126,7 @@ def _serve_clients(
     from rl.observe.owner import claim
     from rl.observe.prometheus import Numbers
     from rl.session.concurrency import background
+    from rl.session.generators_page import generators_page
     from rl.session.metrics_page import metrics_page
     from rl.tinker.app import routes_of
     from rl.tinker.server import Server
@@ -152,7 +155,8 @@ def _serve_clients(
         async with background(server.run()):
             await server.samplers.running.wait()
             write_whole(owner.folder / "config.json", lambda file: file.write(content))
-            more = [metrics_page(numbers, lambda: session, key), *routes_of(server, key)]
+            pages = metrics_page(numbers, lambda: session, key), generators_page(session.pool, key)
+            more = [*pages, *routes_of(server, key)]
             async with serving(gateway, host=host, port=port, key=key, more=more) as url:
                 names = ", ".join(server.names)
                 openai = f", to OpenAI's on {api_of(url, dialect)}" if dialect else ""

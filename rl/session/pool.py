@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from rl.actors.generator import GeneratorMesh
-from rl.errors import ActorFailure, RankLost, RunError
+from rl.errors import ActorFailure, RankLost, RunError, require_value
+from rl.host.disk import write_whole
 from rl.observe.events import Events
-from rl.session.concurrency import background, finish_all
+from rl.session.concurrency import Signal, background, finish_all
 from rl.session.placement import Placement
 from rl.session.push import UNLIMITED, WeightPush
 from rl.session.router import Router
@@ -73,8 +74,8 @@ class GeneratorPool:
         async with background(pool.run()): ...  # lost ones come back, others join and leave
 
     - ``make(number)`` returns the mesh of generator ``number``.
-    - A number in the file ``asked`` changes the number of generators, up to the number that have
-      GPUs of their own and, over a network, up to the number at the start.
+    - A number in the file ``asked``, which ``ask`` writes, changes the number of generators, up to
+      the number that have GPUs of their own and, over a network, up to the number at the start.
     - A generator that is lost more than ``max_restarts`` times without a completion in between ends
       the session. So does a generator that raises, since it would raise again.
     """
@@ -93,6 +94,7 @@ class GeneratorPool:
         hardware = self.config.hardware
         on_gpus = bool(replicas) and hardware.kind != "cpu"
         self._most = Placement(self.config, hardware.gpus).replicas if on_gpus else UNLIMITED
+        self._changed = Signal()
 
     @property
     def meshes(self) -> list[GeneratorMesh]:
@@ -157,18 +159,47 @@ class GeneratorPool:
             keepers = {n: work.create_task(self._keep(mesh)) for n, mesh in self._meshes.items()}
             while True:
                 await asyncio.sleep(LOOK_EVERY_S)
-                count = self._count_asked()
+                count = self.count_asked()
                 for number in range(count):
                     if number not in self._meshes:
                         mesh = self._meshes[number] = self.make(number)
                         keepers[number] = work.create_task(self._keep(mesh))
-                for number in [number for number in self._meshes if number >= count]:
-                    mesh = self._meshes[number]
-                    keepers.pop(number).cancel()
-                    self.events.emit("left", process=mesh.name, text=f"{mesh.name} leaves")
-                    await self.router.drain(mesh)
-                    await mesh.stop()
-                    del self._meshes[number]
+                leaving = [number for number in self._meshes if number >= count]
+                await finish_all(
+                    self._remove(self._meshes[number], keepers.pop(number)) for number in leaving
+                )
+                self._changed.notify()
+
+    def ask(self, count: int) -> None:
+        """Have ``run`` change the number of generators. Raises ConfigError if it cannot."""
+        given = isinstance(count, int) and 1 <= count <= self.most
+        require_value(given, "replicas", count, f"1 to {self.most}")
+        write_whole(self.asked, lambda file: file.write(b"%d" % count))
+        self._changed.notify()
+
+    async def settled(self) -> None:
+        """Wait until the number of generators that is asked for serves, and no other is left."""
+        await self._changed.until(
+            lambda: (
+                len(self._meshes) == self.count_asked()
+                and all(mesh.state == "serving" for mesh in self.meshes)
+            )
+        )
+
+    @property
+    def most(self) -> int:
+        """Number of generators that there can be."""
+        return min(self._most, self.push.max_generators)
+
+    def count_asked(self) -> int:
+        """Return the number of generators that the file asks for, or the current number if the file
+        holds no valid number.
+        """
+        try:
+            count = int(self.asked.read_text())
+        except (OSError, ValueError):  # the file is missing or half written
+            return len(self._meshes)
+        return min(count, self.most) if count > 0 else len(self._meshes)
 
     async def close(self) -> None:
         """Let vLLM clean up. Ignores failures."""
@@ -178,6 +209,15 @@ class GeneratorPool:
     async def stop(self) -> None:
         """End the processes, whatever they are doing."""
         await finish_all(mesh.stop() for mesh in self.meshes)
+
+    async def _remove(self, mesh: GeneratorMesh, keeper: "asyncio.Task[None]") -> None:
+        """End a generator after its requests."""
+        self.events.emit("left", process=mesh.name, text=f"{mesh.name} leaves")
+        keeper.cancel()
+        await asyncio.wait([keeper])
+        await self.router.drain(mesh)
+        await mesh.stop()
+        del self._meshes[mesh.number]
 
     async def _keep(self, mesh: GeneratorMesh) -> None:
         """Start the generator, bring it weights, and send it requests, again whenever it is lost.
@@ -190,6 +230,7 @@ class GeneratorPool:
                         await self._start(mesh)
                     await self.push.join(mesh)
                     self.router.join(mesh)
+                    self._changed.notify()
                     self.events.emit("joined", process=mesh.name, text=f"{mesh.name} has joined")
                 raise await mesh.failed()
             except ActorFailure as failure:
@@ -209,14 +250,3 @@ class GeneratorPool:
             if not mesh.is_running:
                 await mesh.stop()
                 await mesh.start()
-
-    def _count_asked(self) -> int:
-        """Return the number of generators that the file asks for, or the current number if the file
-        holds no valid number.
-        """
-        try:
-            count = int(self.asked.read_text())
-        except (OSError, ValueError):  # the file is missing or half written
-            return len(self._meshes)
-        most = min(self._most, self.push.max_generators)
-        return min(count, most) if count > 0 else len(self._meshes)

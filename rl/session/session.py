@@ -289,6 +289,17 @@ class Session(Models):
             task, prompts, sampling, samples=samples, generate=self.sample
         )
 
+    async def scale(self, replicas: int) -> None:
+        """Change the number of generators to ``replicas``. Return when all of them serve, and those
+        that leave have answered their requests and ended.
+
+        Requests go on meanwhile. Raises ConfigError if so many cannot be placed: each needs GPUs of
+        its own, and over a network there are at most as many as at the start.
+        """
+        self._require_generators()
+        self.pool.ask(replicas)
+        await self.pool.settled()
+
     async def abort(self, *request_ids: str) -> None:
         """Abort these requests, or without ids all in flight, also those of cancelled callers."""
         await self.pool.abort(*request_ids)

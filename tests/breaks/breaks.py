@@ -251,6 +251,9 @@ rl/session/pool.py
   if lost > self.max_restarts:
   if lost >= 0:
   trainers session/test_restart.py
+  await self.router.drain(mesh)
+  mesh.state = "leaving"
+  session/test_elastic.py
 # trainers
 rl/trainers/ledger.py
   <= held + self._staleness

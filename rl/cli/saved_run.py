@@ -183,7 +183,8 @@ async def _interruptible(
 ) -> Result:
     own = asyncio.current_task()
     assert own is not None, "this is a coroutine"
-    print(session.describe(), flush=True)
+    if not opens:  # a session that is opened here says so itself
+        print(session.describe(), flush=True)
     # after a second signal, the processes of the session end with their parent
     with Signals(first=own.cancel, again=lambda number: end_program(128 + number)) as signals:
         try:

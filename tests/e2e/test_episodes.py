@@ -73,6 +73,6 @@ def test_the_policy_of_a_run_plays_an_episode(arguments, finished):
     run = finished(*arguments)
     done = warm.run("rl.play", "--run", run.folder, "--prompt", "1", timeout=300)
     assert done.returncode == 0, done.stderr
-    assert "starting trainer (1 rank), 1 x generator (1 rank)" in done.stdout
+    assert done.stdout.count("starting trainer (1 rank), 1 x generator (1 rank)") == 1
     assert done.stdout.count("[fed: ") == done.stdout.count("[sampled: ") > 1
     assert "turns: reward 0, not correct" in done.stdout or "done: reward" in done.stdout

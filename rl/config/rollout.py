@@ -99,6 +99,11 @@ class RolloutConfig:
     reward includes the penalty of ``overlong_buffer`` and the scores of reward models, which are
     equal for equal answers alone."""
 
+    oversampling: Annotated[float, at_least(1, 100)] = 1.0
+    """Number of prompts that are sampled for each group that a batch lacks. Above 1, a batch needs
+    fewer rounds of requests, and groups that it does not need are dropped. Requires
+    ``max_resampled_groups`` and the deterministic pipeline: the other one has no rounds."""
+
     reward_workers: Annotated[int, at_least(0, 10**4), PERFORMANCE] = 1
     """Number of processes that score completions. Processes that a reward starts end with its
     worker. 0 scores in the controller's process, where a reward that hangs or crashes ends the run

@@ -161,8 +161,9 @@ class RolloutScheduler:
         found = dict[int, Group | GroupLost]()
         self._resampled = 0
         while missing := self._size - sum(isinstance(each, list) for each in verdicts.values()):
-            prompt_ids = [ledger.admit(self._held) for _ in range(missing)]
-            count = min(self.config.generator.replicas, missing)
+            drawn = math.ceil(missing * self.config.rollout.oversampling)
+            prompt_ids = [ledger.admit(self._held) for _ in range(drawn)]
+            count = min(self.config.generator.replicas, drawn)
             shares = [prompt_ids[share::count] for share in range(count)]
             # A share that fails ends the others, since a new attempt asks them again.
             async with background() as work:
@@ -173,7 +174,10 @@ class RolloutScheduler:
                 for prompt_id, group in answer.result().items()
             }
             found |= outcomes
-            verdicts |= {prompt_id: self._judge(outcomes[prompt_id]) for prompt_id in prompt_ids}
+            for prompt_id in prompt_ids:
+                verdict = self._judge(outcomes[prompt_id]) if missing else "batch complete"
+                missing -= isinstance(verdict, list)
+                verdicts[prompt_id] = verdict
         # All at once: a checkpoint has the whole batch, or samples it again.
         for prompt_id, verdict in verdicts.items():
             _record_verdict(ledger, prompt_id, verdict)

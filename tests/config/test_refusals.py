@@ -71,6 +71,7 @@ REFUSED: list[tuple[Edits, str]] = [
         "'auto', 'tcp', .* with trainer.nodes=1 and generator.nodes=1",
     ),
     ({"trainer.packing": False} | SHARING, "1 with packing=False"),
+    ({"rollout.oversampling": 2.0}, "1 without rollout.max_resampled_groups, and in an asyn"),
     ({"rollout.stream_chunks": 2}, "1 unless rollout.pipeline is 'asynchronous'"),
     ({"algorithm.adaptive_kl.target": 0.1}, "0 unless algorithm.loss.kl_coef or"),
     ({"algorithm.overlong_buffer": 1000}, "at most rollout.max_tokens="),

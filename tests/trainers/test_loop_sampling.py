@@ -44,6 +44,20 @@ def test_groups_of_equal_rewards_are_replaced_up_to_a_limit(run):
     assert [row["ledger/dropped"] for row in rows] == [3, 6]
 
 
+def test_oversampling_fills_a_batch_in_fewer_rounds(run):
+    def prepare(trainer, generator):
+        run.rewards.flat = [0, 1, 2]
+
+    fields = {"rollout.max_resampled_groups": 3, "rollout.oversampling": 2}
+    run(prepare, steps=2, fields=fields)
+    ledger = ledger_of(run.record)
+    assert [row["trained_now"] for row in ledger] == [[3, 4], [6, 7]]
+    assert [row["dropped_now"] for row in ledger] == [
+        {"rewards all equal": [0, 1, 2], "batch complete": [5]},
+        {"batch complete": [8, 9]},
+    ]
+
+
 def test_the_limit_of_resampling_holds_across_steps(run):
     def prepare(trainer, generator):
         run.rewards.flat = range(100)

@@ -7,12 +7,13 @@ import os
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import iterate_in_threadpool
+from starlette.datastructures import URL
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -120,12 +121,20 @@ def admit(request: Request, key: str | None, what: str) -> None:
         # the bytes that were sent, and those of the environment
         if not hmac.compare_digest(given.encode("latin-1"), os.fsencode(key)):
             raise ApiError(401, "the API key is wrong", code="invalid_api_key")
-    elif not is_loopback(request.url.hostname or ""):  # a web page that a browser shows
+    elif not _is_here(request.headers.get("host") or request.url.netloc):  # a page in a browser
         message = f"this server is {what} of this machine alone"
         raise ApiError(403, message, code="wrong_host")
     elif not LOCAL_ORIGIN.fullmatch(request.headers.get("origin", "http://localhost")):
         message = "pages of other sites may not use this server"
         raise ApiError(403, message, code="wrong_origin")
+
+
+@lru_cache(64)
+def _is_here(host: str) -> bool:
+    """Whether the header ``host`` names this machine."""
+    headers = [(b"host", host.encode("latin-1"))]
+    scope = {"scheme": "http", "server": None, "path": "/", "headers": headers}
+    return is_loopback(URL(scope=scope).hostname or "")
 
 
 async def read_body(

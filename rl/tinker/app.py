@@ -62,11 +62,11 @@ FIXED = {
 }
 """Answers that are the same for all clients, by path. The first has ways of the SDK, which the
 server chooses; the size of samples that are sent at once bounds the number of connections."""
-POSTED = """create_session session_heartbeat create_model get_info forward_backward
-    create_custom_loss optim_step load_weights save_weights save_weights_for_sampler
-    save_weights_external weights_info copy_weights create_sampling_session join_sampling_session
-    asample retrieve_future retrieve_futures cancel_future"""
-"""Paths of POST, each of the handler with its name."""
+POSTED = """asample retrieve_future retrieve_futures forward_backward optim_step create_session
+    session_heartbeat create_model get_info create_custom_loss load_weights save_weights
+    save_weights_for_sampler save_weights_external weights_info copy_weights
+    create_sampling_session join_sampling_session cancel_future"""
+"""Paths of POST, each of the handler with its name; those first that come for every sample."""
 OTHERS = [
     ("GET", "get_server_capabilities", "capabilities"),
     ("GET", "sessions", "sessions"),

@@ -41,6 +41,10 @@ class Samples:
         self._waiting = defaultdict[str, list[Rollout]](list)
         self._folders: dict[str, RolloutFolder] = {}
 
+    def has_room(self, model: str) -> bool:
+        """Whether ``add`` keeps anything before the next step of the model."""
+        return len(self._waiting[model]) < MOST
+
     def add(self, model: str, prompt: list[int], completions: Sequence[Completion]) -> None:
         """Keep completions of a prompt until the next step of the model."""
         waiting = self._waiting[model]

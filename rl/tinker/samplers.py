@@ -304,7 +304,7 @@ class Samplers:
             for number, id in enumerate(ids)
         ]
         completions = await self._complete(requests, fact, session_of(ids[0]))
-        if run := fact.get("run"):
+        if (run := fact.get("run")) and self._parts.samples.has_room(run):
             await asyncio.to_thread(self._parts.samples.add, run, tokens, completions)
         hidden = max(1, len(tokens) - (prompt_logprobs_last_n or len(tokens)))
         scores = [math.nan] * hidden + (completions[0].prompt_logprobs or [])[hidden:]

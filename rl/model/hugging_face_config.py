@@ -147,6 +147,15 @@ class HuggingFaceConfig(dict[str, Any]):
         self.require(holds, key, share, "it must be at most 1, and rotate an even number of a head")
         return float(share)
 
+    def default_rope(self) -> dict[str, Any]:
+        """Set ``rope_parameters`` to those of transformers' config if the file has none, and return
+        them; otherwise {}.
+        """
+        if self.get("rope_scaling") or self.get("rope_parameters") is not None:
+            return {}
+        self["rope_parameters"] = rope = dict(self.defaults().rope_parameters)
+        return rope
+
     def rope(self, layers: str = "") -> tuple[float, tuple[tuple[str, Any], ...]]:
         """Return the base of the rotary embedding, and the items of transformers' parameters of a
         scaled one; none for the default kind. If each kind of layers has its own, it is that of

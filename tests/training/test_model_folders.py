@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,13 @@ from transformers import AutoConfig
 from configs.quickstart import quickstart
 from rl.config import RLConfig, RoleConfig
 from rl.errors import ConfigError, RunError
+from rl.model.families import BUILT_IN
 from rl.model.shape import ModelConfig, hf_config, shape_of
+from rl.training.engine import TrainingEngine
 from rl.types.batch import Batch
 from rl.validation import validate
 from rl.validation.folders import check_numbers
+from tests.training.family_cases import ALL, family_in
 from tests.training.model_cases import EQUAL, HEAD, REFUSED, UP
 from tests.training.model_folders import (
     Folder,
@@ -76,17 +80,22 @@ SPLIT = {"no head_dim", "several files"}
 REWRITTEN = {"tied, its head stored", "float64 in the file", "tied, its head alone stored"}
 REWRITTEN |= {"names without model.", "names with model. twice"}
 REWRITTEN |= {"qwen3_5_moe_text, all experts in one tensor"}
+"""Folders whose tensors an export changes."""
 VISION = {f"{kind}, within a model with vision" for kind in ("qwen3_5_text", "qwen3_5_moe_text")}
 """Folders of models with vision, of which an export has the language model."""
-"""Folders whose tensors an export changes."""
+
+
+def test_each_family_has_eight_folders():
+    counts = Counter(map(family_in, ALL.values()))
+    assert {family: counts[family] for family in BUILT_IN if counts[family] < 8} == {}
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[] if name in DISTINCT else [pytest.mark.long]) for name in EQUAL],
+    [pytest.param(name, marks=[] if name in DISTINCT else [pytest.mark.long]) for name in ALL],
 )
 def test_logits_and_export_are_those_of_transformers(tmp_path, name):
-    folder = EQUAL[name].write(tmp_path / "in")
+    folder = ALL[name].write(tmp_path / "in")
     out = tmp_path / "out"
     validate(config_of(folder))
     tokens = torch.randint(40, (2, 24), generator=torch.Generator().manual_seed(1))
@@ -96,6 +105,7 @@ def test_logits_and_export_are_those_of_transformers(tmp_path, name):
     checkpointer.export_hf(str(out))
     checkpointer.close()
     assert (logits_of(engine, tokens) - wanted).abs().max() <= 1e-5
+    assert error_of_logprobs(engine, folder, 150) <= 1e-5
     assert torch.equal(transformers_logits(out, tokens), wanted)
     if name not in REWRITTEN | VISION:
         same_tensors(folder, out)
@@ -153,14 +163,21 @@ def test_bounded_products_have_no_bitwise_parity(tmp_path):
 @pytest.mark.parametrize("name", ["granite", "gemma2"])
 def test_log_probs_are_those_of_scaled_and_bounded_logits(tmp_path, name):
     folder = EQUAL[name].write(tmp_path / "in")
-    tokens = torch.randint(40, (1, 24), generator=torch.Generator().manual_seed(1))
     engine, checkpointer = open_folder(folder, tmp_path)
     checkpointer.close()
-    batch = Batch(tokens=tokens[0], lengths=torch.tensor([24]), loss_weights=torch.ones(24))
-    ours = engine.forward(batch, temperature=0.5)["logprobs"]
-    wanted = (transformers_logits(folder, tokens)[0, :-1] / 0.5).log_softmax(-1)
+    assert error_of_logprobs(engine, folder, 24, temperature=0.5) <= 1e-5
+
+
+def error_of_logprobs(
+    engine: TrainingEngine, folder: Path, length: int, *, temperature: float = 1.0
+) -> float:
+    """Return the largest difference of the log-probs of random tokens from transformers'."""
+    tokens = torch.randint(40, (1, length), generator=torch.Generator().manual_seed(1))
+    batch = Batch(tokens=tokens[0], lengths=torch.tensor([length]), loss_weights=torch.ones(length))
+    ours = engine.forward(batch, temperature=temperature)["logprobs"]
+    wanted = (transformers_logits(folder, tokens)[0, :-1] / temperature).log_softmax(-1)
     wanted = wanted.gather(-1, tokens[0, 1:, None]).flatten()
-    assert (ours[1:] - wanted).abs().max() <= 1e-5
+    return (ours[1:] - wanted).abs().max().item()
 
 
 WITHOUT_EFFECT = {"_name_or_path", "architectures", "initializer_range", "pad_token_id"}
@@ -169,9 +186,9 @@ WINDOW = {"layer_types", "max_window_layers", "sliding_window", "use_sliding_win
 """Keys of a window that holds the longest sequence."""
 
 
-@pytest.mark.parametrize("name", EQUAL)
+@pytest.mark.parametrize("name", ALL)
 def test_the_written_config_is_the_one_that_transformers_reads(tmp_path, name):
-    folder = EQUAL[name].write(tmp_path / "in")
+    folder = ALL[name].write(tmp_path / "in")
     theirs = AutoConfig.from_pretrained(folder).get_text_config()
     shape = shape_of(ModelConfig(hf_path=str(folder)))
     ours = type(theirs)(**hf_config(shape))

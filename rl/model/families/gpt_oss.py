@@ -25,11 +25,8 @@ class GptOss(Family):
     def read(self, config: HuggingFaceConfig, max_seq_len: int) -> dict[str, Any]:
         found = config.get("quantization_config")
         config.require(found is None, "quantization_config", found, DEQUANTIZE)
-        if not config.get("rope_scaling") and config.get("rope_parameters") is None:
-            from transformers import GptOssConfig  # its default is a scaled embedding
-
-            config["rope_parameters"] = dict(GptOssConfig().rope_parameters)
-            del config["rope_parameters"]["rope_theta"]
+        config.config_class = self.config_class
+        config.default_rope().pop("rope_theta", None)  # which the file may give
         fields = super().read(config, max_seq_len)
         swiglu = (config.number("swiglu_alpha"), config.number("swiglu_limit"))
         return fields | {"swiglu": swiglu}

@@ -66,8 +66,13 @@ class Attention(GQAttention):
         if config.wide_norms:
             fields = _fields(config.qk_norm)
             widths = (heads * self.head_dim for heads in (self.n_heads, self.n_kv_heads))
+            # adapters freeze the norm that these replace
+            learns = self.q_norm.weight.requires_grad  # type: ignore[has-type]
             self.q_norm, self.k_norm = (
-                WideNorm.Config(**fields | {"normalized_shape": width}).build() for width in widths
+                WideNorm.Config(**fields | {"normalized_shape": width})
+                .build()
+                .requires_grad_(learns)
+                for width in widths
             )
         if config.sinks:
             self.sinks = nn.Parameter(torch.empty(config.n_heads))

@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torchtitan.components.lora import LoRAConverter
 from rl.compat.torch_internals import local_tensor
 from rl.errors import RunError
 from rl.model.digest import digests, merge_digests
+from rl.model.families import BUILT_IN, family_named
 from rl.model.shards import Box
 from rl.training.checkpoint import Checkpointer
 from rl.training.engine import TrainingEngine
@@ -102,6 +104,14 @@ def merged(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {
         name: weight + product(name) for name, weight in weights.items() if not is_adapter(name)
     }
+
+
+@pytest.mark.parametrize("family", BUILT_IN)
+def test_all_other_weights_of_each_family_are_frozen(tmp_path, family):
+    model = EXPERTS if family_named(family).has_experts else TIED_FUSED
+    engine = engine_of(replace(model, family=family), folder=str(tmp_path), lora=LORA)
+    learning = {name: each.requires_grad for name, each in engine.model.named_parameters()}
+    assert learning == {name: is_adapter(name) for name in learning}
 
 
 def merge_error(engine: TrainingEngine) -> float:

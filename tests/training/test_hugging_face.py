@@ -221,6 +221,7 @@ def adopt_and_count(folder: str, layout: str, export: str) -> dict[str, Any]:
         pytest.param("several files", "hsdp4", marks=pytest.mark.long),
         pytest.param("gpt_oss, several files", "fsdp2_tp2", marks=pytest.mark.long),
         pytest.param("gpt_oss, several files", "fsdp2_tp2_ep2", marks=pytest.mark.long),
+        ("gemma2", "tp2"),
     ],
 )
 def test_ranks_read_and_write_their_own_parts_of_the_whole_piece_by_piece(tmp_path, name, layout):

@@ -114,12 +114,9 @@ def scored(
     and temperature. ``trainer`` has fields of its config, and the engine's ``parity``.
     """
     parity = trainer.get("parity", "bitwise")
-    fields = {"micro_batch_size": 3} | {n: each for n, each in trainer.items() if n != "parity"}
-    config = TrainerConfig(
-        parallelism=LAYOUTS[layout].parallelism,
-        training=TrainingConfig(mixed_precision_param=dtype),
-        **fields,
-    )
+    usual = {"micro_batch_size": 3, "training": TrainingConfig(mixed_precision_param=dtype)}
+    fields = usual | {name: each for name, each in trainer.items() if name != "parity"}
+    config = TrainerConfig(parallelism=LAYOUTS[layout].parallelism, **fields)
     engine = TrainingEngine(config, model, seed=0, steps=9, folder=folder, parity=parity)
     with torch.no_grad():
         for name, parameter in named_weights(engine.model).items():

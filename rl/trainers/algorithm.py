@@ -142,11 +142,16 @@ class Algorithm(Configurable, ABC):
         longest = self.run.rollout.max_tokens
         batch = make_batch(rollouts, reduction=self.reduction, max_tokens=longest)
         forward = functools.partial(session.forward, batch, temperature=self.temperature)
+        needed = dict(self._columns)
+        has_bits = self.run.parity == "bitwise" and needed.get("trainer", [""])[0] == "logprobs"
+        if has_bits and (batch.columns["versions"][batch.loss_mask] == session.version).all():
+            # generators computed the same bits
+            batch.columns[needed.pop("trainer")[1]] = batch.columns["behaviour_logprobs"]
         outputs, mixed = await asyncio.gather(
-            asyncio.gather(*(forward(role=role) for role in self._columns)),
+            asyncio.gather(*(forward(role=role) for role in needed)),
             asyncio.gather(*(self._output(session, batch, rollouts, name) for name in self._mixed)),
         )
-        for (name, column), output in zip(self._columns.values(), outputs, strict=True):
+        for (name, column), output in zip(needed.values(), outputs, strict=True):
             batch.columns[column] = output[name]
         for column in dict.fromkeys(role.column for role in self._mixed.values()):
             batch.columns[column] = self._mean(column, mixed, len(batch.tokens))

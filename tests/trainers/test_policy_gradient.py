@@ -104,6 +104,21 @@ def test_the_loss_has_the_trainers_logprobs_before_the_step(run, fields, columns
     assert all(batch.columns.keys() >= columns for batch in run.trainer.batches)
 
 
+@pytest.mark.parametrize(("staleness", "passes"), [(0, []), (1, ["forward 1", "forward 2"])])
+def test_equal_bits_save_the_pass_for_log_probs_of_current_weights(run, staleness, passes):
+    fields = {
+        "algorithm.old_logprobs": "recomputed",
+        "parity": "bitwise",
+        "weights.canary_tolerance": 0.0,
+    }
+    log, _ = run(steps=3, staleness=staleness, fields=fields)
+    assert calls(log, "forward") == passes
+    if not passes:
+        columns = [batch.columns for batch in run.trainer.batches]
+        sampled = [each["behaviour_logprobs"] for each in columns]
+        assert all(map(torch.equal, sampled, [each["proximal_logprobs"] for each in columns]))
+
+
 @pytest.mark.parametrize("correction", [TruncatedIS.Config(), MaskedIS.Config()])
 def test_the_decoupled_loss_refuses_a_second_behaviour_weight(correction):
     fresh = (StalenessDecay.Config(), MaskedIS.Config(weigh=False))

@@ -29,11 +29,13 @@ LANES = 64
 number by a scalar function."""
 QUERIES = 128
 """Largest number of queries of a sequence that are computed together."""
-QUERY_ROWS = 16
-"""Divisor of the number of rows of queries; a product of few rows has other sums."""
+FEW_QUERIES = 16
+"""Number of queries below which the query heads of a key head are computed as more rows."""
+ROWS = (4, 8, 16)
+"""Divisors of the number of rows of queries: see ``query_rows``."""
 KEYS = 512
 """Number of keys that torch's kernel sums at once."""
-SPANS = (64, 128, 256)
+SPANS = (32, 64, 96, 128, 160, 192, 256, 384)
 """Smaller numbers of keys, which have the same sums on many hosts: see ``spans``."""
 CELLS = 2**16
 """Largest number of keys that are gathered at once."""
@@ -55,7 +57,8 @@ def _mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if not a.is_contiguous() or not a.numel():  # the gradient of a weight has no fixed rows
         return torch.mm(a, b, out=a.new_empty(rows, b.shape[1]))
     size = max(rows, LEAST_ROWS) if a.dtype == torch.float32 else BLOCK_ROWS
-    a = F.pad(a, (0, 0, 0, -rows % size))
+    if rows % size:
+        a = F.pad(a, (0, 0, 0, -rows % size))
     out = a.new_empty(len(a), b.shape[1])
     for part, result in zip(a.split(size), out.split(size), strict=True):
         torch.mm(part, b, out=result)
@@ -132,38 +135,51 @@ def groups_of(stretches: Iterable[Stretch], window: int) -> list[Group]:
 @cache
 def spans() -> tuple[int, ...]:
     """Return the numbers of ``SPANS`` whose sums are those of ``KEYS`` on this host."""
+    return tuple(span for span in SPANS if _same_sums(max(ROWS), span))
+
+
+@cache
+def query_rows() -> int:
+    """Return the least of ``ROWS`` whose sums are those of more rows on this host."""
+    return next((rows for rows in ROWS if _same_sums(rows, KEYS)), max(ROWS))
+
+
+def _same_sums(rows: int, span: int) -> bool:
+    """Whether attention of ``rows`` queries to ``span`` keys has the bits of ``QUERIES`` queries to
+    ``KEYS`` keys of which only these are seen.
+    """
     draw = torch.Generator().manual_seed(0)
-    same = []
-    for span in SPANS:
-        mask = torch.zeros(1, 1, QUERY_ROWS, KEYS)
-        mask[..., span:] = -torch.inf
-        pairs = []
-        for dim in (32, 64, 80, 128, 256):
-            query, *keys = (
-                torch.randn(1, 1, n, dim, generator=draw, dtype=torch.float32)
-                for n in (QUERY_ROWS, KEYS, KEYS)
-            )
-            for count in (span, KEYS):
-                key, value = (each[:, :, :count].contiguous() for each in keys)
-                found = flash_attention(
-                    query, key, value, mask=mask[..., :count].contiguous(), scale=dim**-0.5
-                )
-                pairs.append(found[0])
-        if all(map(torch.equal, pairs[::2], pairs[1::2])):
-            same.append(span)
-    return tuple(same)
+    mask = torch.zeros(1, 1, QUERIES, KEYS)
+    mask[..., span:] = -torch.inf
+    for dim in (32, 64, 80, 128, 256):
+        query, *pair = (
+            torch.randn(1, 1, count, dim, generator=draw, dtype=torch.float32)
+            for count in (QUERIES, KEYS, KEYS)
+        )
+        whole, _ = flash_attention(query, *pair, mask=mask, scale=dim**-0.5)
+        key, value = (each[:, :, :span].contiguous() for each in pair)
+        seen = mask[:, :, :rows, :span].contiguous()
+        part, _ = flash_attention(query[:, :, :rows], key, value, mask=seen, scale=dim**-0.5)
+        if not torch.equal(part, whole[:, :, :rows]):
+            return False
+    return True
 
 
 def _group(members: Sequence[Stretch], width: int, span: int, window: int) -> Group:
-    queries = [np.pad(own, (0, width - len(own)), mode="edge") for own, _ in members]
-    keys = [np.pad(seen, (1, span - 1 - len(seen)), mode="edge") for _, seen in members]
+    queries = np.empty((len(members), width), dtype=np.int64)
+    keys = np.empty((len(members), span), dtype=np.int64)
+    for row, (own, seen) in enumerate(members):
+        queries[row] = own[-1]
+        queries[row, : len(own)] = own
+        keys[row] = seen[-1]
+        keys[row, 1 : 1 + len(seen)] = seen
     last = np.array([[len(seen) - 1] for _, seen in members])
     first = last + 1 - np.array([[len(own)] for own, _ in members])
     query = np.minimum(first + np.arange(width), last)[..., None]
     key = np.arange(-1, span - 1)
     attends = torch.from_numpy((key <= query) & (key > query - window) | (key < 0)).unsqueeze(1)
     mask = torch.zeros(attends.shape).masked_fill_(~attends, -torch.inf)
-    return Group(torch.from_numpy(np.stack(queries)), torch.from_numpy(np.stack(keys)), mask)
+    return Group(torch.from_numpy(queries), torch.from_numpy(keys), mask)
 
 
 def attend(
@@ -185,17 +201,22 @@ def attend(
     nothing = torch.full((heads,), -torch.inf) if sinks is None else sinks.detach().float()
     for group in groups:
         width = group.queries.shape[1]
-        fold = heads // k.shape[1] if width < QUERY_ROWS else 1  # heads of a key as rows
+        fold = heads // k.shape[1] if width < FEW_QUERIES else 1  # heads of a key as rows
         rows = fold * width
-        more = (0, 0, 0, -rows % QUERY_ROWS)
-        folded = q[group.queries].float().unflatten(2, (-1, fold))
+        more = (0, 0, 0, -rows % query_rows())
+        folded = _taken(q, group.queries).unflatten(2, (-1, fold))
         query = folded.permute(0, 2, 3, 1, 4).flatten(2, 3)
-        key, value = (each[group.keys].float().transpose(1, 2) for each in (k, v))
+        key, value = (_taken(each, group.keys).transpose(1, 2) for each in (k, v))
         key[:, :, 0] = value[:, :, 0] = 0
         mask = group.mask.repeat(1, heads // fold if sinks is not None else 1, fold, 1)
         mask[..., 0] = nothing.view(-1, fold, 1).expand(-1, -1, width).flatten(1)[: mask.shape[1]]
         found = flash_attention(F.pad(query, more), key, value, mask=F.pad(mask, more), scale=scale)
         for whole, part in zip((out, total), found, strict=True):
             values = part[:, :, :rows].unflatten(2, (fold, width)).flatten(1, 2).transpose(1, 2)
-            whole[group.queries] = values.to(whole.dtype)
+            whole.index_copy_(0, group.queries.flatten(), values.flatten(0, 1).to(whole.dtype))
     return out, total
+
+
+def _taken(x: torch.Tensor, cells: torch.Tensor) -> torch.Tensor:
+    """Return the values [P, L, ...] of ``cells`` [P, L] of ``x``, float32."""
+    return x.index_select(0, cells.flatten()).float().unflatten(0, cells.shape)

@@ -442,6 +442,13 @@ rl/trainers/algorithm.py
   own = own, *(part.reward for *_, part in by_player([rollout]))
   own = own, 0.0
   environments/test_self_play.py
+  if has_bits and (batch.columns["versions"][batch.loss_mask] == session.version).all():
+  if has_bits:
+  trainers/test_policy_gradient.py
+rl/model/parity.py
+  more = (0, 0, 0, -rows % query_rows())
+  more = (0, 0, 0, 0)
+  parity/test_kernels.py
 rl/rollout/episodes.py
   episode.rewards[turn] += float(more)
   episode.rewards[-1] += float(more)

@@ -87,8 +87,17 @@ def adapted_in_peft(
     return peft
 
 
+NOT_CONVERTED = pytest.mark.xfail(strict=True, reason="PEFT does not know experts of this family")
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("name", ONE_EACH.values())
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[NOT_CONVERTED] if family == "qwen3_5_moe_text" else [])
+        for family, name in ONE_EACH.items()
+    ],
+)
 def test_peft_puts_an_adapter_on_a_base_of_each_family(tmp_path, name):
     """Logits are up to 5, and of some families float32 rounds them by more than 1e-5."""
     adapted_in_peft(EQUAL[name], tmp_path, most=1e-4)

@@ -78,8 +78,8 @@ class HostCalls(TorchFunctionMode):
     without an index.
     """
 
-    def __init__(self, pinned: Callable[[int], None]):
-        """Pass the bytes of each pinned tensor to ``pinned``."""
+    def __init__(self, pinned: Callable[[torch.Tensor], None]):
+        """Pass each new pinned tensor to ``pinned``."""
         super().__init__()
         self._pinned = pinned
 
@@ -87,7 +87,7 @@ class HostCalls(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if kwargs.get("pin_memory"):
             tensor = func(*args, **kwargs | {"pin_memory": False})
-            self._pinned(tensor.nbytes)
+            self._pinned(tensor)
             return tensor
         if func is torch.Tensor.cuda:
             return args[0].to(_current())

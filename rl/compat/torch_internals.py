@@ -6,6 +6,7 @@ import random
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -48,6 +49,18 @@ def write_memory(path: str) -> None:
 def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard, which shares memory with the parameter."""
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+
+
+def as_shard_of(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Return ``local`` as this rank's shard of a tensor that is laid out as ``tensor``. They may be
+    on different devices.
+    """
+    if not isinstance(tensor, DTensor):
+        return local
+    meta = tensor._spec.tensor_meta
+    assert meta is not None, "parameters have shapes"
+    spec = replace(tensor._spec, tensor_meta=meta._replace(dtype=local.dtype))
+    return DTensor(local, spec, requires_grad=False)
 
 
 def wait_for_local(tensor: DTensor) -> None:

@@ -16,6 +16,7 @@ from rl.plan.peak_memory import (
     rope_tables,
 )
 from rl.plan.planned_run import DTYPE_BYTES, LEARNING, PlannedRun, seat_of
+from rl.training.offloaded_optimizers import BUFFERS, aligned, parts_of
 from rl.training.sharded_model import adapted_weight, is_adapter
 from rl.training.trainer_config import TrainerConfig
 from rl.types import Place
@@ -98,7 +99,8 @@ def all_ranks(run: PlannedRun) -> list[RankMemory]:
             fragments = int(FRAGMENTATION * sum(item.bytes for item in passes))
             passes.append(Item("fragmentation", fragments, estimate=True))
         for rank, layout in enumerate(run.held[name]):
-            items = [*_model_items(run, name, layout), *passes]
+            room = sum(item.bytes for item in passes)
+            items = [*_model_items(run, name, layout, room), *passes]
             if name == "trainer" and slots:
                 on_host = run.transport not in ON_DEVICE
                 items.append(Item("push slots", slots[rank], on_host=on_host))
@@ -138,8 +140,10 @@ def _rank(run: PlannedRun, mesh: str, rank: int, place: Place, items: list[Item]
     return RankMemory(mesh, rank, host, gpu if run.cuda else None, held)
 
 
-def _model_items(run: PlannedRun, name: str, layout: Layout) -> list[Item]:
-    """Return the items that a role's rank keeps from step to step."""
+def _model_items(run: PlannedRun, name: str, layout: Layout, room: int) -> list[Item]:
+    """Return the items that a role's rank keeps from step to step, and what an optimizer step needs
+    besides ``room``, the bytes of passes.
+    """
     role = run.roles[name]
     trainer = role.trainer
     size = DTYPE_BYTES[trainer.training.dtype]
@@ -147,6 +151,8 @@ def _model_items(run: PlannedRun, name: str, layout: Layout) -> list[Item]:
     weights = {region.name: region.box.numel for region in layout if region.name not in adapters}
     trained = (adapters or weights) if name in LEARNING else {}
     states = [size for weight, count in trained.items() for size in _states(trainer, weight, count)]
+    away = trainer.offload_optimizer
+    parts = _parts(trainer, trained) if away else []
     adapted = set(map(adapted_weight, adapters))
     merged = [weights[weight] for weight in adapted] if name == "trainer" else []
     parameters = sum(weights.values()) * size
@@ -155,13 +161,15 @@ def _model_items(run: PlannedRun, name: str, layout: Layout) -> list[Item]:
         Item("adapters", sum(adapters.values()) * size),
         Item("merged weights", sum(merged) * size),
         Item("gradients", sum(trained.values()) * size),
-        Item("optimizer states", sum(states)),
+        Item("optimizer states", _buffers(run, parts) if away else sum(states), on_host=away),
+        Item("optimizer parts", max(0, BUFFERS * max(parts, default=0) - room), estimate=True),
         Item("RoPE tables", rope_tables(run, role)),
     ]
     if len(run.shared) > 1:
         gradients = in_parameter_groups(trained, role).values()
         kept = [*weights.values(), *adapters.values(), *merged, *gradients]
-        buffers = _buffers(run, [*(size * count for count in kept), *states])
+        moved = [] if away else states
+        buffers = _buffers(run, [*(size * count for count in kept), *moved])
         items.append(Item("offload buffers", buffers, on_host=True))
     if name in LEARNING and trainer.checkpoint.async_mode != "disabled":
         items.append(Item("checkpoint staging", parameters + sum(states), True, estimate=True))
@@ -177,6 +185,12 @@ def _states(trainer: TrainerConfig, name: str, elements: int) -> list[int]:
     count = STATES[group.optimizer_name] + bool(group.optimizer_kwargs.get("amsgrad"))
     short = optimizer.implementation == "fused_opt_states_bf16"
     return count * [elements * (2 if short else DTYPE_BYTES[trainer.training.dtype])]
+
+
+def _parts(trainer: TrainerConfig, trained: dict[str, int]) -> list[int]:
+    """Return the bytes of each part of the moments that are on the host."""
+    sizes = [sum(map(aligned, _states(trainer, *each))) for each in trained.items()]
+    return [sum(sizes[part]) for part in parts_of(sizes)]
 
 
 def _buffers(run: PlannedRun, sizes: Iterable[int]) -> int:

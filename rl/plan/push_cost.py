@@ -95,7 +95,8 @@ def turns_of(run: PlannedRun, ranks: Sequence[RankMemory]) -> Iterator[Move]:
     for role in run.roles:
         if len(run.shared) > 1 and role in run.shared:
             own = (rank.named(*MOVED) for rank in ranks if rank.role == role)
-            yield _to_host(run, role, max(sum(item.bytes for item in items) for items in own))
+            moved = ([item.bytes for item in items if not item.on_host] for items in own)
+            yield _to_host(run, role, max(map(sum, moved)))
 
 
 def _to_host(run: PlannedRun, what: str, bytes: int) -> Move:

@@ -28,6 +28,7 @@ from rl.training.context import SequenceShard
 from rl.training.kept_logits import kept_logits
 from rl.training.matmul import kernel_in_use
 from rl.training.micro_batches import MicroBatch, micro_batches_of, outputs_of
+from rl.training.offloaded_optimizers import optimizers_of
 from rl.training.routing import Routing
 from rl.training.token_metrics import MetricTotals, StepSums, WorkCount, over_ranks
 from rl.training.trainer_config import AdapterConfig, TrainerConfig
@@ -88,7 +89,7 @@ class TrainingEngine:
         self._routers = routers_of(self.model) if config.router_replay == "generator" else []
         # After the model: its initializers draw more on some ranks than on others.
         titan_dist.set_determinism(self.dims, self.device, config.debug, distinct_seed_mesh_dims=[])
-        self.optimizers = config.optimizer.build(model_parts=[self.model])
+        self.optimizers = optimizers_of(config, self.model)
         self.schedule = config.lr_scheduler.build(optimizers=self.optimizers, training_steps=steps)
         self._hyperparameters = [
             {name: value for name, value in group.items() if name != "params"}

@@ -12,6 +12,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from rl.compat.torch_internals import local_tensor, norms, scale
+from rl.training.offloaded_optimizers import OffloadedOptimizers
 
 SAMPLED = 2**14
 """Number of elements of a parameter that are compared."""
@@ -34,9 +35,12 @@ def divide_and_clip(parameters: Iterable[nn.Parameter], weight: float, max_norm:
 def optimizer_state(
     model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]
 ) -> list[torch.Tensor]:
-    """Return the gradients and the moments, without numbers such as counts of steps."""
+    """Return the gradients and the moments that are not in host memory all the time, without
+    numbers such as counts of steps.
+    """
     gradients = [each.grad for each in model.parameters() if each.grad is not None]
-    states = [state for each in optimizers for state in each.state.values()]
+    on_device = () if isinstance(optimizers, OffloadedOptimizers) else optimizers
+    states = [state for each in on_device for state in each.state.values()]
     return [*gradients, *(value for state in states for value in state.values() if value.dim())]
 
 

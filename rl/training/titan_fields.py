@@ -111,7 +111,7 @@ INSTEAD = {
         "initial_load_path and initial_load_model_only",
     ),
     "batch_invariant": "deterministic",
-    "enable_cpu_offload": "colocate or data_parallel_shard_degree",
+    "enable_cpu_offload": "offload_optimizer, colocate or data_parallel_shard_degree",
     "components": "trainer.compile.enable",
     "gc_debug": "gc_freq",
     "global_batch_size": "rollout.prompts_per_step or examples_per_step",

@@ -228,6 +228,11 @@ class TrainerConfig:
     )
     """Optimizer of the policy."""
 
+    offload_optimizer: Annotated[bool, PERFORMANCE] = False
+    """Whether the moments of Adam and AdamW are in host memory. An optimizer step has two parts of
+    at most 256 MiB of them on the device, unless one parameter has more, and copies a part during
+    the step of another one. Weights are the same, bit for bit. Without a GPU it only costs time."""
+
     lr_scheduler: Annotated[LRSchedulersContainer.Config, NUMERICS] = field(
         default_factory=lambda: LRSchedulersContainer.Config(warmup_steps=0, decay_ratio=0.0)
     )

@@ -45,6 +45,9 @@ def validate_optimizers(config: RunConfig) -> None:
             name = group.optimizer_name
             rule = f"one of {', '.join(map(repr, OPTIMIZERS))}"
             require_value(name in OPTIMIZERS, f"{place}.optimizer_name", name, rule)
+            fits = not model.trainer.offload_optimizer or name != "DistMuon"
+            rule = "'Adam' or 'AdamW' with offload_optimizer=True"
+            require_value(fits, f"{place}.optimizer_name", name, rule)
             options = OPTIMIZERS[name]
             for key in group.optimizer_kwargs:
                 known = not options or key in options

@@ -357,6 +357,8 @@ training/test_model_folders.py
   test_the_written_config_is_the_one_that_transformers_reads: ModelConfig hf_path
   test_an_initial_hugging_face_folder_is_read_before_a_process_starts:
     BaseCheckpointManager.Config initial_load_in_hf
+training/test_offloaded_optimizers.py
+  test_moments_on_the_host_change_no_bit: TrainerConfig offload_optimizer
 training/test_optim_step.py
   test_more_skipped_steps_in_a_row_than_allowed_end_the_run: TrainerConfig max_skipped_steps
   test_gradients_longer_than_max_norm_are_shortened_to_it: TrainingConfig max_norm

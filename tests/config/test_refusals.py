@@ -60,6 +60,11 @@ REFUSED: list[tuple[Edits, str]] = [
     ({"trainer.dither": True}, "False for weights that come from no Hugging Face folder"),
     ({"trainer.nodes": 3}, r"a divisor of the trainer's 1 ranks: one of \[1\]"),
     ({"trainer.optimizer.param_groups.0.optimizer_name": "SGD"}, "one of 'Adam', 'AdamW'"),
+    (
+        {"trainer.offload_optimizer": True}
+        | {"trainer.optimizer.param_groups.0.optimizer_name": "DistMuon"},
+        "'Adam' or 'AdamW' with offload_optimizer=True",
+    ),
     ({"generator.block_size": 16}, "None or a multiple of 32"),
     (GPUS | {"generator.block_size": 24}, "None or a multiple of 16"),
     ({"generator.max_batched_tokens": 64}, "at least generator.max_running_requests=256"),

@@ -22,7 +22,7 @@ PERFORMANCE = """
     trainer.compile.* trainer.activation_checkpoint* trainer.checkpoint.async_mode
     trainer.training.gc_freq trainer.debug.detect_anomaly trainer.debug.deterministic*
     trainer.nodes trainer.micro_batch_* trainer.packing trainer.logits_mib
-    trainer.prompt_sharing trainer.zero_gradient trainer.tune_attention
+    trainer.prompt_sharing trainer.zero_gradient trainer.tune_attention trainer.offload_optimizer
     generator.replicas generator.nodes generator.tensor_parallel_degree generator.expert_parallel
     generator.max_* generator.kv_cache_gib generator.gpu_memory_utilization generator.enforce_eager
     generator.block_size generator.prefix_caching generator.record_experts

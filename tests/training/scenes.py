@@ -117,9 +117,11 @@ def engine_of(
     config = TrainerConfig(
         parallelism=(layout or Layout()).parallelism,
         training=TrainingConfig(mixed_precision_param=dtype, max_norm=max_norm),
-        optimizer=default_adamw(lr=lr, weight_decay=decay),
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=warmup, decay_ratio=0.0),
-        **{"micro_batch_size": 2, "router_replay": replay, "balance": balance, **trainer},
+        **{
+            **{"micro_batch_size": 2, "router_replay": replay, "balance": balance},
+            **{"optimizer": default_adamw(lr=lr, weight_decay=decay), **trainer},
+        },
     )
     engine = TrainingEngine(
         config, model, head=head, seed=0, steps=steps, folder=folder, loads=loads

@@ -18,7 +18,7 @@ from rl.compat.fake_cuda import (
     tree_leaves,
     tree_map_only,
 )
-from rl.host.platform import GROUPED_ON
+from rl.host.platform import GROUPED_ON, discard
 from rl.plan.rehearsal import shadows
 from rl.plan.rehearsal.device_ledger import Ledger
 from rl.plan.rehearsal.shadows import set_shadow, shadow_of
@@ -66,7 +66,7 @@ class FakeCuda(Device):
         self.routes_evenly = True
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._last = 0
-        self._host_calls = HostCalls(lambda bytes: self.ledger.pin(bytes))
+        self._host_calls = HostCalls(self._pin)
 
     def __enter__(self) -> "FakeCuda":
         self._host_calls.__enter__()
@@ -115,7 +115,11 @@ class FakeCuda(Device):
             self._wait_for_copy(kwargs)
             return self._numbers_of(source).to(dtype).clone()
         if name == "aten.copy_.default" and not isinstance(args[0], FakeTensor):
-            self._wait_for_copy(kwargs)
+            self._wait_for_copy({"non_blocking": args[2:3] == (True,)} | kwargs)
+            own = args[0].untyped_storage()
+            if args[0].dtype == torch.uint8 and args[0].nbytes == own.nbytes():
+                discard(own)  # zeros without memory: the host may have less than the plan's
+                return args[0]
             with torch.no_grad():
                 return args[0].copy_(self._numbers_of(args[1]))
         return self._run(func, name, args, kwargs, fakes)
@@ -166,6 +170,10 @@ class FakeCuda(Device):
             if any(sizes):
                 self.ledger.collective(name.split(".")[1].strip("_"), max(sizes))
         return out
+
+    def _pin(self, tensor: torch.Tensor) -> None:
+        self.ledger.pin(tensor.nbytes)
+        discard(tensor.untyped_storage())
 
     def _item(self, tensor: torch.Tensor) -> Any:
         self.ledger.wait("a number of the device")

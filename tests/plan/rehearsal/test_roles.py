@@ -2,8 +2,9 @@
 
 import pytest
 
+from rl.training.offloaded_optimizers import BUFFERS
 from tests.plan.rehearsal.layouts import DENSE, EXPERTS
-from tests.plan.rehearsal.rehearsals import planned_bytes
+from tests.plan.rehearsal.rehearsals import is_known, planned_bytes, waits_of
 from tests.plan.rehearsal.test_layouts import check_collectives
 
 SMALL = DENSE.replace("n_layers 2", "n_layers 1")
@@ -65,3 +66,22 @@ def test_models_that_share_devices_leave_them_for_the_planned_room_on_the_host(r
     assert phases["offload"]["after"] < 0.05 * phases["onload"]["after"]
     assert phases["offload"]["pinned"] == found["planned_on_host"]["offload buffers"]
     assert phases["onload"]["pinned"] == 0
+
+
+def test_moments_on_the_host_leave_the_device_room_for_two_parts(rehearsals):
+    found = rehearsals.of(f"{SMALL} --trainer.offload_optimizer")
+    assert found["error"] is None
+    planned = found["planned"]
+    assert "optimizer states" not in planned
+    assert found["kept"]["optimizer states"] == 0
+    phases = {each["phase"]: each for each in found["phases"]}
+    on_host = found["planned_on_host"]["optimizer states"]
+    assert phases["optim_step 1"]["pinned"] == on_host >= 2 * planned["parameters"]
+    assert phases["optim_step 2"]["pinned"] == 0
+    part = 2 * 151_936 * 4096 * 4 // 8  # moments of the embedding on one of eight ranks
+    last = phases["optim_step 2"]
+    assert last["after"] <= 1.02 * planned["parameters"]
+    needed = last["peak"] - last["after"] - planned["gradients"]
+    assert needed == pytest.approx(BUFFERS * part, rel=0.01)
+    assert found["peak"] <= planned_bytes(planned) <= 1.15 * found["peak"]
+    assert [wait for wait in waits_of(found) if not is_known(wait)] == []

@@ -152,6 +152,11 @@ def type_of(error: BaseException) -> str:
     return type(error).__name__
 
 
+def is_temporary(status: int) -> bool:
+    """Whether a request with an HTTP answer of this status may succeed if it is made again."""
+    return status >= 500 or status in (408, 425, 429)
+
+
 def error_text(error: BaseException) -> str:
     """Return type and text of an exception, even if its ``str()`` raises; with the limit, if it is
     a lack of open files.

@@ -15,14 +15,12 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from rl.errors import InfrastructureError, error_text, require, shown
+from rl.errors import InfrastructureError, error_text, is_temporary, require, shown
 from rl.sandbox.sandboxed_program import START_S, Limit, Limits, Result
 
 TRIES = 3
 PAUSE_S = 1.0
 """Pause before the second try; it doubles for each later one."""
-AGAIN = (408, 425, 429)
-"""Codes of answers below 500 after which a request is made again."""
 NO_LIMITS = Limits()
 Ended = tuple[int, str, str, bool, float]
 """Exit code, outputs, whether the time was exceeded, and seconds."""
@@ -165,7 +163,7 @@ class RemoteSandbox(ElsewhereSandbox):
                 problem = f"it answered {shown(answer)}"
             except urllib.error.HTTPError as error:
                 problem = f"it answered {error.code} {error.reason}"
-                if error.code < 500 and error.code not in AGAIN:
+                if not is_temporary(error.code):
                     break
             except (OSError, ValueError) as error:
                 problem = error_text(error)

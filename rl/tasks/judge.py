@@ -10,11 +10,9 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Annotated
 
-from rl.errors import ConfigError, RunError, error_text, require, shown
+from rl.errors import ConfigError, RunError, error_text, is_temporary, require, shown
 from rl.types.rules import PERFORMANCE, YEAR_S, above, at_least
 
-AGAIN = (408, 425, 429)
-"""Codes of answers below 500 after which a question is asked again."""
 LONGEST_PAUSE_S = 60.0
 
 
@@ -159,7 +157,7 @@ class Judge:
             answer = await self._client.post(url, json=body)
         except httpx.TransportError:
             return None, 0.0
-        if answer.status_code in AGAIN or answer.status_code >= 500:
+        if is_temporary(answer.status_code):
             asked = answer.headers.get("retry-after", "")
             return None, float(asked) if asked.isdecimal() else 0.0
         if answer.is_error:

@@ -360,8 +360,8 @@ rl/types/sequences.py
   min(found, key=lambda each: len(each.tokens),
   types/test_sequences.py
 rl/tasks/judge.py
-  if answer.status_code in AGAIN or answer.status_code >= 500:
-  if answer.status_code in AGAIN:
+  if is_temporary(answer.status_code):
+  if answer.status_code == 429:
   tasks/test_judge.py
   return await asyncio.shield(task)  # others may wait for the same answer
   return await task

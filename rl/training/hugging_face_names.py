@@ -70,6 +70,7 @@ class HuggingFaceNames:
         head = attention.head_dim
         queries = attention.n_heads // attention.n_kv_heads * head
         self._joined = family.joined
+        self._stacked = family.stacked
         self._rows = dict.fromkeys(("k_proj", "v_proj"), attention.n_kv_heads * head)
         self._rows["q_proj"] = attention.n_heads * head
         gates = 2 if getattr(attention, "gated", False) else 1
@@ -105,6 +106,17 @@ class HuggingFaceNames:
         """
         for block in self._blocks(name, shape):
             yield self._in_joined(block)
+
+    def stack_of(self, tensor: str) -> str:
+        """Return the tensor of all experts in which a folder may have the layer ``tensor`` of one;
+        of any other tensor itself.
+        """
+        module, _, layer = tensor.removesuffix(".weight").rpartition(".")
+        experts = module.rpartition(".")[0]
+        for end, layers in self._stacked.items():
+            if layer in layers and f".{experts}.".endswith(f".{end.rpartition('.')[0]}."):
+                return f"{experts}.{end.rpartition('.')[-1]}"
+        return tensor
 
     def _in_joined(self, block: Block) -> Block:
         """Return ``block`` as a part of the tensor that its tensor is joined in, if any."""

@@ -124,10 +124,15 @@ class PeftAdapter(NamedTuple):
 
     tensors: dict[str, Tensor]
     """Whole tensors, float32."""
-    modules: set[str]
-    """Names of the linear layers that it adapts."""
-    parameters: set[str]
-    """Names of the parameters that it adapts: each is the weights of all experts of a layer."""
+    modules: dict[str, int]
+    """Ranks of the linear layers that it adapts, by name."""
+    parameters: dict[str, int]
+    """Ranks of the parameters that it adapts, by name: each is the weights of all experts of a
+    layer."""
+
+
+Factors = tuple[Tensor, Tensor]
+"""A and B of a weight."""
 
 
 def peft_adapter(
@@ -136,7 +141,8 @@ def peft_adapter(
     """Return the adapter with ``config``, on every rank; an empty one for a model without adapters.
     All ranks must call the function together.
     """
-    adapter = PeftAdapter({}, set(), set())
+    adapter = PeftAdapter({}, {}, {})
+    stacks: dict[str, dict[str, list[Factors]]] = {}  # by module and parameter
     for name, adapted in adapted_weights(model).items():
         a, b = (tensor.cpu() for tensor in adapted.whole_factors())
         layer, _, weight = name.rpartition(".")
@@ -144,19 +150,34 @@ def peft_adapter(
             continue
         a, b = a[..., : config.rank], b[..., : config.rank]
         blocks = [*names.blocks(name, tuple(b.shape))]
-        if blocks[0].tensor.endswith(".weight"):
+        whole = names.stack_of(blocks[0].tensor)
+        if whole.endswith(".weight"):
             _add_linear(adapter, blocks, a, b)
         else:
-            others = [other for other, _ in adapted.layer.lora_a.named_parameters()]
-            later = others[others.index(weight) + 1 :]
-            # PEFT wraps the module once for a parameter, and around that for each later one
-            whole = blocks[0].tensor
-            adapter.parameters.add(".".join(whole.split(".")[-3:]))
-            module, _, _ = whole.rpartition(".")
-            wrapper = f"base_model.model.{module}" + ".base_layer" * len(later)
-            adapter.tensors[f"{wrapper}.lora_A.weight"] = a.mT.flatten(0, 1).contiguous()
-            adapter.tensors[f"{wrapper}.lora_B.weight"] = b.permute(1, 2, 0).flatten(1).contiguous()
+            module, _, parameter = whole.rpartition(".")
+            stacks.setdefault(module, {}).setdefault(parameter, []).append((a, b))
+    for module, parameters in stacks.items():
+        _add_parameters(adapter, module, parameters)
     return adapter
+
+
+def _add_parameters(
+    adapter: PeftAdapter, module: str, parameters: dict[str, list[Factors]]
+) -> None:
+    """Add the parameters of ``module``, from A [experts, in, rank] and B [experts, out, rank] of
+    the weights in each. Each of these weights has numbers of the rank of its own.
+    """
+    # PEFT wraps the module once for a parameter, and around that for each later one
+    wrapper = f"base_model.model.{module}"
+    for parameter, weights in reversed(parameters.items()):
+        a, b = zip(*weights, strict=True)
+        rows = torch.cat(a, -1).mT.flatten(0, 1)
+        columns = torch.stack([torch.block_diag(*own) for own in zip(*b, strict=True)], -1)
+        name = ".".join([*module.split(".")[-2:], parameter])
+        adapter.parameters[name] = len(rows) // columns.shape[-1]
+        adapter.tensors[f"{wrapper}.lora_A.weight"] = rows.contiguous()
+        adapter.tensors[f"{wrapper}.lora_B.weight"] = columns.flatten(1).contiguous()
+        wrapper += ".base_layer"
 
 
 def _add_linear(adapter: PeftAdapter, blocks: list[Block], a: Tensor, b: Tensor) -> None:
@@ -167,7 +188,6 @@ def _add_linear(adapter: PeftAdapter, blocks: list[Block], a: Tensor, b: Tensor)
     for tensor in dict.fromkeys(block.tensor for block in blocks):
         own = [block for block in blocks if block.tensor == tensor]
         layer = tensor.removesuffix(".weight")
-        adapter.modules.add(layer.rpartition(".")[-1])
         expert = own[0].box.offset[: b.ndim - len(own[0].shape)]
         rows = torch.zeros(own[0].shape)
         for _, shape, box, offset in own:
@@ -177,6 +197,7 @@ def _add_linear(adapter: PeftAdapter, blocks: list[Block], a: Tensor, b: Tensor)
             key = f"base_model.model.{layer}.lora_{factor}.weight"
             others = [adapter.tensors[key]] if key in adapter.tensors else []
             adapter.tensors[key] = torch.cat([*others, part], dim)  # a copy: not shared memory
+        adapter.modules[layer.rpartition(".")[-1]] = adapter.tensors[key].shape[1]
 
 
 def base_of(checkpoint: CheckpointManager.Config, hf_path: str | None) -> str | None:
@@ -218,9 +239,8 @@ def write_peft(
         "bias": "none",
         "inference_mode": True,
     }
-    ranks = {key.split(".")[-3]: len(a) for key, a in adapter.tensors.items() if "lora_A" in key}
-    own = {name: ranks[name] for name in sorted(adapter.modules)}
-    joined = {name: rank for name, rank in own.items() if rank != config.rank}
+    ranks = sorted((adapter.modules | adapter.parameters).items())
+    joined = {name: rank for name, rank in ranks if rank != config.rank}
     if joined:
         scale = config.alpha / config.rank
         alphas = {name: rank * scale for name, rank in joined.items()}

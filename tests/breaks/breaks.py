@@ -126,8 +126,8 @@ rl/model/expert_adapters.py
   [*factor.placements]
   training/test_lora.py
 rl/training/lora.py
-  b.permute(1, 2, 0).flatten(1)
-  b.permute(1, 0, 2).flatten(1)
+  columns.flatten(1)
+  columns.mT.flatten(1)
   training/test_peft.py
   ("A", a[expert].mT, 0)
   ("A", a[0].mT if expert else a.mT, 0)

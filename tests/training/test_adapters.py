@@ -46,7 +46,7 @@ PLACES = [*TOGETHER, *(pytest.param(place, marks=pytest.mark.long) for place in 
 
 
 def layers_of(model: str) -> list[str]:
-    feed_forward = ["experts"] if model in ("experts", "clamped") else ["w1", "w2", "w3"]
+    feed_forward = ["experts"] if model in ("experts", "clamped", "stacked") else ["w1", "w2", "w3"]
     return ["wq", "wkv", "wo", *feed_forward, "lm_head"]
 
 

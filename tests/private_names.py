@@ -8,6 +8,12 @@ public name serves.
 RELIES_ON: dict[str, tuple[str, ...]] = {}
 """Names by the module of ``rl.compat`` that uses them."""
 
+RELIES_ON["batch_invariant"] = (
+    "vllm.model_executor.determinism.batch_invariant:enable_batch_invariant_mode()",
+    "vllm.model_executor.determinism.batch_invariant:mm_batch_invariant(a, b)",
+    "vllm.model_executor.determinism.batch_invariant:addmm_batch_invariant"
+    "(bias, a, b, beta, alpha)",
+)
 RELIES_ON["fake_cuda"] = (
     # tensors with a device and without memory
     "torch._subclasses.fake_tensor:FakeTensor.__new__(fake_mode_or_elem, elem, device)"

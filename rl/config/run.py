@@ -361,8 +361,9 @@ class SamplingRunConfig(RunConfig):
 
     - ``close``: They are equal up to rounding.
     - ``bitwise``: They are the same 32-bit numbers for every token, however requests and sequences
-      are batched. Runs on CPU, with one thread for each rank and without tensor parallelism,
-      adapters and torch.compile; docs/parity.md says what it costs. ``watchdog.parity`` checks it.
+      are batched. Runs without tensor parallelism, adapters and torch.compile; on CPU with one
+      thread for each rank, on GPUs in bfloat16 and for dense models. docs/parity.md says what it
+      costs. ``watchdog.parity`` checks it.
     """
 
     @property

@@ -28,6 +28,8 @@ RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 RUNNERS = {"cpu": "0", "cuda": "1"}
 """Model runner by device, unless the environment names one. V2 is vLLM's own choice on CUDA, and
 its kernels need Triton, which has no compiler for CPUs here."""
+INVARIANT = "VLLM_BATCH_INVARIANT"
+"""vLLM's variable for kernels whose sums do not depend on the batch."""
 
 
 def start_vllm(config: GeneratorConfig, shape: ModelShape, **options: Any) -> Any:
@@ -84,7 +86,15 @@ def vllm_config(
     check_variables()
     register()
     on_cpu = device_type() == "cpu"
-    runs_v2 = _choose_runner()
+    bitwise_on_cuda = parity == "bitwise" and not on_cpu
+    if bitwise_on_cuda:
+        os.environ[INVARIANT] = "1"
+    runs_v2 = _choose_runner("0" if bitwise_on_cuda else RUNNERS[device_type()])
+    require(
+        not (bitwise_on_cuda and runs_v2),
+        f"parity is 'bitwise', and vLLM's Model Runner V2 sums log-probs in another order: unset "
+        f"{RUNNER} in the environment of the generators",
+    )
     # V1 samples from generators of requests; records of experts are read before the next step
     runs_ahead = runs_v2 and not config.record_experts
     # the number of an expert's tokens is no constant of compiled code; vLLM captures without it
@@ -123,6 +133,7 @@ def vllm_config(
         enable_sleep_mode=in_turns and current_platform.is_sleep_mode_available(),
         compilation_config=graphs,
         block_size=config.block_size or (CPU_BLOCK if on_cpu else None),
+        attention_backend="FLEX_ATTENTION" if bitwise_on_cuda else None,
         enable_prefix_caching=config.prefix_caching,
         logprobs_mode="processed_logprobs",  # after temperature, top-k and top-p
         max_logprobs=MAX_TOP_LOGPROBS,
@@ -135,11 +146,11 @@ def vllm_config(
     return chosen
 
 
-def _choose_runner() -> bool:
+def _choose_runner(default: str) -> bool:
     """Set vLLM's model runner unless the environment names one; return whether it is V2."""
     from vllm.triton_utils import HAS_TRITON
 
-    runs_v2 = os.environ.setdefault(RUNNER, RUNNERS[device_type()]) == "1"
+    runs_v2 = os.environ.setdefault(RUNNER, default) == "1"
     require(
         HAS_TRITON or not runs_v2,
         f"vLLM's Model Runner V2 needs Triton with exactly one driver, and vLLM found none (see "

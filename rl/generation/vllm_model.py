@@ -87,7 +87,7 @@ class PagedAttention(Module):
             if config.sinks:
                 dtype: Any = vllm_config.model_config.dtype
                 more["sinks"] = self.sinks = torch.zeros(config.n_heads, dtype=dtype)
-            if config.bitwise:
+            if config.bitwise and _device(vllm_config).type == "cpu":
                 more["attn_backend"] = BitwiseAttention
             self.attention = Attention(
                 config.n_heads,

@@ -1,9 +1,10 @@
-"""Forward pass on CPU whose bits depend on neither the batch nor the layout of its rows: matrix
-products, activations and attention that trainer and generators share if ``parity`` is bitwise.
+"""Forward pass whose bits depend on neither the batch nor the layout of its rows: matrix products,
+activations and attention that trainer and generators share if ``parity`` is bitwise.
 
-MKL, oneDNN and torch choose a kernel, and with it the order of sums, by the number of rows. So
-products and attention have numbers of rows and keys here for which the order is always the same.
-Norms, softmax and log-softmax of torch compute each row by itself. All of this holds for one
+On CUDA these are vLLM's batch-invariant kernels and flex attention. The rest of this module is for
+CPUs. MKL, oneDNN and torch choose a kernel there, and with it the order of sums, by the number of
+rows. So products and attention have numbers of rows and keys for which the order is always the
+same. Norms, softmax and log-softmax of torch compute each row by itself. All of this holds for one
 thread.
 """
 
@@ -17,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from rl.compat.torch_internals import flash_attention
+from rl.host.platform import device_type
 
 Parity = Literal["close", "bitwise"]
 
@@ -44,9 +46,15 @@ _registered: torch.library.Library | None = None  # keeps the kernels registered
 
 
 def use_bitwise_kernels() -> None:
-    """Replace the CPU kernels of products and activations in this process, below autograd."""
+    """Replace the kernels of products in this process, below autograd, with those of activations on
+    CPU, and of softmax and means on CUDA.
+    """
     global _registered
-    if _registered is None:
+    if device_type() == "cuda":
+        from rl.compat.batch_invariant import use_batch_invariant_kernels
+
+        use_batch_invariant_kernels()
+    elif _registered is None:
         _registered = torch.library.Library("aten", "IMPL")
         for name, kernel in KERNELS.items():
             _registered.impl(name, kernel, "CPU", allow_override=True)

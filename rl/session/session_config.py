@@ -108,7 +108,7 @@ class SessionConfig:
 
     parity: Parity = "close"
     """Agreement of the log-probs of trainer and generators: ``close`` up to rounding, or
-    ``bitwise``, on CPU and with one thread for each rank: see docs/parity.md."""
+    ``bitwise``: see docs/parity.md."""
 
     reward_workers: Annotated[int, at_least(0, 10**4)] = 1
     """Number of processes that score completions; what a reward starts ends with its process. 0
@@ -186,7 +186,8 @@ class SessionConfig:
         if self.parity == "close":
             return
         fix = "set parity to 'close', or change it"
-        require_value(self.hardware.kind == "cpu", "parity", "bitwise", "'close' on GPUs")
+        if self.hardware.kind != "cpu":
+            self._check_parity_on_gpus(fix)
         for role in self.models.values():
             trainer = role.trainer
             layout = trainer.parallelism
@@ -237,6 +238,26 @@ class SessionConfig:
             rule += " with parity 'bitwise'"
             value = getattr(generator, name)
             require_value(holds, f"generator.{name}", value, rule, fix)
+
+    def _check_parity_on_gpus(self, fix: str) -> None:
+        """Raise ConfigError if flex attention or products on GPUs would sum in another order."""
+        shape = shape_of(self.model)
+        for name, has in (("experts", shape.num_experts), ("attention sinks", shape.sinks)):
+            allowed = f"'close' on GPUs for a model with {name}"
+            require_value(not has, "parity", "bitwise", allowed)
+        attention = self.model.attention
+        rule = "'auto' or 'flex' with parity 'bitwise' on GPUs"
+        require_value(attention in ("auto", "flex"), "model.attention", attention, rule, fix)
+        for role in self.models.values():
+            trainer = role.trainer
+            dtype = trainer.training.mixed_precision_param
+            for name, value, best in (
+                ("training.mixed_precision_param", dtype, "bfloat16"),
+                ("prompt_sharing", trainer.prompt_sharing, 1),
+                ("tune_attention", trainer.tune_attention, False),
+            ):
+                rule = f"{best!r} with parity 'bitwise' on GPUs"
+                require_value(value == best, f"{role.field}.{name}", value, rule, fix)
 
     @property
     def adapters(self) -> BankConfig | None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -23,6 +24,12 @@ FLASH_ATTENTION = {"FA3": ["flash_attn_interface"], "FA4": ["flash_attn", "flash
 """Modules of the FlashAttention that torchtitan's varlen needs, by its name."""
 
 
+TILE = 16
+"""Number of queries and of keys whose products vLLM's batch-invariant generators sum together."""
+TILES = {"BLOCK_M": TILE, "BLOCK_N": TILE, "IS_DIVISIBLE": False, "FORCE_USE_FLEX_ATTENTION": True}
+"""Options with which these generators call flex attention."""
+
+
 class MaskedAttention(FlexAttention):
     """torchtitan's flex attention with the mask of the layer's window, and with sinks."""
 
@@ -32,6 +39,8 @@ class MaskedAttention(FlexAttention):
         """Number of tokens that a token attends to, itself included; 0 for all before it."""
         cap: float = 0.0
         """Bound of the products of queries and keys; 0 for none."""
+        bitwise: bool = False
+        """Whether generators compute the same bits."""
 
     def __init__(self, config: Config):
         super().__init__(config)
@@ -73,8 +82,7 @@ class DenseAttention(MaskedAttention):
 
     @dataclass(kw_only=True, slots=True)
     class Config(MaskedAttention.Config):
-        bitwise: bool = False
-        """Whether generators compute the same bits."""
+        """Config that torchtitan builds this class of."""
 
     def attend(
         self,
@@ -163,13 +171,15 @@ def attention_masks(
     """
     configs = [each.inner_attention for each in attentions_of(model.config)]
     if config is not None and computes_documents(config, model.config):
-        return Documents(positions, is_bitwise(configs[0]))
+        return Documents(positions, configs[0].bitwise)
     trees = config is not None and config.prompt_sharing > 1
-    windows = {each.window for each in configs if isinstance(each, MaskedAttention.Config)}
+    masked = [each for each in configs if isinstance(each, MaskedAttention.Config)]
+    windows = {each.window for each in masked}
     dense = isinstance(configs[0], DenseAttention.Config)
-    if not dense and not trees and not any(windows):
+    bitwise = any(each.bitwise for each in masked)
+    if not dense and not trees and not bitwise and not any(windows):
         return model.get_attention_masks(positions)
-    create = dense_tree_mask if dense else flex_tree_mask
+    create = dense_tree_mask if dense else partial(flex_tree_mask, ordered=bitwise)
     masks = {window: create(positions, window) for window in windows}
     return masks if any(windows) else masks[0]
 
@@ -186,16 +196,16 @@ def dense_tree_mask(positions: torch.Tensor, window: int = 0) -> torch.Tensor:
     return attends(rows.view(-1, 1, 1), rows, cells.view(-1, 1), cells).unsqueeze(1)
 
 
-def flex_tree_mask(positions: torch.Tensor, window: int) -> Any:
-    """Return :func:`tree_mask` as a block mask of flex attention, which needs CUDA to run."""
+def flex_tree_mask(positions: torch.Tensor, window: int, *, ordered: bool = False) -> Any:
+    """Return :func:`tree_mask` as a block mask of flex attention, which needs CUDA to run. Flex
+    attention sums blocks without masked pairs last, unless ``ordered``.
+    """
     rows, length = positions.shape
     attends = tree_mask(positions, window)
-    return create_attention_mask(attends, rows, None, length, length, device=positions.device)
-
-
-def is_bitwise(inner_attention: Any) -> bool:
-    """Return whether a layer with this config computes the bits of the generators."""
-    return isinstance(inner_attention, DenseAttention.Config) and inner_attention.bitwise
+    options: dict[str, Any] = {"device": positions.device}
+    if ordered:
+        options["separate_full_blocks"] = False
+    return create_attention_mask(attends, rows, None, length, length, **options)
 
 
 def computes_documents(config: TrainerConfig, model: Qwen3Model.Config) -> bool:
@@ -212,7 +222,8 @@ def computes_documents(config: TrainerConfig, model: Qwen3Model.Config) -> bool:
         for each in attentions
     )
     is_plain = is_plain and config.parallelism.context_parallel_degree == 1
-    return is_plain or is_bitwise(attentions[0].inner_attention)
+    first = attentions[0].inner_attention
+    return is_plain or (isinstance(first, DenseAttention.Config) and first.bitwise)
 
 
 def micro_batch_limits(config: TrainerConfig, model: Qwen3Model.Config) -> MicroBatchLimits:
@@ -221,6 +232,8 @@ def micro_batch_limits(config: TrainerConfig, model: Qwen3Model.Config) -> Micro
     dense = isinstance(inner, DenseAttention.Config)
     kind = "dense" if dense else "flex" if isinstance(inner, FlexAttention.Config) else "varlen"
     limits = MicroBatchLimits.of(config, kind)
+    if isinstance(inner, MaskedAttention.Config) and inner.bitwise and not dense:
+        limits = replace(limits, align=TILE)
     return replace(limits, one_row=limits.one_row or computes_documents(config, model))
 
 
@@ -235,15 +248,15 @@ def attention_config(
     """Return the torchtitan config of attention ``name``.
 
     ``auto`` is dense on CPU. On CUDA it is varlen, or flex if torchtitan's varlen cannot run: with
-    context parallelism, for documents with branches, windows or sinks (``masked``), without the
-    FlashAttention that the GPU needs, or for a trainer that computes in ``float32``, which varlen
-    would round to bfloat16.
+    context parallelism, for documents with branches, windows or sinks (``masked``), for ``bitwise``
+    parity, without the FlashAttention that the GPU needs, or for a trainer that computes in
+    ``float32``, which varlen would round to bfloat16.
 
     varlen and flex run on CUDA only; Tiller's tests, which run on CPU, do not cover them.
     """
     cuda = device_type() == "cuda"
     if name == "auto":
-        needs_flex = context_parallel or float32 or masked
+        needs_flex = context_parallel or float32 or masked or bitwise
         modules = FLASH_ATTENTION.get(get_cuda_flash_attention_impl(), []) if cuda else []
         runs_varlen = cuda and not needs_flex and all(map(find_spec, modules))
         name = "varlen" if runs_varlen else "flex" if cuda else "dense"
@@ -251,4 +264,6 @@ def attention_config(
         return DenseAttention.Config(bitwise=bitwise)
     message = f"model.attention is {name!r}, which needs CUDA; this host allows 'auto' and 'dense'"
     require(cuda, message)
-    return MaskedAttention.Config() if name == "flex" else get_attention_config(name)
+    if name == "flex":
+        return MaskedAttention.Config(bitwise=bitwise, kernel_options=TILES if bitwise else {})
+    return get_attention_config(name)

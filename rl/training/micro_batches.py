@@ -129,7 +129,9 @@ def lay_out(
 
     filled = rectangle(torch.ones_like(predicted)).bool()
     # Positions of padding may exceed the model's maximum length.
-    padding = (~filled).cumsum(1).sub(1).clamp(max=max([1, *sizes]) - 1)
+    unfilled = (~filled).cumsum(1)
+    padding = unfilled - torch.where(filled, unfilled, 0).cummax(1).values - 1
+    padding = padding.clamp(max=max([1, *sizes]) - 1)
     tokens = rectangle(part.tokens[inputs])
     if limits.compiled and len(batch.tokens):  # long padding spreads over experts as tokens do
         tokens[~filled] = batch.tokens[torch.arange(int((~filled).sum())) % len(batch.tokens)]
@@ -180,6 +182,7 @@ def _starts(rows: Rows, sizes: list[int], width: int) -> torch.Tensor:
                 starts.append((trunk, shared, cell))
                 cell += sizes[len(starts) - 1] - shared
                 shared = tree.shared
+            cell = trunk + tree.cells
     return torch.tensor(starts, dtype=torch.int64).view(-1, 3).T
 
 

@@ -41,6 +41,9 @@ class MicroBatchLimits:
     sharing: int = 1
     """Maximum number of sequences of a tree."""
 
+    align: int = 1
+    """Divisor of the cell at which a sequence starts, if trees have one sequence."""
+
     @classmethod
     def of(cls, config: TrainerConfig, attention: str) -> "MicroBatchLimits":
         """Return the limits of a trainer. Its ``attention`` is dense, varlen or flex."""
@@ -85,6 +88,7 @@ class Tree:
     sequences: list[int]
     """Indices into the batch."""
     cells: int
+    """Number of cells, up to the next tree."""
     shared: int = 0
     """Number of cells that all sequences share: all of the prompt except for the last, which
     predicts the first token of a completion."""
@@ -159,7 +163,7 @@ def _trees(batch: Batch, limits: MicroBatchLimits) -> list[Tree]:
     longest_first = sorted(range(len(batch)), key=lambda i: (-sizes[i], i))
     limit = min(limits.sharing, limits.sequences if limits.tokens is None else len(batch))
     if limit <= 1 or batch.targets is not None:
-        return [Tree([sequence], sizes[sequence]) for sequence in longest_first]
+        return [Tree([i], _round_up(sizes[i], limits.align)) for i in longest_first]
     prompts = _prompts(batch)
     trees: list[Tree] = []
     newest: dict[bytes, Tree] = {}

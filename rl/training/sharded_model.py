@@ -86,10 +86,10 @@ def build_model(
     """
     from_file = loads and bool(config.checkpoint.initial_load_path or model.hf_path)
     built = sharded_model(config, model, dims, head=head, folder=folder, parity=parity)
+    if parity == "bitwise":
+        use_bitwise_kernels()
     if device_type() == "cpu":
-        if parity == "bitwise":
-            use_bitwise_kernels()
-        else:
+        if parity == "close":
             use_kernel(faster_kernel() if config.cpu_matmul == "auto" else config.cpu_matmul)
         for module in built.modules():
             if isinstance(module, FSDPModule):

@@ -80,6 +80,12 @@ def run(gpus: int, what: str) -> Check:
     )
 
 
+BITWISE = (
+    "--parity", "bitwise", "--watchdog.parity", "fail", "--generator.enforce-eager",
+)  # fmt: skip
+"""Fields of a run that ends at the first token with other bits."""
+
+
 def part(name: str, what: str, function: str, **options: Any) -> Check:
     return Check(name=f"engine-{name}", what=what, function=function, options=options)
 
@@ -143,6 +149,12 @@ CHECKS = [
     run(2, "the same, asynchronous, on two GPUs"),
     sharded(2, 2),
     push("cuda_ipc"),
+    Check(
+        name="bitwise",
+        what="four steps of GRPO in bfloat16 whose log-probs have equal bits on both sides",
+        function="runs:grpo",
+        options={"steps": 4, "fields": BITWISE},
+    ),
     parity("float32", "flex"),
     parity("bfloat16", "varlen"),
     Check(

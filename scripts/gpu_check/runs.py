@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from scripts.gpu_check import verdicts
@@ -48,11 +49,13 @@ def devices(gpus: int) -> tuple[str, ...]:
     return ("--rollout.max_staleness", "1", "--generator.replicas", str(gpus - 1))
 
 
-async def grpo(setting: Setting, *, gpus: int = 1, steps: int = 10) -> Verdict:
-    """Train the layers of Qwen3-0.6B from random weights to copy digits."""
+async def grpo(
+    setting: Setting, *, gpus: int = 1, steps: int = 10, fields: Sequence[str] = ()
+) -> Verdict:
+    """Train the layers of Qwen3-0.6B from random weights to copy digits, with more ``fields``."""
     config = "copying_0_6b" if setting.cuda else "copying"
     dtype = "bfloat16" if setting.cuda else "float32"
-    code = start(setting, config, "--steps", str(steps), *devices(gpus)).wait()
+    code = start(setting, config, "--steps", str(steps), *devices(gpus), *fields).wait()
     wrong = failure_of(setting, code)
     verdict = verdicts.of_run(rows_of(setting.folder), steps, dtype)
     return Verdict(wrong=wrong or verdict.wrong, said=verdict.said, numbers=verdict.numbers)

@@ -66,6 +66,10 @@ rl/training/micro_batches.py
   placed[places] = part.experts.ids[inputs.numpy()[known[firsts]]]
   placed[predicted.numpy()[known]] = part.experts.ids[inputs.numpy()[known]]
   training/test_micro_batches.py
+rl/training/packing.py
+  _round_up(sizes[i], limits.align)
+  sizes[i]
+  training/test_micro_batches.py
 rl/model/router.py
   chosen = torch.where(given < 0, chosen, given)
   chosen = given.clamp(min=0)

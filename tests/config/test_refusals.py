@@ -168,6 +168,10 @@ REFUSED: list[tuple[Edits, str]] = [
             ({"generator.threads": 2}, "1 or 'auto' with parity"),
             ({"generator.dtype": "bfloat16"}, ".*precision_param='float32' with"),
             ({"generator.inflight_policy": "continue"}, "'drain' or"),
+            (GPUS | FLOAT32, "'bfloat16' with parity"),
+            (GPUS | BFLOAT16 | SHARING, "1 with parity"),
+            (GPUS | BFLOAT16 | {"trainer.tune_attention": True}, "False with parity"),
+            (GPUS | BFLOAT16 | VARLEN, "'auto' or 'flex' with parity"),
         )
     ),
     ({"watchdog.parity": "fail"}, "None unless parity is 'bitwise'"),
@@ -211,7 +215,7 @@ OTHERWISE: list[tuple[Edits, str]] = [
         {"task.max_prompt_tokens": 27},
         "task.max_prompt_tokens=27 .*rollout.max_tokens=6 is 33; .*at most model.max_seq_len=32",
     ),
-    (BITWISE | GPUS, "parity is 'bitwise'; it must be 'close' on GPUs"),
+    (BITWISE | GPUS | MIXTURE, "parity is 'bitwise'; it must be 'close' on GPUs .* with experts"),
     ({"model.hf_path": "/nowhere"}, "model.hf_path: there is no folder '/nowhere'; name one"),
     (
         {"generator.tensor_parallel_degree": 3},

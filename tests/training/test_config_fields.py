@@ -212,6 +212,7 @@ def test_auto_attention_on_a_gpu_is_one_that_is_installed(monkeypatch, needed, i
     assert isinstance(attention_config("auto", context_parallel=False), kind.Config)
     assert isinstance(attention_config("auto", context_parallel=True), FlexAttention.Config)
     assert isinstance(attention_config("auto", float32=True), FlexAttention.Config)
+    assert isinstance(attention_config("auto", bitwise=True), FlexAttention.Config)
 
 
 def test_float8_has_the_recipe_of_the_config(monkeypatch):

@@ -28,6 +28,7 @@ CUTTINGS = st.builds(
     one_row=st.booleans(),
     multiple_of=st.sampled_from([1, 2, 8]),
     compiled=st.booleans(),
+    align=st.sampled_from([1, 4]),
 )
 
 
@@ -74,6 +75,8 @@ def test_positions_of_each_sequence_start_at_zero_and_padding_is_separate(length
         used = torch.zeros(micro.tokens.numel(), dtype=torch.bool)
         used[micro.cells[~micro.first]] = True
         own = micro.tokens[used.view(micro.tokens.shape)]
+        cells = (used.view(document.shape) & (micro.positions == 0)).flatten().nonzero()
+        assert (cells % micro.tokens.shape[1] % limits.align == 0).all()
         begins = torch.tensor(
             [max(s for s in starts if s <= t) for t in own.tolist()], dtype=torch.int64
         )

@@ -66,9 +66,12 @@ def fake_device(run: PlannedRun, *, generates: bool = False) -> FakeCuda:
     """Return the GPU of the run's hardware, which torch believes in from now on, and so does vLLM
     if ``generates``.
     """
+    models: list[Any] = [model_module]
     if generates:
         os.environ |= environment(run.rl.generator)
-        import_module("rl.generation.vllm_model")  # vLLM as this host has it
+        models.append(import_module("rl.generation.vllm_model"))  # vLLM as this host has it
+    for module in models:
+        module.use_bitwise_kernels = lambda: None
     if isinstance(run.config, RLConfig):
         import rl.trainers.algorithm  # noqa: F401 - before torch believes
     name, capability = CARDS[run.hardware.device]
@@ -155,7 +158,15 @@ def _engine(run: PlannedRun, name: str, rank: int, folder: str) -> TrainingEngin
     comm = dataclasses.replace(role.trainer.comm, mode="fake_backend")
     trainer = dataclasses.replace(role.trainer, comm=comm, compile=CompileConfig())
     steps = 10 * STEPS
-    engine = TrainingEngine(trainer, role.model, head=role.head, seed=0, steps=steps, folder=folder)
+    engine = TrainingEngine(
+        trainer,
+        role.model,
+        head=role.head,
+        seed=0,
+        steps=steps,
+        folder=folder,
+        parity=run.rl.parity,
+    )
     fake_flex.use_stand_ins()  # in place of what the engine compiles
     return engine
 

@@ -42,6 +42,7 @@ def run_generator(
         seed=0,
         timeout_s=1,
         in_turns="generator" in run.shared,
+        parity=run.rl.parity,
     )
     model = load(chosen)
     attention, token = cache_of(chosen)
@@ -68,7 +69,7 @@ def run_generator(
 @torch.no_grad()
 def _forward(model: Any, tokens: int) -> torch.Tensor:
     ids = torch.zeros(tokens, dtype=torch.int32, device="cuda")
-    hidden: torch.Tensor = model(ids, torch.arange(tokens, device="cuda"))
+    hidden: torch.Tensor = model(ids, torch.zeros_like(ids, dtype=torch.int64))
     return hidden
 
 

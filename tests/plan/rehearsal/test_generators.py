@@ -130,3 +130,13 @@ def check_generator(found: dict) -> None:
     needed = step["peak"] - kept["parameters"] - kept["buffers"]
     assert needed <= planned["engine step"] + kept["buffers"] <= 1.4 * needed
     assert planned["KV cache"] == pytest.approx(found["generator"]["cache"], rel=0.01)
+
+
+def test_a_run_with_equal_bits_attends_by_flex_attention_on_both_sides(rehearsals):
+    run = f"--config quickstart {GPUS} --parity bitwise {G}.dtype bfloat16"
+    run += " --trainer.training.mixed_precision_param bfloat16"
+    generator = rehearsals.of(run, role="generator-0")
+    assert (generator["error"], generator["generator"]["attention"]) == (None, "FLEX_ATTENTION")
+    trainer = rehearsals.of(run, role="trainer")
+    assert trainer["error"] is None
+    assert all(columns % 128 == 0 for _, columns in trainer["shapes"])

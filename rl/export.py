@@ -4,6 +4,7 @@ Exit codes: 0 done, 1 failed, 2 the arguments cannot work, 128 + n ended by sign
 """
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,12 +49,10 @@ def main(arguments: list[str]) -> None:
 
     fork_server.start()
     from rl.cli.saved_run import open_run, run_session
-    from rl.config import DatasetRunConfig, RLConfig
+    from rl.config import RLConfig
     from rl.host.disk import TemporaryFolder, replace_folder
-    from rl.model.reward_model import describe_stops
     from rl.trainers.trial import build_task
     from rl.training.averages import write_average
-    from rl.training.lora import base_of, rename_base
 
     folder = options.folder.resolve()
     require(
@@ -70,26 +69,13 @@ def main(arguments: list[str]) -> None:
     except OSError as error:
         problem = f"{folder.parent} cannot be made: {error.strerror}; name another DIR"
         raise ConfigError(problem) from error
-    with TemporaryFolder(f".{folder.name}-", folder.parent) as partial:
-        model = Path(partial) / "model"
-
-        mean = Path(partial) / "average"
+    with TemporaryFolder(f".{folder.name}-", folder.parent) as written:
+        model = Path(written) / "model"
+        mean = Path(written) / "average"
         if options.average > 1:
             write_average([*averaged.values()], mean)
-
-        async def export(session: "Session") -> tuple["Update", str]:
-            if options.average > 1:
-                await session.load_weights(mean)
-            update = await session.export_hf(model, dtype=options.dtype)
-            start = run.config.trainer.checkpoint
-            if start.initial_load_path and (model / "adapter").exists():
-                rename_base(model / "adapter", base_of(start, run.config.model.hf_path))
-            if isinstance(run.config, DatasetRunConfig):
-                state, _ = await session.load()
-                describe_stops(model, state.get("stop_token_ids", []))
-            return update, await session.weight_digest()
-
-        update, digest = run_session(config, None, export)
+        write = partial(_export, run=run, model=model, mean=mean, dtype=options.dtype)
+        update, digest = run_session(config, None, write)
         if task is not None:
             task.describe(model)
         replace_folder(folder, model)
@@ -100,6 +86,28 @@ def main(arguments: list[str]) -> None:
     text = f"exported {which} of {options.run} to {options.folder}, policy digest {digest}"
     said = "\n".join(filter(None, (text, update.describe())))
     print(json.dumps(row | {"policy_digest": digest}) if options.json else said)
+
+
+async def _export(
+    session: "Session", *, run: "SavedRun", model: Path, mean: Path, dtype: str
+) -> tuple["Update", str]:
+    """Write the folder ``model`` of the session's weights, or of ``mean`` if it exists. Return what
+    the dtype keeps of the update, and the digest of the weights.
+    """
+    from rl.config import DatasetRunConfig
+    from rl.model.reward_model import describe_stops
+    from rl.training.lora import base_of, rename_base
+
+    if mean.exists():
+        await session.load_weights(mean)
+    update = await session.export_hf(model, dtype=dtype)
+    start = run.config.trainer.checkpoint
+    if start.initial_load_path and (model / "adapter").exists():
+        rename_base(model / "adapter", base_of(start, run.config.model.hf_path))
+    if isinstance(run.config, DatasetRunConfig):
+        state, _ = await session.load()
+        describe_stops(model, state.get("stop_token_ids", []))
+    return update, await session.weight_digest()
 
 
 def _averaged(run: "SavedRun", count: int) -> dict[int, Path]:

@@ -86,15 +86,8 @@ def vllm_config(
     check_variables()
     register()
     on_cpu = device_type() == "cpu"
-    bitwise_on_cuda = parity == "bitwise" and not on_cpu
-    if bitwise_on_cuda:
-        os.environ[INVARIANT] = "1"
-    runs_v2 = _choose_runner("0" if bitwise_on_cuda else RUNNERS[device_type()])
-    require(
-        not (bitwise_on_cuda and runs_v2),
-        f"parity is 'bitwise', and vLLM's Model Runner V2 sums log-probs in another order: unset "
-        f"{RUNNER} in the environment of the generators",
-    )
+    is_invariant = parity == "bitwise" and not on_cpu
+    runs_v2 = _choose_runner(is_invariant)
     # V1 samples from generators of requests; records of experts are read before the next step
     runs_ahead = runs_v2 and not config.record_experts
     # the number of an expert's tokens is no constant of compiled code; vLLM captures without it
@@ -133,7 +126,7 @@ def vllm_config(
         enable_sleep_mode=in_turns and current_platform.is_sleep_mode_available(),
         compilation_config=graphs,
         block_size=config.block_size or (CPU_BLOCK if on_cpu else None),
-        attention_backend="FLEX_ATTENTION" if bitwise_on_cuda else None,
+        attention_backend="FLEX_ATTENTION" if is_invariant else None,
         enable_prefix_caching=config.prefix_caching,
         logprobs_mode="processed_logprobs",  # after temperature, top-k and top-p
         max_logprobs=MAX_TOP_LOGPROBS,
@@ -146,11 +139,21 @@ def vllm_config(
     return chosen
 
 
-def _choose_runner(default: str) -> bool:
-    """Set vLLM's model runner unless the environment names one; return whether it is V2."""
+def _choose_runner(is_invariant: bool) -> bool:
+    """Set vLLM's model runner unless the environment names one; return whether it is V2. With
+    ``is_invariant`` set vLLM's kernels whose sums do not depend on the batch, too.
+    """
     from vllm.triton_utils import HAS_TRITON
 
+    if is_invariant:
+        os.environ[INVARIANT] = "1"
+    default = "0" if is_invariant else RUNNERS[device_type()]
     runs_v2 = os.environ.setdefault(RUNNER, default) == "1"
+    require(
+        not (is_invariant and runs_v2),
+        f"parity is 'bitwise', and vLLM's Model Runner V2 sums log-probs in another order: unset "
+        f"{RUNNER} in the environment of the generators",
+    )
     require(
         HAS_TRITON or not runs_v2,
         f"vLLM's Model Runner V2 needs Triton with exactly one driver, and vLLM found none (see "

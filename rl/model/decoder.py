@@ -305,7 +305,8 @@ def float32_logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     dtype. On CPU it copies both in float32. Tests do not cover CUDA.
     """
     if hidden.is_cuda and hidden.dtype != torch.float32:
-        return torch.mm(hidden, weight.T, out_dtype=torch.float32)  # type: ignore[call-overload, no-any-return]
+        mm: Any = torch.mm  # its stub lacks out_dtype
+        return mm(hidden, weight.T, out_dtype=torch.float32)  # type: ignore[no-any-return]
     return hidden.float() @ weight.float().T
 
 

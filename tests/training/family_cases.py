@@ -46,3 +46,5 @@ ONE_EACH: dict[str, str] = {}
 """Name of a folder of each family."""
 for name, folder in EQUAL.items():
     ONE_EACH.setdefault(family_in(folder), name)
+UNSHARDED = ("olmo2", "olmo3")
+"""Families that tensor parallelism refuses: their norms cover all heads."""

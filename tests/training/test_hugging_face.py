@@ -21,6 +21,7 @@ from rl.training import hugging_face_folders
 from rl.training.hugging_face_names import TensorPiece
 from rl.training.sharded_model import is_adapter
 from tests.training.batches import ragged_batch
+from tests.training.family_cases import ONE_EACH, UNSHARDED
 from tests.training.layouts import LAYOUTS, Layout
 from tests.training.model_cases import EQUAL
 from tests.training.model_folders import (
@@ -222,6 +223,11 @@ def adopt_and_count(folder: str, layout: str, export: str) -> dict[str, Any]:
         pytest.param("gpt_oss, several files", "fsdp2_tp2", marks=pytest.mark.long),
         pytest.param("gpt_oss, several files", "fsdp2_tp2_ep2", marks=pytest.mark.long),
         ("gemma2", "tp2"),
+        *(
+            pytest.param(name, "tp2", marks=pytest.mark.long)
+            for family, name in ONE_EACH.items()
+            if family not in ("gemma2", *UNSHARDED)
+        ),
     ],
 )
 def test_ranks_read_and_write_their_own_parts_of_the_whole_piece_by_piece(tmp_path, name, layout):

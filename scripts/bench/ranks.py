@@ -18,7 +18,7 @@ _context = multiprocessing.get_context("fork")
 
 
 def on_ranks(
-    count: int, function: Callable[..., Any], *args: Any, deadline: float = 600.0
+    count: int, function: Callable[..., Any], *args: Any, deadline: float = 1800.0
 ) -> list[Any]:
     """Return the results of ``function(*args)`` on ``count`` ranks.
 

@@ -50,6 +50,11 @@ QWEN3_5 = {
     "layer_types": ["linear_attention", "full_attention"],
 }
 """Sizes of Qwen3.5."""
+OWN: dict[str, dict[str, float]] = {
+    "helium": {"head_dim": 16},  # its heads are as wide as the model
+    "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
+}
+"""Values of families that cannot be trained with those of others."""
 LARGEST = 99
 """Largest number in a demonstration."""
 
@@ -216,11 +221,11 @@ def make_model(
     """
     torch.manual_seed(seed)
     stop_token_ids = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
-    sizes = {}
+    sizes: dict[str, Any] = {"head_dim": 32} | OWN.get(family, {})
     if experts:
         family = "qwen3_moe" if family == "qwen3" else family
         keys = family_named(family).expert_sizes
-        sizes = {keys["num_experts"]: experts, keys["experts_per_token"]: 2}
+        sizes |= {keys["num_experts"]: experts, keys["experts_per_token"]: 2}
     if family == "qwen3_moe":
         sizes |= {"moe_intermediate_size": 96, "norm_topk_prob": True}
     if family.startswith("qwen3_5"):
@@ -235,7 +240,6 @@ def make_model(
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=32,
         max_position_embeddings=2048,
         tie_word_embeddings=tied,
         eos_token_id=stop_token_ids[0],

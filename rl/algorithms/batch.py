@@ -143,15 +143,16 @@ def counts_of(rollouts: Sequence[Rollout]) -> torch.Tensor:
 
 def by_player(rollouts: Sequence[Rollout]) -> list[tuple[int, int, Rollout]]:
     """Return each sequence of ``rollouts`` as a rollout of its own, whose reward is that of its
-    turns, with the number of its rollout and of its player. Players are numbered in the order of
-    their first answers.
+    turns, with the number of its rollout and of its player. Without players, sequences are
+    numbered in the order of their first answers.
     """
     parts = list[tuple[int, int, Rollout]]()
     for number, rollout in enumerate(rollouts):
         lengths = rollout.turns
         rewards = rollout.turn_rewards or (0.0,) * len(lengths)
         first = 0
-        for player, sequence in enumerate(rollout.sequences):
+        players = rollout.players or range(len(rollout.sequences))
+        for player, sequence in zip(players, rollout.sequences, strict=True):
             left = int(np.count_nonzero(sequence.sampled))
             last = first
             while left > 0:
@@ -164,6 +165,7 @@ def by_player(rollouts: Sequence[Rollout]) -> list[tuple[int, int, Rollout]]:
                 turn_rewards=rewards[first:last],
                 turn_lengths=tuple(lengths[first:last]),
                 turn_order=(),
+                players=rollout.players and (player,),
             )
             parts.append((number, player, part))
             first = last

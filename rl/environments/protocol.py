@@ -82,6 +82,10 @@ class TokenReply(Reply):
     """Schema of the JSON that the next answer is, as JSON; None for any text. The sampling masks
     of the answer have the tokens that go on with such an answer."""
 
+    player: int | None = None
+    """Number of the player of a game who answers next, from 0; None without players. The answers
+    of a player are in sequences of the player's own."""
+
     stop_reason: EpisodeStop = "done"
     """Reason for the end, if ``done``."""
 

@@ -97,6 +97,7 @@ class SelfPlay(TokenEnvironment):
         }
         return TokenReply(
             tokens=() if move.done else self._prompt(move),
+            player=move.player,
             reward=reward,
             earlier=others,
             done=move.done,

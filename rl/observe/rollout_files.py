@@ -36,6 +36,7 @@ OF_ROLLOUT = {
     "turn_rewards": "float64[]",
     "turn_lengths": "int32[]",
     "turn_order": "int32[]",
+    "players": "int32[]",
     "cut_turns": "int32",
     "text": "string",
     "stop_reason": "string",
@@ -250,7 +251,7 @@ def _tokens(columns: Mapping[str, Sequence[Any]], row: int) -> Tokens:
 
 def _rollout(row: dict[str, Any], sequences: tuple[Tokens, ...]) -> Rollout:
     values: dict[str, Any] = {
-        name: tuple(row[name]) if kind.endswith("[]") else row[name]
+        name: tuple(row.get(name, ())) if kind.endswith("[]") else row[name]
         for name, kind in OF_ROLLOUT.items()
     }
     return Rollout(

@@ -33,7 +33,7 @@ from rl.types import (
     Prompt,
 )
 
-ASKED = ("max_tokens", "top_logprobs", "min_tokens", "json_schema")
+ASKED = ("max_tokens", "top_logprobs", "min_tokens", "json_schema", "player")
 """Fields of a TokenReply and of the EpisodeTurn that it becomes."""
 UNREAD = "error: no call of this answer was run, since one of them is malformed"
 
@@ -336,6 +336,8 @@ def _rules(reply: TokenReply, size: int, *, may_end: bool) -> Iterator[tuple[boo
     least, schema = reply.min_tokens, reply.json_schema
     yield isinstance(least, int) and 0 <= least <= (most or least), "give a min_tokens from 0"
     yield schema is None or isinstance(schema, str), "give a json_schema as text, or None"
+    player = reply.player
+    yield player is None or (isinstance(player, int) and player >= 0), "give a player from 0"
     is_lone = not (least and (reply.stop or schema))
     yield is_lone, "leave min_tokens out, or stop and json_schema"
     reasons = get_args(EpisodeStop)

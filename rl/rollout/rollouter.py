@@ -83,7 +83,7 @@ class Episode:
 
     def answer(self, completion: Completion) -> None:
         """Append an answer of the policy."""
-        sequence = self.log.add(self.tokens, completion)
+        sequence = self.log.add(self.tokens, completion, self.turns[-1].player)
         self.answer_ends.append((self.log.sequences.index(sequence), len(sequence.tokens)))
         self.tokens += completion.tokens
         self.answers.append(completion)
@@ -93,6 +93,8 @@ class Episode:
         assert self.end is not None, "the episode has not ended"
         order = sorted(range(len(self.answer_ends)), key=self.answer_ends.__getitem__)
         rewards = self.end.turn_rewards
+        players = [each.player for each in self.log.sequences if each.player is not None]
+        all_play = len(players) == len(self.log.sequences)
         return Rollout(
             prompt=self.prompt,
             sample=self.sample,
@@ -104,6 +106,7 @@ class Episode:
             turn_rewards=tuple(rewards[number] for number in order) if rewards else (),
             turn_lengths=tuple(len(self.answers[number].tokens) for number in order),
             turn_order=tuple(order),
+            players=tuple(players) if all_play else (),
             cut_turns=sum(answer.finish_reason == "length" for answer in self.answers),
         )
 
@@ -342,12 +345,14 @@ class Rollouter:
         room = self.longest - len(episode.tokens)
         turn = len(episode.answers)
         prompt = episode.prompt
+        player = episode.turns[-1].player
         return GenerationRequest(
             request_id=f"{stream}/{prompt.prompt_id}/{episode.sample}/{turn}",
             prompt_tokens=[*episode.tokens],
             seed=derive_seed(self.seed, prompt.prompt_id, episode.sample, turn, stream=stream),
             sampling=episode.turns[-1].sampling(sampling, room),
-            experts_from=episode.log.recorded(episode.tokens),
+            experts_from=episode.log.recorded(episode.tokens, player),
+            player=player,
         )
 
     def _count(self, lost: GroupLost, counter: Counter[str], noun: str) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ from rl.actors.hosts import Hosts, gather_hosts
 from rl.actors.processes import ensure_runtime
 from rl.actors.worker_group import WorkerGroup
 from rl.environments.task import Task
-from rl.errors import ActorFailure, RunError, counted, require, shown
+from rl.errors import ActorFailure, RunError, require, shown
 from rl.host.disk import TemporaryFolder
 from rl.metrics import Metrics
 from rl.model.activations import Activations
@@ -28,7 +28,7 @@ from rl.session.push import WeightPush
 from rl.session.push_checks import LoadedVersion
 from rl.session.router import Router
 from rl.session.session_config import SessionConfig
-from rl.session.task_rollouters import TaskRollouters, rollouter_of
+from rl.session.task_rollouters import TaskRollouters, Weights, rollouter_of, sampler_of
 from rl.session.weight_selector import WeightSelector
 from rl.training.trainer_config import BASE
 from rl.types import Completion, GenerationRequest, GivenSequence, Prompt, Rollout, Sampling
@@ -230,7 +230,7 @@ class Session(Models):
         *,
         affinity: object = None,
         alone: bool = False,
-        weights: Path | str | None = None,
+        weights: Weights = None,
     ) -> list[Completion]:
         """Return completions in the order of ``requests``, all of one generator.
 
@@ -269,9 +269,13 @@ class Session(Models):
         top_p: float = 1.0,
         top_k: int = 0,
         min_p: float = 0.0,
+        weights: Weights | Mapping[int, Weights] = None,
     ) -> list[Rollout]:
         """Return ``samples`` scored rollouts of each prompt, in order, sampled as ``RolloutConfig``
         describes it. Each call draws new samples.
+
+        ``weights`` are those of ``sample``, or those of each player of a game by its number. Raises
+        RunError if a player who is to answer has none.
 
         ``task`` scores in this process if its config or code is not that of the session's task. If
         the reward of a prompt fails, the prompt has no rollouts, and the session warns once for
@@ -285,8 +289,9 @@ class Session(Models):
             min_p=min_p,
             stop_token_ids=task.stop_token_ids,
         )
+        generate = sampler_of(self.sample, weights)
         return await self._rollouters.collect(
-            task, prompts, sampling, samples=samples, generate=self.sample
+            task, prompts, sampling, samples=samples, generate=generate
         )
 
     async def scale(self, replicas: int) -> None:
@@ -381,20 +386,9 @@ class Session(Models):
         meshes = (*self.present.values(), *self.pool.meshes)
         state = "open" if all(each.is_running for each in meshes) else "not open"
         version = f"policy version {self.version}, " if self.has("trainer") else ""
-        return f"<Session, {state}: {self._meshes()}, {version}folder {self.folder}>"
+        processes = self.config.processes(self.aside)
+        return f"<Session, {state}: {processes}, {version}folder {self.folder}>"
 
     def describe(self) -> str:
         """Return text that lists the processes to start."""
-        return f"starting {self._meshes()}"
-
-    def _meshes(self) -> str:
-        meshes = [
-            f"{name} ({counted(role.trainer.ranks, 'rank')})"
-            for name, role in self.config.models.items()
-            if name not in self.aside
-        ]
-        generator = self.config.generator
-        if generator is not None:
-            ranks = counted(generator.tensor_parallel_degree, "rank")
-            meshes.append(f"{generator.replicas} x generator ({ranks})")
-        return ", ".join(meshes)
+        return f"starting {self.config.processes(self.aside)}"

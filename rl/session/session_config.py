@@ -1,11 +1,11 @@
 """Config of a session."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from rl.errors import ConfigError, require_value
+from rl.errors import ConfigError, counted, require_value
 from rl.generation.generator_config import BankConfig, GeneratorConfig
 from rl.model.hub import Snapshot, locate
 from rl.model.parity import Parity
@@ -158,6 +158,18 @@ class SessionConfig:
         """Number of nodes that all meshes need together."""
         generators = self.generator.nodes if self.generator is not None else 0
         return (self.trainer.nodes if self.trainer is not None else 1) + generators
+
+    def processes(self, aside: Collection[str]) -> str:
+        """Return text that lists the meshes of a session, without the roles ``aside``."""
+        meshes = [
+            f"{name} ({counted(role.trainer.ranks, 'rank')})"
+            for name, role in self.models.items()
+            if name not in aside
+        ]
+        if self.generator is not None:
+            ranks = counted(self.generator.tensor_parallel_degree, "rank")
+            meshes.append(f"{self.generator.replicas} x generator ({ranks})")
+        return ", ".join(meshes)
 
     def fetch_models(self, tell: Callable[[str], object]) -> None:
         """Replace names on the Hub by folders; download and check the weights that the models start

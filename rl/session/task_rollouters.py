@@ -2,10 +2,11 @@
 
 import asyncio
 import copy
+import functools
 import inspect
 import operator
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,44 @@ from rl.actors.processes import ensure_runtime
 from rl.actors.reward_workers import RewardWorkers, local_rewards
 from rl.environments.protocol import EnvironmentTask
 from rl.environments.task import Task
-from rl.errors import GroupLost
+from rl.errors import GroupLost, RunError
 from rl.host.threads import DaemonThread
 from rl.model.shape import ModelConfig
 from rl.observe.events import Events, print_texts
 from rl.rollout.rollouter import Generate, Rollouter
-from rl.types import Completion, Prompt, Rollout, Sampling
+from rl.types import Completion, GenerationRequest, Prompt, Rollout, Sampling
 from rl.types.deadlines import DeadlineConfig
+
+Weights = Path | str | None
+"""Weights that generators sample with: see :meth:`rl.session.session.Session.sample`."""
+
+
+def sampler_of(
+    sample: Callable[..., Awaitable[list[Completion]]], weights: Weights | Mapping[int, Weights]
+) -> Generate:
+    """Return a function that samples with ``weights``, or with those of the player of a request.
+
+    The requests of one player after the other are sampled, so that completions do not depend on
+    what another player samples. The function raises RunError for a player without weights.
+    """
+    if not isinstance(weights, Mapping):
+        return functools.partial(sample, weights=weights)
+
+    async def by_player(requests: list[GenerationRequest]) -> list[Completion]:
+        places: dict[int, list[int]] = {}
+        for place, request in enumerate(requests):
+            who = request.player
+            if who is None or who not in weights:
+                lacking = "the task has no players" if who is None else f"player {who} has none"
+                raise RunError(f"weights are those of the players {[*weights]}; {lacking}")
+            places.setdefault(who, []).append(place)
+        found: dict[int, Completion] = {}
+        for who, own in sorted(places.items()):
+            answers = await sample([requests[place] for place in own], weights=weights[who])
+            found |= zip(own, answers, strict=True)
+        return [found[place] for place in range(len(requests))]
+
+    return by_player
 
 
 async def score_alone(

@@ -140,6 +140,8 @@ class GenerationRequest:
     """Number of the prompt's first tokens whose experts are not returned."""
     adapter: int = 0
     """Number of its adapter in the generator, which the session sets; 0 for none."""
+    player: int | None = None
+    """Number of the player of a game whose answer it is; None without players."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,6 +249,8 @@ class EpisodeTurn:
     """As ``Sampling.min_tokens``."""
     json_schema: str | None = None
     """Form of the next answer, as ``Sampling.json_schema``."""
+    player: int | None = None
+    """Number of the player of a game who answers next; None without players."""
     is_replayable: bool = False
     """Whether the environment is deterministic: the same answers lead to the same tokens. Set in
     the first turn of an episode."""
@@ -346,6 +350,8 @@ class Rollout:
     turn_order: tuple[int, ...] = ()
     """Number of each turn in time, from 0, in the order of ``turn_rewards``. Empty if time has the
     order of the sequences."""
+    players: tuple[int, ...] = ()
+    """Number of the player of each sequence; empty without players."""
 
     @classmethod
     def single_turn(cls, prompt: Prompt, completion: Completion, **fields: Any) -> "Rollout":

@@ -22,6 +22,8 @@ class OpenSequence:
     versions: list[int] = field(default_factory=list)
     masks: list[tuple[int, SamplingMask]] = field(default_factory=list)
     """Sampling masks of the answers that have one, and the place at which each answer begins."""
+    player: int | None = None
+    """Player of a game whose conversation it is."""
     experts: list[RoutedExperts] = field(default_factory=list)
     """Experts of the first tokens, in order: those that the first answer after a token was computed
     with."""
@@ -72,31 +74,36 @@ class OpenSequence:
 class SequenceLog:
     """Sequences of an episode, from the prompts and answers of its turns.
 
-    A turn continues the longest sequence whose tokens are a prefix of the turn's prompt. If no such
-    sequence exists, a new sequence begins, in which the whole prompt counts as not sampled. Thus
-    each answer is marked as sampled in exactly one sequence, even if other prompts contain it.
+    A turn continues the longest sequence of its player whose tokens are a prefix of the turn's
+    prompt. If no such sequence exists, a new sequence begins, in which the whole prompt counts as
+    not sampled. Thus each answer is marked as sampled in exactly one sequence, even if other
+    prompts contain it.
     """
 
     def __init__(self) -> None:
         self.sequences: list[OpenSequence] = []
         """The sequences, in the order in which they began."""
 
-    def add(self, prompt: Items[int], completion: Completion) -> OpenSequence:
+    def add(
+        self, prompt: Items[int], completion: Completion, player: int | None = None
+    ) -> OpenSequence:
         """Append a turn; return its sequence, which ends with the answer."""
-        sequence = self._continued(prompt)
+        sequence = self._continued(prompt, player)
         if sequence not in self.sequences:
             self.sequences.append(sequence)
         sequence.feed(prompt[len(sequence.tokens) :])
         sequence.answer(completion)
         return sequence
 
-    def recorded(self, prompt: Items[int]) -> int:
+    def recorded(self, prompt: Items[int], player: int | None = None) -> int:
         """Return the number of tokens of ``prompt`` whose experts its turn need not return."""
         has_records = any(each.experts for each in self.sequences)
-        return self._continued(prompt).recorded if has_records else 0
+        return self._continued(prompt, player).recorded if has_records else 0
 
-    def _continued(self, prompt: Items[int]) -> OpenSequence:
+    def _continued(self, prompt: Items[int], player: int | None) -> OpenSequence:
         """Return the sequence that a turn with ``prompt`` continues; an empty one for none."""
         prompt = [*prompt]
-        found = [each for each in self.sequences if prompt[: len(each.tokens)] == each.tokens]
-        return max(found, key=lambda each: len(each.tokens), default=OpenSequence())
+        own = [each for each in self.sequences if each.player == player]
+        found = [each for each in own if prompt[: len(each.tokens)] == each.tokens]
+        none = OpenSequence(player=player)
+        return max(found, key=lambda each: len(each.tokens), default=none)

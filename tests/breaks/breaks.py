@@ -453,6 +453,10 @@ rl/model/parity.py
   more = (0, 0, 0, -rows % query_rows())
   more = (0, 0, 0, 0)
   parity/test_kernels.py
+rl/types/sequences.py
+  own = [each for each in self.sequences if each.player == player]
+  own = self.sequences
+  environments/test_self_play.py
 rl/rollout/episodes.py
   episode.rewards[turn] += float(more)
   episode.rewards[-1] += float(more)

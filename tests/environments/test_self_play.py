@@ -23,10 +23,12 @@ from rl.validation import validate
 class Higher(SelfPlay):
     """Each of two players writes two numbers in turn. The higher sum wins 1 from the other."""
 
+    first = 0
+
     def start(self):
         self.sums = [0, 0]
         self.answers = 0
-        return Move(player=0, message="Write a number.")
+        return Move(player=self.first, message="Write a number.")
 
     def opening(self, player):
         return [{"role": "system", "content": f"You are player {player}."}]
@@ -104,6 +106,34 @@ def test_a_reward_goes_to_the_last_answer_of_its_player(task):
         (0, 1, -8.0),
     ]
     assert [part.turn_rewards for *_, part in parts] == [(0.5, 8.5), (0.0, -8.0)]
+
+
+def test_a_player_keeps_its_number_if_another_one_begins(task, monkeypatch):
+    monkeypatch.setattr(Higher, "first", 1)
+    parts = by_player([play(task, [9, 2, 4, 3])])
+    assert [(player, part.reward) for _, player, part in parts] == [(1, 9.0), (0, -8.0)]
+    assert [part.players for *_, part in parts] == [(1,), (0,)]
+
+
+def test_a_player_who_reads_the_conversation_of_another_has_its_own(task, monkeypatch):
+    """The words of the other player are no answers of this one."""
+    shared = [{"role": "system", "content": "You are players."}]
+
+    def opening(game, player):
+        said = {"role": "user", "content": "Write a number."}
+        return [*shared, said, {"role": "assistant", "content": "1"}] if player else shared
+
+    monkeypatch.setattr(Higher, "opening", opening)
+    rollout = play(task, [1, 2, 4, 3])
+    assert rollout.players == (0, 1)
+    sampled = [task.tokenizer.decode(each.tokens[each.sampled]) for each in rollout.sequences]
+    assert sampled == ["1<|im_end|>4<|im_end|>", "2<|im_end|>3<|im_end|>"]
+
+
+def test_a_player_below_0_costs_the_group(task, monkeypatch):
+    monkeypatch.setattr(Higher, "start", lambda _: Move(player=-1))
+    with pytest.raises(GroupLost, match="give a player from 0"):
+        play(task, [1])
 
 
 GAMES = [[1, 2, 4, 3], [1, 5, 2, 3], [3, 1, 3, 2]]

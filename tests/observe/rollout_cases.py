@@ -45,6 +45,7 @@ def rollout(prompt_id: int, sample: int, *lengths: tuple[int, int]) -> Rollout:
         turn_rewards=(0.1, 0.2),
         turn_lengths=(1, 2),
         turn_order=(1, 0),
+        players=(1, 0, 2)[: len(lengths)],
         cut_turns=1,
     )
 

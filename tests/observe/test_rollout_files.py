@@ -71,6 +71,12 @@ def test_a_part_of_the_rows_is_kept(path):
     assert found == [9, 2]
 
 
+def test_a_file_of_before_there_were_players_has_none(path):
+    write_rollouts(path, two_chunks())
+    parquet.write_table(parquet.read_table(path).drop_columns("players"), path)
+    assert {each.players for one in read_rollouts(path) for each in one.rollouts} == {()}
+
+
 def test_text_that_utf_8_lacks_is_replaced(path):
     odd = rollout(1, 0, (1, 1))
     object.__setattr__(odd, "text", "a\ud800b")

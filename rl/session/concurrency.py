@@ -70,23 +70,24 @@ class Signal:
 class Shares:
     """Room for so much work at once, which clients get by turns. ::
 
-        shares = Shares(room=256)
+        shares = Shares(lambda: 256)
         async with shares.of("client", 4):
             ...     # takes 4 of the room
 
-    While clients wait, one that has had room goes behind the others.
+    While clients wait, one that has had room goes behind the others. The room may change: work that
+    has begun goes on.
     """
 
-    def __init__(self, room: int):
-        self._room = self._left = room
-        self._waiting: dict[str, deque[tuple[int, asyncio.Future[None]]]] = {}
+    def __init__(self, room: Callable[[], int]):
+        self._room = room
+        self._taken = 0
+        self._waiting: dict[str, deque[tuple[int, asyncio.Future[int]]]] = {}
 
     @asynccontextmanager
     async def of(self, client: str, size: int) -> AsyncIterator[None]:
         """Take ``size`` of the room, or all of it for larger work, while the block runs. Work of
         one client begins in its order.
         """
-        size = min(size, self._room)
         turn = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(client, deque()).append((size, turn))
         self._begin()
@@ -95,21 +96,23 @@ class Shares:
             yield
         finally:
             if not turn.cancelled():
-                self._left += size
+                self._taken -= turn.result()
             self._begin()
 
     def _begin(self) -> None:
         """Begin what has room, the client first that has waited for the longest time."""
+        room = self._room()
         while self._waiting:
             client = next(iter(self._waiting))
             queue = self._waiting[client]
             size, turn = queue[0]
-            if size > self._left and not turn.cancelled():
+            size = min(size, room)
+            if self._taken + size > room and not turn.cancelled():
                 return
             queue.popleft()
             del self._waiting[client]
             if queue:
                 self._waiting[client] = queue  # behind the others
             if not turn.cancelled():
-                self._left -= size
-                turn.set_result(None)
+                self._taken += size
+                turn.set_result(size)

@@ -99,8 +99,8 @@ class Parts:
         self.store = Store(folder / "server.db", events.warn)
         self.futures = Futures()
         self.custom_losses = CustomLosses()
-        own = config.generator
-        self.shares = Shares(AHEAD * own.replicas * own.max_running_requests)
+        self.config = config
+        self.shares = Shares(self._room)
         """Room for the samples that generators have at once, for sessions of clients."""
         self.checkpoints = Checkpoints(self.store, folder / "weights", events.warn)
         self.heard: dict[str, float] = {}
@@ -108,6 +108,11 @@ class Parts:
         self.folder = folder / "models"
         """Folder of the metrics and samples of models."""
         self.samples = Samples(self.folder, decode)
+
+    def _room(self) -> int:
+        """Return the number of samples that the generators of this moment have at once."""
+        each = AHEAD * self.config.generator.max_running_requests
+        return each * max(1, len(self.session.generator_versions))
 
 
 def client_of(id: str) -> str:

@@ -101,7 +101,7 @@ def began(asks, *, room, cancelled=()):
             taken.append(taken[-1] - min(size, room))
 
     async def all_of_it():
-        shares = Shares(room)
+        shares = Shares(lambda: room)
         tasks = [asyncio.create_task(work(shares, n, *each)) for n, each in enumerate(asks)]
         await asyncio.sleep(0)
         for number in cancelled:
@@ -139,3 +139,40 @@ def test_work_that_is_cancelled_leaves_its_room_to_others():
     for number in range(len(asks)):
         order, _ = began(asks, room=2, cancelled=[number])
         assert len(order) == len(asks) - (number > 0)
+
+
+def test_room_may_grow_and_shrink_while_work_is_done():
+    async def main():
+        room = 2
+        shares = Shares(lambda: room)
+        running = []
+        ends = [asyncio.Event() for _ in range(8)]
+
+        async def work(number):
+            async with shares.of("client", 2 if number == 7 else 1):
+                running.append(number)
+                await ends[number].wait()
+            running.remove(number)
+
+        async def after(*numbers):
+            """Return what runs after the work of ``numbers``."""
+            for number in numbers:
+                ends[number].set()
+            for _ in range(9):
+                await asyncio.sleep(0)
+            return sorted(running)
+
+        async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+            for number in range(8):
+                group.create_task(work(number))
+            found = [await after()]
+            room = 4
+            found.append(await after(0))
+            room = 1
+            found.append(await after(1, 2, 3))
+            found.append(await after(4, 5))
+            found.append(await after(6))  # the last one needs 2, which is all there is and more
+            await after(7)
+        return found
+
+    assert asyncio.run(main()) == [[0, 1], [1, 2, 3, 4], [4], [6], [7]]

@@ -66,7 +66,7 @@ async def test_many_samples_in_flight_are_all_answered_and_shared_fairly(
 ):
     async with Running(tmp_path, Counting(pause=0.002)) as running:
         parts = running.server.parts
-        parts.shares = Shares(ROOM)
+        parts.shares = Shares(lambda: ROOM)
         sessions = [await running.open(number) for number in range(clients)]
         own = [await sampler_of(running, session) for session in sessions]
 
@@ -100,7 +100,7 @@ async def test_many_samples_in_flight_are_all_answered_and_shared_fairly(
 @awaited
 async def test_a_client_with_many_samples_does_not_hold_up_another(tmp_path):
     async with Running(tmp_path, Counting()) as running:
-        running.server.parts.shares = Shares(2)
+        running.server.parts.shares = Shares(lambda: 2)
         running.server.samplers.running.clear()
         greedy, modest = [await running.open(number) for number in range(2)]
         own = [await sampler_of(running, session) for session in (greedy, modest)]
@@ -111,6 +111,24 @@ async def test_a_client_with_many_samples_does_not_hold_up_another(tmp_path):
             await running.result(promise)
         places = [n for n, each in enumerate(running.session.order) if each == modest]
         assert places[-1] <= 2 * len(places) + 2
+
+
+@awaited
+async def test_generators_that_join_and_leave_change_the_number_of_samples_at_once(tmp_path):
+    async with Running(tmp_path, Counting(pause=0.002)) as running:
+        own = running.session
+        sampler = await sampler_of(running, await running.open())
+        running.server.parts.config.generator.max_running_requests = 2
+        for generators, most in ((1, 4), (3, 12), (2, 8)):
+            own.generator_versions = dict.fromkeys(range(generators))
+            own.most = 0
+            number = 100 * generators
+            running.server.samplers.running.clear()
+            promises = [await ask(running, sampler, number + each) for each in range(20)]
+            running.server.samplers.running.set()
+            for promise in promises:
+                await running.result(promise)
+            assert own.most == most
 
 
 @awaited

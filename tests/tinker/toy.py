@@ -51,6 +51,7 @@ class ToySession:
     def __init__(self, *, pause: float = 0.0, seed: int = 0):
         self.config = SimpleNamespace(longest_sequence=LONGEST)
         self.adapters = {}
+        self.generator_versions = {"generator-0": 0}
         self.calls = []
         self.recovered = 0
         self._all: dict[str, Adapter] = {}

@@ -154,6 +154,15 @@ def test_a_mixture_of_experts_learns(tmp_path, replay, staleness):
 
 
 @pytest.mark.long
+def test_a_hybrid_learns(tmp_path):
+    run = Run(*words("--config quickstart --model.family qwen3_5_text"), folder=tmp_path / "run")
+    assert run.wait() == 0, run.stderr
+    run.assert_nothing_left()
+    assert run.json("summary.json")["eval/exact_match"] > 0.8
+    assert max(row["logprob/error_max"] for row in run.metrics()) <= 1e-4
+
+
+@pytest.mark.long
 def test_one_generator_learns_the_same(finished, replicas):
     assert rise(finished(*QUICKSTART))[1] == pytest.approx(rise(replicas)[1], abs=0.15)
 

@@ -8,10 +8,12 @@ import time
 import pytest
 
 from rl.observe.spans import STAGES
-from tests.e2e.pipelines import GROUPS, HYBRID, SHORT, SHORT_STEPS
+from tests.e2e.pipelines import EXPERTS, GROUPS, HYBRID, SHORT, SHORT_STEPS
 from tests.e2e.runs import TINY, Run, assert_same, check_ledger, start, strike
 from tests.e2e.test_programs import answer_of
 from tests.tasks.held import Hold
+
+WITH_EXPERTS = (*EXPERTS, "--model.family", "qwen3_5_moe_text")
 
 
 def test_a_run_that_is_struck_and_stopped_and_killed_is_the_undisturbed_one(tmp_path, finished):
@@ -80,8 +82,9 @@ def test_a_resume_that_cannot_load_its_checkpoint_leaves_the_run_as_it_was(tmp_p
     assert (export.process.returncode, found["equal"]) == (0, True), export.stderr + replay.stderr
 
 
-def test_a_hybrid_that_is_killed_is_the_undisturbed_one(tmp_path):
-    command = (*HYBRID, "--steps", "6")
+@pytest.mark.parametrize("options", [(), pytest.param(WITH_EXPERTS, marks=pytest.mark.long)])
+def test_a_hybrid_that_is_killed_is_the_undisturbed_one(tmp_path, options):
+    command = (*HYBRID, "--steps", "6", *options)
     for name in ("killed", "whole"):
         (tmp_path / name).mkdir()
     run = start(tmp_path / "killed", command)

@@ -105,7 +105,9 @@ def test_logits_and_export_are_those_of_transformers(tmp_path, name):
     checkpointer.export_hf(str(out))
     checkpointer.close()
     assert (logits_of(engine, tokens) - wanted).abs().max() <= 1e-5
-    assert error_of_logprobs(engine, folder, 150) <= 1e-5
+    # of Qwen3.5, transformers' own log-probs are up to 1.1e-5 from those in float64
+    most = 2e-5 if name.startswith("qwen3_5") else 1e-5
+    assert error_of_logprobs(engine, folder, 150) <= most
     assert torch.equal(transformers_logits(out, tokens), wanted)
     if name not in REWRITTEN | VISION:
         same_tensors(folder, out)

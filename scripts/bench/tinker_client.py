@@ -1,13 +1,15 @@
 """The side of the Tinker SDK: takes the steps and draws the samples of tinker_work.py.
 
 Usage: python -P tinker_client.py URL STEPS, in the SDK's environment. Prints seconds of each step,
-samples per second, and the seconds of each client's samples, as JSON.
+samples per second, and the seconds of each client's samples, one after another and all at once, as
+JSON.
 """
 
 import json
 import multiprocessing
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,28 +20,58 @@ from tinker import types
 sys.path.append(str(Path(__file__).parent))  # at its end, for tinker.py lies beside this file
 import tinker_work as work
 
+Draw = Callable[[tinker.SamplingClient, int], float]
+
+
+def ask(sampler: tinker.SamplingClient, client: int, number: int) -> Any:
+    """Return the future of a sample."""
+    given = work.tokens(f"prompt/{client}/{number}", work.PROMPT_TOKENS)
+    params = types.SamplingParams(max_tokens=work.NEW_TOKENS, seed=number, stop=[])
+    return sampler.sample(types.ModelInput.from_ints(given), 1, params)
+
+
+def receive(sample: Any) -> None:
+    (sequence,) = sample.result().sequences
+    assert len(sequence.tokens) == work.NEW_TOKENS
+
 
 def draw(sampler: tinker.SamplingClient, client: int) -> float:
     """Return the seconds in which a client drew its samples, one after another."""
     begin = time.perf_counter()
     for number in range(work.SAMPLES):
-        prompt = types.ModelInput.from_ints(
-            work.tokens(f"prompt/{client}/{number}", work.PROMPT_TOKENS)
-        )
-        params = types.SamplingParams(max_tokens=work.NEW_TOKENS, seed=number, stop=[])
-        (sequence,) = sampler.sample(prompt, 1, params).result().sequences
-        assert len(sequence.tokens) == work.NEW_TOKENS
+        receive(ask(sampler, client, number))
     return time.perf_counter() - begin
 
 
-def draw_all(handle: str, process: int, ready: Any, waits: Any) -> None:
-    """Have every PROCESSES-th client draw at once, when all processes are ready."""
+def flood(sampler: tinker.SamplingClient, client: int) -> float:
+    """Return the seconds in which a client drew FLOOD samples at once."""
+    begin = time.perf_counter()
+    for sample in [ask(sampler, client, number) for number in range(work.FLOOD)]:
+        receive(sample)
+    return time.perf_counter() - begin
+
+
+def draw_all(handle: str, own: range, draws: Draw, ready: Any, waits: Any) -> None:
+    """Have the clients ``own`` draw at once, when all processes are ready."""
     sampler = tinker.SamplingClient.from_sampler_handle(handle)
-    own = range(process, work.CLIENTS, work.PROCESSES)
-    draw(sampler, process)
+    draw(sampler, own[0])
     ready.wait()
     with ThreadPoolExecutor(len(own)) as clients:
-        waits.put([*clients.map(lambda client: draw(sampler, client), own)])
+        waits.put([*clients.map(lambda client: draws(sampler, client), own)])
+
+
+def in_processes(handle: str, draws: Draw, processes: int) -> tuple[list[float], float]:
+    """Return the seconds of each client in so many processes, and of all together."""
+    context = multiprocessing.get_context("spawn")
+    ready, queue = context.Barrier(processes + 1), context.Queue()
+    for process in range(processes):
+        own = range(process, work.CLIENTS, processes)
+        arguments = (handle, own, draws, ready, queue)
+        context.Process(target=draw_all, args=arguments, daemon=True).start()
+    ready.wait()
+    begin = time.perf_counter()
+    waits = [wait for _ in range(processes) for wait in queue.get()]
+    return waits, time.perf_counter() - begin
 
 
 def training_data() -> list[types.Datum]:
@@ -68,17 +100,11 @@ def main(url: str, steps: int) -> None:
         loss, _ = [call.result() for call in calls]
         seconds.append(time.perf_counter() - begin)
     sampler = training.save_weights_and_get_sampling_client().result()
-    context = multiprocessing.get_context("spawn")
-    ready, queue = context.Barrier(work.PROCESSES + 1), context.Queue()
     handle = sampler.get_sampler_handle()
-    for process in range(work.PROCESSES):
-        arguments = (handle, process, ready, queue)
-        context.Process(target=draw_all, args=arguments, daemon=True).start()
-    ready.wait()
-    begin = time.perf_counter()
-    waits = [wait for _ in range(work.PROCESSES) for wait in queue.get()]
-    rate = work.CLIENTS * work.SAMPLES / (time.perf_counter() - begin)
-    found = {"seconds": seconds, "samples_per_s": rate, "waits": waits}
+    waits, all_of_it = in_processes(handle, draw, work.PROCESSES)
+    rate = work.CLIENTS * work.SAMPLES / all_of_it
+    flooded, _ = in_processes(handle, flood, work.FLOOD_PROCESSES)
+    found = {"seconds": seconds, "samples_per_s": rate, "waits": waits, "flood_waits": flooded}
     print(json.dumps({**found, "loss": loss.metrics["loss:sum"]}))
 
 

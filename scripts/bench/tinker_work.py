@@ -17,6 +17,9 @@ PROCESSES = 4
 """Number of processes that the clients of the SDK are in."""
 SAMPLES = 8
 """Number of samples that each client draws, one after another."""
+FLOOD_PROCESSES = 16
+FLOOD = 32
+"""Number of samples that each client then has in flight at once."""
 PROMPT_TOKENS = 16
 NEW_TOKENS = 16
 NAME = "bench/model"

@@ -15,7 +15,9 @@ def bench(monkeypatch):
 def test_ratios_are_those_of_each_round_without_the_first_steps(bench):
     def side(seconds, rate):
         steps = [99.0] * bench.WARM_UP + [seconds] * 3
-        return {"seconds": steps, "samples_per_s": rate, "waits": [1.0, 2.0, 60 / rate]}
+        waits = [1.0, 2.0, 60 / rate]
+        found = {"seconds": steps, "samples_per_s": rate, "waits": waits}
+        return found | {"flood_waits": [2 * wait for wait in waits]}
 
     rounds = [(side(0.9, 50.0), side(1.0, 40.0)), (side(0.8, 50.0), side(1.0, 30.0))]
     turns = [(2.0, 2.2), (2.0, 2.0), (2.0, 3.0)]
@@ -23,9 +25,11 @@ def test_ratios_are_those_of_each_round_without_the_first_steps(bench):
     assert result["session_over_server"] == 0.9
     assert result["server_over_session_samples"] == 0.8
     assert result["largest_wait_over_mean"] == 2 / 1.5
+    assert result["largest_flood_wait_over_mean"] == 2 / 1.5
     assert result["two_adapters_over_one"] == 1.1
     assert result["spread"] == {
         "largest_wait_over_mean": [1.2, 1.5],
+        "largest_flood_wait_over_mean": [1.2, 1.5],
         "session_over_server": [0.8, 1.0],
         "server_over_session_samples": [0.6, 1.0],
         "two_adapters_over_one": [1.0, 1.5],

@@ -26,6 +26,7 @@ from rl.training.trainer_config import HEAD, adaptable_layers
 from rl.validation.engines import validate_generator, validate_optimizers
 from rl.validation.folders import RESERVED, find_models, validate_folders
 from rl.validation.layouts import (
+    validate_bank,
     validate_devices,
     validate_generator_layout,
     validate_layouts,
@@ -237,7 +238,8 @@ def _validate_serving(config: ServeConfig) -> None:
     distinct = len({*config.names}) == len(config.names) and all(config.names)
     check(config, "names", distinct, "different names")
     check(config, "colocate", config.colocate != "models", "'none' or 'all'")
-    _ = config.session().adapters
+    if (bank := config.session().adapters) is not None:
+        validate_bank(config, bank)
 
 
 CHECKS: dict[type, list[Callable[[Any], None]]] = {

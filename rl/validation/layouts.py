@@ -1,9 +1,17 @@
 """Checks of layouts: of each model by itself, and of all models on the machines of the run."""
 
-from rl.config import RLConfig, RunConfig
+from dataclasses import replace
+
+from rl.config import RLConfig, RunConfig, ServeConfig
 from rl.errors import ConfigError, require, require_value
-from rl.generation.generator_config import GeneratorConfig, kv_bytes_at_least, weight_bytes
+from rl.generation.generator_config import (
+    BankConfig,
+    GeneratorConfig,
+    kv_bytes_at_least,
+    weight_bytes,
+)
 from rl.model.shape import ModelShape, shape_of
+from rl.model.shards import Layout, local_shapes
 from rl.model.tp_plan import check_divides, check_generator, divisors, generator_layout
 from rl.session.placement import Placement
 from rl.session.session_config import Role
@@ -41,7 +49,7 @@ def validate_layouts(config: RunConfig) -> None:
             require_value(dtype == "float32", field, True, rule)
 
 
-def validate_generator_layout(config: RLConfig) -> None:
+def validate_generator_layout(config: RLConfig | ServeConfig) -> None:
     """Raise ConfigError if the generators cannot be sharded, or placed on nodes, as configured."""
     generator = config.generator
     shape = shape_of(config.model)
@@ -57,17 +65,49 @@ def validate_generator_layout(config: RLConfig) -> None:
     rule = "0 with colocate='all': the generators share the trainer's devices"
     check(config, "generator.nodes", generator.nodes == 0 or config.colocate != "all", rule)
     if config.hardware.kind == "cuda":
-        fuse_qkv = config.model.fuse_qkv
-        degree = generator.tensor_parallel_degree
-        layout, *_ = generator_layout(shape, fuse_qkv=fuse_qkv, tp=degree, expert_parallel=parallel)
         memory = config.hardware.memory_known * 2**30
         share = generator.gpu_memory_utilization * memory
-        left = max(0.0, share - weight_bytes(generator, layout))
+        left = max(0.0, share - weight_bytes(generator, _layout_of(config)))
         if error := lack_of_cache(generator, shape, left, memory):
             raise error
 
 
-def _validate_graphs(config: RLConfig) -> None:
+def validate_bank(config: ServeConfig, bank: BankConfig) -> None:
+    """Raise ConfigError if a GPU does not hold the adapters of a generator beside its weights and
+    the KV cache of one sequence.
+    """
+    if config.hardware.kind != "cuda":
+        return
+    generator = config.generator
+    layout = _layout_of(config)
+    share = generator.gpu_memory_utilization * config.hardware.memory_known * 2**30
+    cache = kv_bytes_at_least(generator, shape_of(config.model), cuda=True)
+    left = share - weight_bytes(generator, layout) - cache
+    each = bank_bytes(generator, replace(bank, count=1), layout)
+    rule = f"at most {left // each:.0f}, for which a GPU has room"
+    fix = f"each adapter takes {each / 2**30:.3f} GiB; or lower trainer.lora.rank"
+    require_value(bank.count * each <= left, "max_loras", bank.count, rule, fix)
+
+
+def bank_bytes(generator: GeneratorConfig, bank: BankConfig, layout: Layout) -> int:
+    """Return the bytes of the adapters of a rank with ``layout``."""
+    shapes = local_shapes(layout).items()
+    sizes = [sum(shape) for name, shape in shapes if name.split(".")[-2] in bank.layers]
+    return generator.dtype_bytes * bank.count * bank.rank * sum(sizes)
+
+
+def _layout_of(config: RLConfig | ServeConfig) -> Layout:
+    """Return the layout of the first rank of a generator."""
+    layout, *_ = generator_layout(
+        shape_of(config.model),
+        fuse_qkv=config.model.fuse_qkv,
+        tp=config.generator.tensor_parallel_degree,
+        expert_parallel=config.generator.expert_parallel,
+    )
+    return layout
+
+
+def _validate_graphs(config: RLConfig | ServeConfig) -> None:
     """Check that experts can be compiled on CPU, or captured in CUDA graphs, and that the generator
     of a model with gated delta nets is eager.
     """

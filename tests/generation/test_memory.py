@@ -1,7 +1,14 @@
 """Ranks of a generator have the planned memory."""
 
+from rl.generation.generator_config import BankConfig, GeneratorConfig
+from rl.model.shape import shape_of
+from rl.model.tp_plan import generator_layout
 from rl.plan.memory import all_ranks
 from rl.plan.planned_run import PlannedRun
+from rl.validation.layouts import bank_bytes
+from tests.generation.conftest import SMALL
+from tests.generation.policies import UNTIED_SPLIT
+from tests.generation.ranks import GeneratorRanks
 from tests.plan.generators import held
 from tests.plan.test_memory import config_of
 
@@ -24,3 +31,17 @@ def test_parameters_and_kv_cache_have_the_planned_bytes(one_or_two_ranks):
         for name in BLOCKS.keys() & plan.keys():
             assert 0 <= plan[name] - sizes[name] < BLOCKS[name]
         assert plan.keys() >= sizes.keys()
+
+
+def adapters_of(engine) -> int:
+    """Return the bytes of the adapters of a rank."""
+    buffers = engine._model.titan.named_buffers()
+    return sum(each.nbytes for name, each in buffers if ".adapters_" in name)
+
+
+def test_adapters_have_the_bytes_that_the_check_of_a_config_counts():
+    bank = BankConfig(3, 4, ("wq", "wk", "wv", "wo", "w1", "w2", "w3", "lm_head"))
+    ranks = GeneratorRanks(GeneratorConfig(**SMALL), UNTIED_SPLIT, adapters=bank)
+    layout, *_ = generator_layout(shape_of(UNTIED_SPLIT), fuse_qkv=False, tp=1)
+    assert ranks.run(adapters_of) == [bank_bytes(ranks.config, bank, layout)]
+    ranks.close()

@@ -9,6 +9,7 @@ from torchtitan.config import Configurable
 from rl.algorithms.corrections import MaskedIS, TruncatedIS
 from rl.algorithms.kl import AdaptiveKL
 from rl.algorithms.losses import CISPOLoss, ClippedLoss
+from rl.cli.arguments import find_config
 from rl.config import RLConfig
 from rl.errors import ConfigError
 from rl.session.hardware import HardwareConfig
@@ -218,6 +219,18 @@ def test_a_generator_whose_gpu_does_not_hold_the_longest_answer_is_refused(confi
     said = r"generator.gpu_memory_utilization is 0.5, which leaves 0.\d+ GiB of each GPU "
     with pytest.raises(ConfigError, match=said):
         validate_generator_layout(config)
+
+
+def test_more_adapters_than_a_gpu_holds_beside_the_weights_are_refused():
+    config = find_config("serve_tiny")()
+    config.hardware = HardwareConfig(device="h100", gpus_per_node=8, memory_gib=1.0)
+    validate(config)
+    config.max_loras = 1024
+    config.hardware.memory_gib = 0.25
+    with pytest.raises(ConfigError, match=r"^max_loras is 1024; it must be at most \d\d\d, for "):
+        validate(config)
+    config.trainer.lora.rank = 2
+    validate(config)
 
 
 OUTSIDE = ("../../x", "/tmp/x", "a/b", ".", "config.json")

@@ -28,7 +28,7 @@ from typing import NoReturn
 
 from rl.actors.guard import PR_SET_PDEATHSIG, guard
 from rl.errors import EXIT_FAILED, at_end, end_program
-from rl.host.process import COLLECT_AT, LEAVING, steady
+from rl.host.process import COLLECT_AT, LEAVING, allow_open_files, steady
 
 SERVER = "TILLER_FORK_SERVER"
 """Variable with the name of the server's socket."""
@@ -110,6 +110,7 @@ def start(*, preload: bool = True) -> None:
     listener.bind(f"\0{name}")
     listener.listen(1024)
     owner = os.getpid()
+    allow_open_files()  # ranks inherit the limit
     server = os.fork()
     if server == 0:
         end_with(owner)

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import resource
 import sys
 import time
 from pathlib import Path
@@ -17,6 +18,7 @@ if __name__ == "__main__":
                 "group": os.getpgid(0) == os.getpid(),
                 "main": sys.modules["__main__"].__spec__.name,
                 "name": Path("/proc/self/comm").read_text().strip(),
+                "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
                 "random": random.random(),
                 "threads": torch.get_num_threads(),
                 "variables": dict(os.environ),

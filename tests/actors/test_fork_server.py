@@ -16,6 +16,7 @@ from typing import NoReturn
 import pytest
 
 from rl.actors import fork_server
+from rl.errors import open_file_limits
 from tests import warm
 
 ROOT = Path(__file__).parents[2]
@@ -26,6 +27,8 @@ NOBODY = 65534
 
 def serve(pipe: Connection) -> NoReturn:
     """Start a fork server, send its name and pid, and wait."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 512), hard))
     fork_server.start(preload=False)
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     pipe.send((fork_server.variables()[fork_server.SERVER], int(children[-1])))
@@ -95,6 +98,7 @@ def test_forked_rank_is_like_an_executed_one(ask):
     assert first["name"] == "moody-1"
     assert first["group"]  # signals of the terminal are for the program alone
     assert first["threads"] == 1
+    assert first["open_files"] == open_file_limits()[1]
     assert first["random"] != second["random"]
 
 

@@ -127,13 +127,17 @@ class Sandbox(ABC):
             "filter": seccomp_filter(),
         }
         command = self._command(orders, limits)
+        # a shared libpython that is not at its place: of a module system, say
+        search = os.environ.get("LD_LIBRARY_PATH", "").split(":")
+        own = [folder for folder in search if Path(folder).is_relative_to(sys.base_prefix)]
+        needed = ENVIRONMENT | ({"LD_LIBRARY_PATH": ":".join(own)} if own else {})
         return Program(
             self.name,
             command,
             orders,
             limits,
             fds=fds,
-            environment=ENVIRONMENT if orders["filter"] else {**os.environ, **ENVIRONMENT},
+            environment=needed if orders["filter"] else {**os.environ, **ENVIRONMENT},
             scratch=self.scratch,
         )
 

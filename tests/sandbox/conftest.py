@@ -16,7 +16,7 @@ NOBODY = "65534"
 AS_NOBODY = """
 mount --bind "$1" "$4/python" && mount --bind "$2" "$4/tiller" && cd "$4/tiller" &&
 exec setpriv --reuid {user} --regid {user} --clear-groups --inh-caps=-all --bounding-set=-all \\
-    "$4/python/bin/$3" -B -m tests.sandbox.worker "$5"
+    env LD_LIBRARY_PATH="$4/python/lib" "$4/python/bin/$3" -B -m tests.sandbox.worker "$5"
 """
 
 

@@ -49,6 +49,13 @@ sys.exit(7)
     assert sandbox.run(crash, limits=LONG).exit_code == -signal.SIGSEGV
 
 
+def test_libraries_are_looked_for_in_folders_of_python_alone(sandbox, monkeypatch):
+    own = f"{sys.base_prefix}/lib"
+    monkeypatch.setenv("LD_LIBRARY_PATH", f"/home:{own}:")
+    result = sandbox.run("import os; print(os.environ['LD_LIBRARY_PATH'])", limits=LONG)
+    assert (result.stdout, result.stderr) == (f"{own}\n", "")
+
+
 def test_traceback_shows_the_program_only(sandbox):
     result = sandbox.run("def f():\n    return 1 / 0\nf()", limits=LONG)
     lines = re.findall(r'File "(.*)", line (\d+)', result.stderr)

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves  # for rl.plan.rehearsal
 from torch.utils._pytree import tree_map_only as tree_map_only
 
-ONE_KERNEL = ("silu_backward",)
+ONE_KERNEL = ("silu_backward", "_fused_rms_norm", "_fused_rms_norm_backward")
 """Operators that are one kernel on CUDA. A torch without CUDA would compute them from others."""
 
 

@@ -95,6 +95,9 @@ class MemoryOfPasses(PassSizes):
         self.rule = 4 * self.shape.delta_value_heads * widths // self.tp
         """Bytes per token of float32 results of a delta rule and its gradients: of queries, keys
         and values, and of matrices within a chunk."""
+        self.normed = 8 if not self.cuda or self.tp > 1 else 4 if self.shape.norm_offset else self.p
+        """Bytes that a norm saves of a number: of its input, or on CPU and for DTensor of a float32
+        copy and of the normalized one."""
         self.routed = self.shape.experts_per_token if self.shape.num_experts else 0
         records = GIVEN * (self.trainer.router_replay != "none") * self.routed * self.shape.n_layers
         self.batch = (BATCH + records) * self.cells
@@ -140,7 +143,7 @@ class MemoryOfPasses(PassSizes):
             logits = REDUCED * self.head + max(logits, chunk * words * (4 + self.p) + product)
         gathered = self.p * (self.head + self.layer)
         # of the last norm, and of the head's input and its gradient
-        end = self.tokens * (8 * self.width + 2 * self.p * self.shape.dim)
+        end = self.tokens * (self.normed * self.width + 2 * self.p * self.shape.dim)
         return PeakMemory(self.saved() + end, 0 if self.values else logits, gathered)
 
     def in_layer(self) -> PeakMemory:
@@ -150,8 +153,12 @@ class MemoryOfPasses(PassSizes):
             gathered = self.p * (copies * self.layer + self.head)
             return PeakMemory(self.tokens * self._forward() + self.batch, 0, gathered)
         layers = self.saved() + self.tokens * self._temporary()
-        if self.trainer.activation_checkpoint is not None:
-            layers += self.tokens * self._layer()
+        policy = self.trainer.activation_checkpoint
+        if policy is not None:
+            recomputed = self._layer()
+            if not isinstance(policy, FullAC.Config | MemoryBudgetAC.Config):
+                recomputed -= self._products()
+            layers += self.tokens * recomputed
         gathered = 2 * self.p * self.layer + self._head_during_layers()
         if self.trains_weights and not self.routed:
             gathered += self.p * self.shape.hidden_dim * self.shape.dim // self.tp
@@ -188,18 +195,26 @@ class MemoryOfPasses(PassSizes):
         elif isinstance(policy, MemoryBudgetAC.Config):
             layer = round(entry + policy.memory_budget * (whole - entry))
         else:
-            experts = 2 * self.routed * self.shape.dim // self.tp
-            feed_forward = experts if self.ep > 1 else self.f
-            layer = self.p * (2 * self.shape.dim + 2 * self.q + 2 * self.k + feed_forward)
+            layer = self._products()
         balances = self.trainer.balance.loss_coefficient > 0
         layer += 4 * self.shape.num_experts * (1 + balances)  # scores, which routing is counted by
         return self.tokens * (self.shape.n_layers * layer + entry) + self.batch
 
+    def _products(self) -> int:
+        """Return the bytes per token that selective checkpointing keeps of a layer."""
+        experts = 2 * self.routed * self.shape.dim // self.tp
+        feed_forward = experts if self.ep > 1 else self.f
+        return self.p * (2 * self.shape.dim + 2 * self.q + 2 * self.k + feed_forward)
+
     def _layer(self) -> int:
         """Return the bytes per token that autograd saves in a layer."""
         p, d, whole = self.p, self.width, self.shape.dim
-        norms = 16 * d + 2 * p * whole + 8 * (self.q + self.k)
-        heads = 4 * (2 * self.shape.n_heads + self.shape.n_kv_heads) // self.tp
+        count = 4 if self.shape.normalized == "both" else 2
+        norms = count * (self.normed * d + 4) + 2 * p * whole
+        heads = 4 * self.shape.n_heads // self.tp
+        if self.shape.qk_norm:
+            norms += self.normed * (self.q + self.k)
+            heads += 4 * (self.shape.n_heads + self.shape.n_kv_heads) // self.tp
         # CPU has a dense mask, which each layer casts, and no flex attention
         attention = p * (2 * self.q + 2 * self.k)
         attention += p * self.q + heads + 8 * self.shape.head_dim if self.cuda else p * self.longest

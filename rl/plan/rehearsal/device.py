@@ -162,8 +162,11 @@ class FakeCuda(Device):
             if name == "aten.topk.default" and numbers is None:
                 self._balance(out[1], args[0].shape[-1])
         for tensor in tree_leaves(out):
-            if isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cuda":
-                self._count(tensor.untyped_storage(), name)
+            if isinstance(tensor, FakeTensor):
+                if tensor.fake_device.type == "meta":  # C++ asked for the device that it saw
+                    tensor.fake_device = fakes[0].fake_device
+                if tensor.fake_device.type == "cuda":
+                    self._count(tensor.untyped_storage(), name)
         if is_collective(name):
             groups = [args, out] if name.startswith(KEYS_AND_VALUES) else [*args, out]
             sizes = [sum(tensor.nbytes for tensor in _tensors(group)) for group in groups]

@@ -165,7 +165,7 @@ def _engine(run: PlannedRun, name: str, rank: int, folder: str) -> TrainingEngin
         seed=0,
         steps=steps,
         folder=folder,
-        parity=run.rl.parity,
+        parity=run.rl.parity if isinstance(run.config, RLConfig) else "close",
     )
     fake_flex.use_stand_ins()  # in place of what the engine compiles
     return engine

@@ -78,7 +78,7 @@ def test_the_program_prints_a_report(monkeypatch, capsys):
         "generator-0 rank 0 of 1: ",
         "  vLLM chooses FLASH_ATTN attention and 35 FULL_AND_PIECEWISE CUDA graphs\n  KV cache of ",
         "graph of 256 requests",
-        "this cannot work\n  error: trainer rank 0 needs 8.",
+        "this cannot work\n  error: trainer rank 0 needs 7.",
         " GiB of 7 GiB; torch's allocator has ",
     ):
         assert part in text

@@ -262,7 +262,12 @@ class Models:
             await self._groups[role].load_checkpoint(0)
 
     async def export_hf(
-        self, folder: Path, *, role: str = "trainer", adapter: str | None = None, dtype: str = ""
+        self,
+        folder: Path | str,
+        *,
+        role: str = "trainer",
+        adapter: str | None = None,
+        dtype: str = "",
     ) -> Update:
         """Write a Hugging Face folder of ``adapter``, in ``dtype`` if given; return the update."""
         self._source(adapter, None, role)
@@ -290,14 +295,14 @@ class Models:
         del self.adapters[name]
         await self._with_optimizer(ModelWorker.drop_adapter, name)
 
-    async def save_snapshot(self, folder: Path, *, adapter: str | None = None) -> None:
+    async def save_snapshot(self, folder: Path | str, *, adapter: str | None = None) -> None:
         """Write the weights of ``adapter``, or of the policy's own, for ``sample`` and ``forward``.
         The folder must not exist.
         """
         self._source(adapter, None if adapter else folder)
         await self._with_optimizer(ModelWorker.save_snapshot, Path(folder).absolute(), adapter)
 
-    async def save_state(self, folder: Path, *, adapter: str | None = None) -> None:
+    async def save_state(self, folder: Path | str, *, adapter: str | None = None) -> None:
         """Write weights, moments, counts of steps and the schedule, without gradients: those of
         ``adapter``, or of the whole policy. The folder is replaced when the new one is complete.
         """
@@ -306,7 +311,7 @@ class Models:
         self._has_saved = True
 
     async def load_state(
-        self, folder: Path, *, adapter: str | None = None, optimizer: bool = True
+        self, folder: Path | str, *, adapter: str | None = None, optimizer: bool = True
     ) -> None:
         """Load what ``save_state`` wrote in any layout; discard gradients. Push after it.
 
@@ -350,23 +355,23 @@ class Models:
         require(lora is not None, "the trainer has no adapters", field="trainer.lora", fix="set it")
         return BASE if weights == BASE else Path(weights).absolute()
 
-    async def copy_weights(self, role: str, to: str, folder: Path) -> None:
+    async def copy_weights(self, role: str, to: str, folder: Path | str) -> None:
         """Copy the parameters of ``role`` to ``to``, in any layouts; keep a copy in ``folder``."""
         await self.save_weights(folder, role=role)
         await self.load_weights(folder, role=to)
 
-    async def save_weights(self, folder: Path, *, role: str = "trainer") -> None:
+    async def save_weights(self, folder: Path | str, *, role: str = "trainer") -> None:
         """Write only the parameters, for ``load_weights``."""
         async with self._devices.of(role, "model"):
-            await self._groups[role].call(ModelWorker.save_weights, folder)
+            await self._groups[role].call(ModelWorker.save_weights, Path(folder))
 
     async def load_weights(
-        self, folder: Path, version: int | None = None, *, role: str = "trainer"
+        self, folder: Path | str, version: int | None = None, *, role: str = "trainer"
     ) -> None:
         """Load parameters that ``save_weights`` wrote, as those of policy ``version`` if given."""
         self._changed.add(role)
         async with self._devices.of(role, "model"):
-            await self._groups[role].load_weights(folder, version)
+            await self._groups[role].load_weights(Path(folder), version)
 
     async def weight_digest(self, role: str = "trainer") -> str:
         """Return 64 hex digits that depend on every bit of the parameters, not on the layout."""

@@ -60,7 +60,7 @@ class Session(Models):
         config: SessionConfig,
         *,
         task: Task.Config | None = None,
-        folder: Path | None = None,
+        folder: Path | str | None = None,
         hosts: Hosts | None = None,
         events: Events | None = None,
         meshes: Any = None,
@@ -82,8 +82,8 @@ class Session(Models):
         self._temporary: TemporaryFolder | None = None
         if folder is None:
             self._temporary = TemporaryFolder("tiller-")
-            folder = Path(self._temporary.name)
-        self.folder = folder
+            folder = self._temporary.name
+        self.folder = folder = Path(folder)
         if meshes is None and hosts is None:
             ensure_runtime(folder / "logs" / "controller.log")
             hosts = Hosts(folder / "logs")

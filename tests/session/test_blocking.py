@@ -224,3 +224,15 @@ def test_sampling_needs_no_trainer():
         with pytest.raises(ConfigError, match="trains no policy; set trainer"):
             session.optim_step()
     assert_nothing_left(session, started)
+
+
+def test_folders_may_be_text(tmp_path):
+    with rl.Session(config(generator=None), folder=f"{tmp_path}/session").blocking() as session:
+        before = session.weight_digest()
+        session.save_weights(f"{tmp_path}/weights")
+        session.forward_backward(text(), rl.losses.CrossEntropyLoss.Config())
+        session.optim_step(lr=1e-2)
+        assert session.weight_digest() != before
+        session.load_weights(f"{tmp_path}/weights")
+        assert session.weight_digest() == before
+        assert (tmp_path / "session" / "logs").is_dir()

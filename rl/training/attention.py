@@ -232,9 +232,9 @@ def micro_batch_limits(config: TrainerConfig, model: Qwen3Model.Config) -> Micro
     dense = isinstance(inner, DenseAttention.Config)
     kind = "dense" if dense else "flex" if isinstance(inner, FlexAttention.Config) else "varlen"
     limits = MicroBatchLimits.of(config, kind)
-    if isinstance(inner, MaskedAttention.Config) and inner.bitwise and not dense:
-        limits = replace(limits, align=TILE)
-    return replace(limits, one_row=limits.one_row or computes_documents(config, model))
+    in_tiles = kind == "flex" and isinstance(inner, MaskedAttention.Config) and inner.bitwise
+    one_row = limits.one_row or computes_documents(config, model)
+    return replace(limits, align=TILE if in_tiles else 1, one_row=one_row)
 
 
 def attention_config(

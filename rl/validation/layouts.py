@@ -66,8 +66,7 @@ def validate_generator_layout(config: RLConfig | ServeConfig) -> None:
     check(config, "generator.nodes", generator.nodes == 0 or config.colocate != "all", rule)
     if config.hardware.kind == "cuda":
         memory = config.hardware.memory_known * 2**30
-        share = generator.gpu_memory_utilization * memory
-        left = max(0.0, share - weight_bytes(generator, _layout_of(config)))
+        left = max(0.0, _beside_weights(config, _layout_of(config)))
         if error := lack_of_cache(generator, shape, left, memory):
             raise error
 
@@ -80,9 +79,8 @@ def validate_bank(config: ServeConfig, bank: BankConfig) -> None:
         return
     generator = config.generator
     layout = _layout_of(config)
-    share = generator.gpu_memory_utilization * config.hardware.memory_known * 2**30
     cache = kv_bytes_at_least(generator, shape_of(config.model), cuda=True)
-    left = share - weight_bytes(generator, layout) - cache
+    left = _beside_weights(config, layout) - cache
     each = bank_bytes(generator, replace(bank, count=1), layout)
     rule = f"at most {left // each:.0f}, for which a GPU has room"
     fix = f"each adapter takes {each / 2**30:.3f} GiB; or lower trainer.lora.rank"
@@ -94,6 +92,13 @@ def bank_bytes(generator: GeneratorConfig, bank: BankConfig, layout: Layout) -> 
     shapes = local_shapes(layout).items()
     sizes = [sum(shape) for name, shape in shapes if name.split(".")[-2] in bank.layers]
     return generator.dtype_bytes * bank.count * bank.rank * sum(sizes)
+
+
+def _beside_weights(config: RLConfig | ServeConfig, layout: Layout) -> float:
+    """Return the bytes that a generator may take of a GPU besides its weights."""
+    memory = config.hardware.memory_known * 2**30
+    share = config.generator.gpu_memory_utilization * memory
+    return share - weight_bytes(config.generator, layout)
 
 
 def _layout_of(config: RLConfig | ServeConfig) -> Layout:

@@ -40,6 +40,10 @@ VARIANTS = [
     "float32-qwen2", "bfloat16-float8-compiled",
 ]  # fmt: skip
 """Variants of a trainer: a dtype, words of :mod:`scripts.gpu_check.engine`."""
+BITWISE = (
+    "--parity", "bitwise", "--watchdog.parity", "fail", "--generator.enforce-eager",
+)  # fmt: skip
+"""Fields of a run that ends at the first token with other bits."""
 
 
 def parity(dtype: str, attention: str) -> Check:
@@ -78,12 +82,6 @@ def run(gpus: int, what: str) -> Check:
         options={"gpus": gpus},
         gpus=gpus,
     )
-
-
-BITWISE = (
-    "--parity", "bitwise", "--watchdog.parity", "fail", "--generator.enforce-eager",
-)  # fmt: skip
-"""Fields of a run that ends at the first token with other bits."""
 
 
 def part(name: str, what: str, function: str, **options: Any) -> Check:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC
+from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC
 
 from rl.model.delta_rule import CHUNK
 from rl.model.shape import ModelShape, shape_of
@@ -156,7 +156,7 @@ class MemoryOfPasses(PassSizes):
         policy = self.trainer.activation_checkpoint
         if policy is not None:
             recomputed = self._layer()
-            if not isinstance(policy, FullAC.Config | MemoryBudgetAC.Config):
+            if isinstance(policy, SelectiveAC.Config):
                 recomputed -= self._products()
             layers += self.tokens * recomputed
         gathered = 2 * self.p * self.layer + self._head_during_layers()

@@ -1,9 +1,9 @@
 """Config of a session."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from rl.errors import ConfigError, counted, require_value
 from rl.generation.generator_config import BankConfig, GeneratorConfig
@@ -197,79 +197,60 @@ class SessionConfig:
         """
         if self.parity == "close":
             return
-        fix = "set parity to 'close', or change it"
-        if self.hardware.kind != "cpu":
-            self._check_parity_on_gpus(fix)
-        for role in self.models.values():
-            trainer = role.trainer
-            layout = trainer.parallelism
-            for name, value, best in (
-                ("parallelism.tensor_parallel_degree", layout.tensor_parallel_degree, 1),
-                ("parallelism.context_parallel_degree", layout.context_parallel_degree, 1),
-                ("parallelism.expert_parallel_degree", layout.expert_parallel_degree, 1),
-                ("lora", trainer.lora, None),
-                ("float8", trainer.float8, None),
-                ("compile.enable", trainer.compile.enable, False),
-            ):
-                rule = f"{best} with parity 'bitwise', since sums have another order otherwise"
-                require_value(value == best, f"{role.field}.{name}", value, rule, fix)
-            rule = "1 or 'auto' with parity 'bitwise': threads cut sums"
-            require_value(
-                trainer.threads in (1, "auto"), f"{role.field}.threads", trainer.threads, rule, fix
-            )
-            rule = "'auto' or 'mkl' with parity 'bitwise'"
-            kernel = trainer.cpu_matmul
-            replay = trainer.router_replay
-            none = (
-                "'none' with parity 'bitwise': routing agrees, and records may be of older weights"
-            )
-            require_value(replay == "none", f"{role.field}.router_replay", replay, none, fix)
-            require_value(kernel != "onednn", f"{role.field}.cpu_matmul", kernel, rule, fix)
-        generator = self.generator
-        if generator is None:
-            return
         shape = shape_of(self.model)
+        on_gpus = self.hardware.kind != "cpu"
         for name, has in (
             ("gated delta nets, whose chunks cut sums", shape.layers_with_delta_rule),
             ("bounded products of queries and keys", shape.attention_cap),
+            ("experts on GPUs", on_gpus and shape.num_experts),
+            ("attention sinks on GPUs", on_gpus and shape.sinks),
         ):
             require_value(not has, "parity", "bitwise", f"'close' for a model with {name}")
-        dtype = (self.trainer or TrainerConfig()).training.mixed_precision_param
-        continues = generator.inflight_policy == "continue"
-        for name, holds, rule in (
-            ("tensor_parallel_degree", generator.tensor_parallel_degree == 1, "1"),
-            ("enforce_eager", generator.enforce_eager, "True"),
-            ("threads", generator.threads in (1, "auto"), "1 or 'auto'"),
-            (
-                "dtype",
-                generator.dtype == dtype,
-                f"trainer.training.mixed_precision_param={dtype!r}",
-            ),
-            ("inflight_policy", not continues, "'drain' or 'recompute'"),
-        ):
-            rule += " with parity 'bitwise'"
-            value = getattr(generator, name)
-            require_value(holds, f"generator.{name}", value, rule, fix)
+        fix = "set parity to 'close', or change it"
+        where = "with parity 'bitwise'" + (" on GPUs" if on_gpus else "")
+        for path, value, allowed in self._fields_of_sums(on_gpus):
+            rule = " or ".join(map(repr, allowed))
+            require_value(value in allowed, path, value, f"{rule} {where}", fix)
 
-    def _check_parity_on_gpus(self, fix: str) -> None:
-        """Raise ConfigError if flex attention or products on GPUs would sum in another order."""
-        shape = shape_of(self.model)
-        for name, has in (("experts", shape.num_experts), ("attention sinks", shape.sinks)):
-            allowed = f"'close' on GPUs for a model with {name}"
-            require_value(not has, "parity", "bitwise", allowed)
-        attention = self.model.attention
-        rule = "'auto' or 'flex' with parity 'bitwise' on GPUs"
-        require_value(attention in ("auto", "flex"), "model.attention", attention, rule, fix)
+    def _fields_of_sums(self, on_gpus: bool) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
+        """Yield each field that decides on the order of sums, its value, and the values with which
+        trainer and generators have the same order.
+        """
+        if on_gpus:
+            yield "model.attention", self.model.attention, ("auto", "flex")
         for role in self.models.values():
             trainer = role.trainer
-            dtype = trainer.training.mixed_precision_param
-            for name, value, best in (
-                ("training.mixed_precision_param", dtype, "bfloat16"),
-                ("prompt_sharing", trainer.prompt_sharing, 1),
-                ("tune_attention", trainer.tune_attention, False),
-            ):
-                rule = f"{best!r} with parity 'bitwise' on GPUs"
-                require_value(value == best, f"{role.field}.{name}", value, rule, fix)
+            layout = trainer.parallelism
+            rows: list[tuple[str, Any, tuple[Any, ...]]] = [
+                ("parallelism.tensor_parallel_degree", layout.tensor_parallel_degree, (1,)),
+                ("parallelism.context_parallel_degree", layout.context_parallel_degree, (1,)),
+                ("parallelism.expert_parallel_degree", layout.expert_parallel_degree, (1,)),
+                ("lora", trainer.lora, (None,)),
+                ("float8", trainer.float8, (None,)),
+                ("compile.enable", trainer.compile.enable, (False,)),
+                ("threads", trainer.threads, (1, "auto")),
+                # routing agrees, and records may be of older weights
+                ("router_replay", trainer.router_replay, ("none",)),
+                ("cpu_matmul", trainer.cpu_matmul, ("auto", "mkl")),
+            ]
+            if on_gpus:
+                dtype = trainer.training.mixed_precision_param
+                rows += [
+                    ("training.mixed_precision_param", dtype, ("bfloat16",)),
+                    ("prompt_sharing", trainer.prompt_sharing, (1,)),
+                    ("tune_attention", trainer.tune_attention, (False,)),
+                ]
+            for name, value, allowed in rows:
+                yield f"{role.field}.{name}", value, allowed
+        generator = self.generator
+        if generator is None:
+            return
+        dtype = (self.trainer or TrainerConfig()).training.mixed_precision_param
+        yield "generator.tensor_parallel_degree", generator.tensor_parallel_degree, (1,)
+        yield "generator.enforce_eager", generator.enforce_eager, (True,)
+        yield "generator.threads", generator.threads, (1, "auto")
+        yield "generator.dtype", generator.dtype, (dtype,)
+        yield "generator.inflight_policy", generator.inflight_policy, ("drain", "recompute")
 
     @property
     def adapters(self) -> BankConfig | None:

@@ -166,7 +166,7 @@ REFUSED: list[tuple[Edits, str]] = [
             ({"generator.tensor_parallel_degree": 2}, "1 with parity"),
             ({"generator.enforce_eager": False}, "True with parity"),
             ({"generator.threads": 2}, "1 or 'auto' with parity"),
-            ({"generator.dtype": "bfloat16"}, ".*precision_param='float32' with"),
+            ({"generator.dtype": "bfloat16"}, "'float32' with parity"),
             ({"generator.inflight_policy": "continue"}, "'drain' or"),
             (GPUS | FLOAT32, "'bfloat16' with parity"),
             (GPUS | BFLOAT16 | SHARING, "1 with parity"),

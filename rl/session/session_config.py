@@ -199,18 +199,18 @@ class SessionConfig:
             return
         shape = shape_of(self.model)
         on_gpus = self.hardware.kind != "cpu"
+        here = " on GPUs" if on_gpus else ""
         for name, has in (
             ("gated delta nets, whose chunks cut sums", shape.layers_with_delta_rule),
             ("bounded products of queries and keys", shape.attention_cap),
-            ("experts on GPUs", on_gpus and shape.num_experts),
-            ("attention sinks on GPUs", on_gpus and shape.sinks),
+            ("experts", on_gpus and shape.num_experts),
+            ("attention sinks", on_gpus and shape.sinks),
         ):
-            require_value(not has, "parity", "bitwise", f"'close' for a model with {name}")
+            require_value(not has, "parity", "bitwise", f"'close'{here} for a model with {name}")
         fix = "set parity to 'close', or change it"
-        where = "with parity 'bitwise'" + (" on GPUs" if on_gpus else "")
         for path, value, allowed in self._fields_of_sums(on_gpus):
             rule = " or ".join(map(repr, allowed))
-            require_value(value in allowed, path, value, f"{rule} {where}", fix)
+            require_value(value in allowed, path, value, f"{rule} with parity 'bitwise'{here}", fix)
 
     def _fields_of_sums(self, on_gpus: bool) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
         """Yield each field that decides on the order of sums, its value, and the values with which

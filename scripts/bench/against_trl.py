@@ -121,9 +121,10 @@ RANKS = [
 ]
 AHEAD = ["--rollout.max_staleness", "1"]
 FREE = [*AHEAD, "--rollout.pipeline", "asynchronous", "--generator.inflight_policy", "continue"]
+SKIP = ["--trainer.zero_gradient", "skip", *SHARED]
 BF16 = [
     *("--trainer.training.mixed_precision_param", "bfloat16", "--generator.dtype", "bfloat16"),
-    *("--trainer.zero_gradient", "skip", *SHARED),
+    *SKIP,
 ]
 WAYS = {
     "lockstep": {
@@ -131,6 +132,7 @@ WAYS = {
         "chunks": [*FAST, *CHUNKS],
         "ranks": [*FAST, *RANKS],
         "bfloat16": BF16,
+        "float32": SKIP,
         "as-configured": [],
     },
     "asynchronous": {
@@ -139,6 +141,7 @@ WAYS = {
         "free-threads": [*FAST, *FREE, *THREADS],
         "bfloat16-ordered": [*BF16, *AHEAD],
         "bfloat16-free": [*BF16, *FREE],
+        "float32-free": [*SKIP, *FREE],
     },
 }
 """Options of Tiller by way and by the name of the setting:
@@ -150,6 +153,7 @@ WAYS = {
 - free: Requests of the next batch begin as soon as staleness allows, so that the engine is full.
 - free-threads: The same, and the trainer uses cores that the generator leaves.
 - bfloat16, bfloat16-ordered, bfloat16-free: The same ways in bfloat16, without compilation.
+- float32, float32-free: The same, in float32.
 - as-configured: No options.
 """
 BEST = {

@@ -13,6 +13,7 @@ from rl.doctor import host
 from rl.doctor.__main__ import main
 from rl.doctor.examine import check_all
 from rl.doctor.host import Host
+from rl.host.cpu_speed import CpuSpeed
 from tests.bench.programs import module
 
 Doctor = Callable[..., tuple[int, list[dict]]]
@@ -22,6 +23,12 @@ Examine = Callable[[str, RunConfig], list[dict]]
 @pytest.fixture(scope="session")
 def this_host() -> Host:
     return host.this_host()
+
+
+@pytest.fixture(autouse=True)
+def alike_in_bfloat16(monkeypatch) -> None:
+    """Have the processor compute as fast in bfloat16 as in float32, whatever it is."""
+    monkeypatch.setattr("rl.session.hardware.cpu_speed", lambda: CpuSpeed(0.1, 0.1, 10.0))
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,10 @@ from rl.config import RoleConfig
 from rl.config.frozen import frozen
 from rl.doctor.__main__ import main
 from rl.doctor.config import check_settings
+from rl.host.cpu_speed import CpuSpeed
 from rl.model.shape import ModelConfig
+from rl.session import hardware
+from rl.trainers.run_folder import claim_run
 
 DP = "--trainer.parallelism.data_parallel_shard_degree"
 FINDINGS = {
@@ -61,6 +64,20 @@ def test_a_broken_config_has_its_finding(arguments, doctor, matches):
     assert code == (2 if expected[0] == "error" else 0)
     found = [each for each in found if each["where"] not in ("cores", "/dev/shm", "/etc/hosts")]
     matches(found, *expected)
+
+
+def test_bfloat16_without_instructions_for_it_is_found(tmp_path, monkeypatch, matches, capsys):
+    config = find_config("quickstart")()
+    config.output_dir = str(tmp_path / "run")
+    config.generator.dtype = "bfloat16"
+    for bfloat16, is_slow in ((0.08, False), (0.002, True)):
+        monkeypatch.setattr(hardware, "cpu_speed", lambda rate=bfloat16: CpuSpeed(0.1, rate, 10.0))
+        found = [each for each in check_settings(config) if each.where == "generator.dtype"]
+        assert bool(found) == is_slow
+        claim_run(config, 4, name="quickstart", command="train").release()
+        assert ("generator.dtype is 'bfloat16'" in capsys.readouterr().out) == is_slow
+        config.output_dir = str(tmp_path / "other")
+    matches(found, "warning", "generator.dtype", "take 50 times as long", "float32")
 
 
 def test_each_fault_of_a_config_is_found(doctor):

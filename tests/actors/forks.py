@@ -22,11 +22,13 @@ time.sleep(3600)
 
 
 def fork(folder: str) -> None:
-    """Start processes that do not end, one of them a daemon, unless ``folder``/forked exists."""
+    """Start processes that do not end, one of them a daemon, unless ``folder``/forked names so
+    many. The caller of an earlier start may have been killed in between.
+    """
     forked = Path(folder, "forked")
-    if forked.exists():
-        return
     forked.touch()
+    if len(forked.read_text().splitlines()) >= 4:
+        return
     subprocess.Popen([sys.executable, "-c", FORKED, str(forked)])
     while len(forked.read_text().splitlines()) < 4:
         time.sleep(0.01)

@@ -11,7 +11,7 @@ from tests.e2e.runs import TINY, Run, check_ledger, strike
 from tests.rollout.wild_tools import LOST, NAMES
 from tests.tiny_tokenizers import make_model
 
-STEPS = {"lockstep": 12, "two ahead": 12, "asynchronous": 24}
+STEPS = {"lockstep": 12, "two ahead": 12, "asynchronous": 48}
 """Steps of each pipeline. An asynchronous run goes on while a worker hangs."""
 GROUPS = 4
 PIPELINES = {

@@ -9,7 +9,7 @@ from rl.doctor.findings import Finding, refused, warning
 from rl.errors import ConfigError
 from rl.host.platform import device_type
 from rl.plan.planned_run import LEARNING
-from rl.validation.engines import long_warmups, slow_products
+from rl.validation.engines import long_warmups
 
 BFLOAT16_NOISE = 0.05  # log-probs of trainer and generators differ by up to half of it
 
@@ -26,7 +26,7 @@ def check_config(config: RunConfig, made: Sequence[Callable[[Any], None]]) -> It
 def check_settings(config: RunConfig) -> Iterator[Finding]:
     """Yield settings of a valid config that are hardly intended."""
     yield from _check_learning(config)
-    for reason in slow_products(config):
+    for reason in config.session().slow_products():
         yield refused("config", reason, severity="warning")
     if isinstance(config, RLConfig):
         yield from _check_precision(config)

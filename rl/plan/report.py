@@ -245,6 +245,8 @@ def _step(plan: Plan) -> Iterator[str]:
     if samples:
         yield f"  idle: trainer {step.trainer_idle:.0%}, generators {step.generators_idle:.0%}"
     yield from (f"  assumed: {assumption}" for assumption in step.assumptions)
+    slow = plan.run.config.session().slow_products()
+    yield from (f"  warning: {reason}" for reason in slow)
 
 
 def _verdict(errors: Sequence[str]) -> Iterator[str]:

@@ -78,6 +78,8 @@ class Session(Models):
         self._events = events = events or Events(print_texts)
         config.fetch_models(events.note)
         config.check_parity()
+        for reason in config.slow_products():
+            events.warn(str(reason))
         settle_threads(config)
         self._temporary: TemporaryFolder | None = None
         if folder is None:

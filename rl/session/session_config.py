@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from rl.errors import ConfigError, counted, require_value
 from rl.generation.generator_config import BankConfig, GeneratorConfig
+from rl.host.platform import device_type
 from rl.model.hub import Snapshot, locate
 from rl.model.parity import Parity
 from rl.model.shape import ModelConfig, shape_of
@@ -51,6 +52,8 @@ class ProfileConfig:
     """Whether to record allocations too, and on GPUs a memory snapshot."""
 
 
+SLOWER = 2
+"""Time of a product in bfloat16 over that in float32 from which a session warns."""
 LEARNING = ("trainer", "critic")
 """Roles whose weights are trained."""
 
@@ -251,6 +254,29 @@ class SessionConfig:
         yield "generator.threads", generator.threads, (1, "auto")
         yield "generator.dtype", generator.dtype, (dtype,)
         yield "generator.inflight_policy", generator.inflight_policy, ("drain", "recompute")
+
+    def slow_products(self) -> Iterator[ConfigError]:
+        """Yield an error for each field that has this host's processor compute in bfloat16 without
+        instructions for it. A session starts all the same.
+        """
+        if self.hardware.kind != "cpu" or device_type() != "cpu":
+            return
+        fields = {
+            f"{role.field}.training.{name}": getattr(role.trainer.training, name)
+            for role in self.models.values()
+            for name in ("dtype", "mixed_precision_param")
+        }
+        if self.generator is not None:
+            fields["generator.dtype"] = self.generator.dtype
+        for name, dtype in fields.items():
+            if dtype != "bfloat16":
+                continue
+            device = self.hardware.figures
+            times = device.float32_tflops / device.tflops
+            if times > SLOWER:
+                problem = f"{name} is 'bfloat16', and this processor's products take {times:.0f}"
+                problem += " times as long in it as in float32"
+                yield ConfigError(problem, field=name, fix="set it to 'float32'")
 
     @property
     def adapters(self) -> BankConfig | None:

@@ -18,7 +18,7 @@ from rl.observe.progress import Progress, summary_text
 from rl.observe.record import RunRecord
 from rl.observe.sinks import Sinks
 from rl.session.placement import settle_threads
-from rl.validation.engines import long_warmups, slow_products
+from rl.validation.engines import long_warmups
 from rl.validation.folders import saved_section
 from rl.validation.values import values
 
@@ -159,8 +159,7 @@ def claim_run(config: RunConfig, total_steps: int, *, name: str, command: str) -
     progress.note(f"run folder: {record.folder}")
     for field, change in changes.items():
         run.events.note(f"resuming with another {field}: {change}")
-    warmups = long_warmups(config, total_steps * config.updates_per_step)
-    for reason in (*warmups, *slow_products(config)):
+    for reason in long_warmups(config, total_steps * config.updates_per_step):
         run.events.warn(str(reason))
     return run
 

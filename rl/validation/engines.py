@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from rl.config import RLConfig, RunConfig
 from rl.errors import ConfigError, counted, require, require_value
 from rl.generation.generator_config import check_variables, kv_bytes_at_least
-from rl.host.platform import device_type
 from rl.model.shape import shape_of
 from rl.session.session_config import LEARNING
 from rl.validation.values import check
@@ -22,8 +21,6 @@ OPTIMIZERS: dict[str, tuple[str, ...]] = {
 """Options of a parameter group by optimizer; empty if they are not checked. torch keeps other
 options in the group and ignores them."""
 MAX_CUDA_HEAD_DIM = 256
-SLOWER = 2
-"""Time of a product in bfloat16 over that in float32 from which a run says so."""
 
 
 def validate_optimizers(config: RunConfig) -> None:
@@ -73,30 +70,6 @@ def long_warmups(config: RunConfig, updates: int) -> Iterator[ConfigError]:
                 "again"
             )
             yield ConfigError(problem, field=field, fix="lower it, or raise steps")
-
-
-def slow_products(config: RunConfig) -> Iterator[ConfigError]:
-    """Yield an error for each field that has processors compute in bfloat16 without instructions
-    for it. A run starts all the same.
-    """
-    if config.hardware.kind != "cpu" or device_type() != "cpu":
-        return
-    fields = {
-        f"{role.field}.training.{name}": getattr(role.trainer.training, name)
-        for role in config.models().values()
-        for name in ("dtype", "mixed_precision_param")
-    }
-    if (sampling := config.sampling_run()) is not None:
-        fields[f"{config.generator_section}generator.dtype"] = sampling.generator.dtype
-    for field, dtype in fields.items():
-        if dtype != "bfloat16":
-            continue
-        device = config.hardware.figures
-        times = device.float32_tflops / device.tflops
-        if times > SLOWER:
-            problem = f"{field} is 'bfloat16', and this processor's products take {times:.0f} times"
-            fix = "set it to 'float32'"
-            yield ConfigError(f"{problem} as long in it as in float32", field=field, fix=fix)
 
 
 def validate_generator(config: RLConfig) -> None:

@@ -1,6 +1,7 @@
 """Configs that are refused, and settings that are hardly intended."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,8 +12,11 @@ from rl.doctor.__main__ import main
 from rl.doctor.config import check_settings
 from rl.host.cpu_speed import CpuSpeed
 from rl.model.shape import ModelConfig
+from rl.observe.events import Events
+from rl.plan.plan import Plan
+from rl.plan.report import describe
 from rl.session import hardware
-from rl.trainers.run_folder import claim_run
+from rl.session.session import Session
 
 DP = "--trainer.parallelism.data_parallel_shard_degree"
 FINDINGS = {
@@ -66,17 +70,18 @@ def test_a_broken_config_has_its_finding(arguments, doctor, matches):
     matches(found, *expected)
 
 
-def test_bfloat16_without_instructions_for_it_is_found(tmp_path, monkeypatch, matches, capsys):
+def test_bfloat16_without_instructions_for_it_is_a_warning(monkeypatch, matches):
     config = find_config("quickstart")()
-    config.output_dir = str(tmp_path / "run")
     config.generator.dtype = "bfloat16"
+    meshes = SimpleNamespace(models=dict, generator=lambda number: None)
     for bfloat16, is_slow in ((0.08, False), (0.002, True)):
         monkeypatch.setattr(hardware, "cpu_speed", lambda rate=bfloat16: CpuSpeed(0.1, rate, 10.0))
         found = [each for each in check_settings(config) if each.where == "generator.dtype"]
         assert bool(found) == is_slow
-        claim_run(config, 4, name="quickstart", command="train").release()
-        assert ("generator.dtype is 'bfloat16'" in capsys.readouterr().out) == is_slow
-        config.output_dir = str(tmp_path / "other")
+        assert ("warning: generator.dtype is" in describe("quickstart", Plan(config))) == is_slow
+        said: list[dict] = []
+        Session(config.session(), meshes=meshes, events=Events(said.append))
+        assert ["generator.dtype is" in each["text"] for each in said] == [True] * is_slow
     matches(found, "warning", "generator.dtype", "take 50 times as long", "float32")
 
 

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from itertools import count
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 GATHER_S = 0.002
 """Time for which calls, and answers, wait for others that travel in the same message."""
@@ -14,10 +14,13 @@ Answer = TypeVar("Answer")
 
 
 class Outcome(NamedTuple, Generic[Answer]):
-    """Answer to the call ``number``, or the exception that it raises."""
+    """Answer to the call ``number``, or the exception that it raises; a part of the answer unless
+    ``is_last``.
+    """
 
     number: int
     answer: Answer | Exception
+    is_last: bool = True
 
 
 class Gathered(Generic[Asked, Answer]):
@@ -37,20 +40,26 @@ class Gathered(Generic[Asked, Answer]):
         self._numbers = count()
         self._new: dict[int, Asked] = {}
         self._in_flight: dict[int, asyncio.Future[Answer]] = {}
+        self._hearers: dict[int, Callable[[Any], None]] = {}
         self._messages = set[asyncio.Task[None]]()
 
-    async def make(self, asked: Asked) -> Answer:
-        """Return the answer. A call that is cancelled before it is sent is never sent."""
+    async def make(self, asked: Asked, on_part: Callable[[Any], None] | None = None) -> Answer:
+        """Return the answer. A call that is cancelled before it is sent is never sent. ``on_part``
+        is called with the parts of the answer that come before.
+        """
         loop = asyncio.get_running_loop()
         number = next(self._numbers)
         if not self._new:
             loop.call_later(GATHER_S, self._begin)
         self._new[number] = asked
         answer = self._in_flight[number] = loop.create_future()
+        if on_part is not None:
+            self._hearers[number] = on_part
         try:
             return await answer
         finally:
             self._in_flight.pop(number, None)
+            self._hearers.pop(number, None)
 
     def _begin(self) -> None:
         """Send what is new, and wait for answers, which the message before no longer does."""
@@ -68,7 +77,11 @@ class Gathered(Generic[Asked, Answer]):
         except Exception as failure:
             self._new.clear()
             outcomes = [Outcome(number, failure) for number in self._in_flight]
-        for number, answer in outcomes:
+        for number, answer, is_last in outcomes:
+            if not is_last:
+                if number in self._hearers:  # what it raises is its own
+                    asyncio.get_running_loop().call_soon(self._hearers[number], answer)
+                continue
             own = self._in_flight.pop(number, None)
             if own is None or own.done():  # its caller was cancelled
                 continue
@@ -82,9 +95,15 @@ class Gathered(Generic[Asked, Answer]):
 
 
 class Answers(Generic[Asked, Answer]):
-    """Side of the rank. ``start`` begins a call, and ``fails`` raises what all calls fail with."""
+    """Side of the rank. ``start`` begins a call, and may call its second argument, in any thread,
+    with parts of the answer. ``fails`` raises what all calls fail with.
+    """
 
-    def __init__(self, start: Callable[[Asked], "Future[Answer]"], fails: Callable[[], object]):
+    def __init__(
+        self,
+        start: Callable[[Asked, Callable[[Any], object]], "Future[Answer]"],
+        fails: Callable[[], object],
+    ):
         self._start = start
         self._fails = fails
         self._running = set[int]()
@@ -98,7 +117,7 @@ class Answers(Generic[Asked, Answer]):
         self._wake()
         for number, asked in batch:
             try:
-                answer = asyncio.wrap_future(self._start(asked))
+                answer = asyncio.wrap_future(self._start(asked, self._hearer(number)))
             except Exception as error:
                 failed: Outcome[Answer] = Outcome(number, error)
                 self._finished.append(failed)
@@ -113,12 +132,20 @@ class Answers(Generic[Asked, Answer]):
         return finished
 
     def _finish(self, number: int, answer: "asyncio.Future[Answer]") -> None:
-        if not self._finished:
-            asyncio.get_running_loop().call_later(GATHER_S, self._deliver)
         self._running.remove(number)
         error = answer.exception()
         found: Answer | Exception = error if isinstance(error, Exception) else answer.result()
-        self._finished.append(Outcome(number, found))
+        self._keep(Outcome(number, found))
+
+    def _hearer(self, number: int) -> Callable[[Any], object]:
+        """Return what takes parts of an answer, in any thread."""
+        call = asyncio.get_running_loop().call_soon_threadsafe
+        return lambda part: call(self._keep, Outcome(number, part, is_last=False))
+
+    def _keep(self, outcome: Outcome[Answer]) -> None:
+        if not self._finished:
+            asyncio.get_running_loop().call_later(GATHER_S, self._deliver)
+        self._finished.append(outcome)
 
     def _deliver(self) -> None:
         if self._finished:  # a later message has not taken them

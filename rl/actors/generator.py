@@ -26,7 +26,7 @@ from rl.model.shape import ModelConfig, shape_of
 from rl.model.shards import Shard
 from rl.training.snapshots import read_snapshot
 from rl.training.start_weights import StartWeights
-from rl.types import Completion, GenerationRequest, GivenSequence
+from rl.types import Completion, GenerationRequest, GivenSequence, Part
 from rl.weights.transport import Subscriber, Transfer, open_subscriber
 
 if TYPE_CHECKING:
@@ -158,9 +158,11 @@ class Generator(Rank):
     async def _in_engine(self, call: Callable[..., T], *args: Any) -> T:
         return await self._loop.run_between_steps(lambda _: call(*args))
 
-    def _begin(self, asked: _Asked) -> "Future[list[Completion]]":
+    def _begin(
+        self, asked: _Asked, on_tokens: Callable[[Part], object]
+    ) -> "Future[list[Completion]]":
         requests, fresh = asked
-        return self._loop.begin(requests, fresh=fresh)
+        return self._loop.begin(requests, fresh=fresh, on_tokens=on_tokens)
 
     async def _shards(self) -> Sequence[Shard]:
         return await self._loop.run_between_steps(lambda engine: engine.parameters())
@@ -278,18 +280,22 @@ class GeneratorMesh(Mesh):
         *,
         fresh: bool = False,
         adapter: Path | None = None,
+        on_tokens: Callable[[Part], None] | None = None,
     ) -> list[Completion]:
         """Return completions in the order of ``requests``.
 
         ``fresh``: do not use cached prefixes of earlier requests. ``adapter``: sample with the
-        snapshot in this folder beside the weights, which needs ``adapters``.
+        snapshot in this folder beside the weights, which needs ``adapters``. ``on_tokens`` is
+        called with tokens as they are sampled.
         """
+        if on_tokens is not None:
+            requests = [replace(each, streams=True) for each in requests]
         async with self._slots.of(adapter) as number:
             if number:
                 requests = [replace(each, adapter=number) for each in requests]
             fresh = fresh and self._has_prefixes
             self._has_prefixes = True
-            return await self._calls.make((requests, fresh))
+            return await self._calls.make((requests, fresh), on_tokens)
 
     async def _exchange(
         self, calls: Sequence[tuple[int, _Asked]]
@@ -297,10 +303,10 @@ class GeneratorMesh(Mesh):
         ((outcomes, load),) = await self._leader().call(Generator.generate, calls)
         self._load = Metrics.merged([self._load, load])
         return [
-            Outcome(number, self._group.raised(0, "generate", answer))
-            if isinstance(answer, Exception)
-            else Outcome(number, answer)
-            for number, answer in outcomes
+            each._replace(answer=self._group.raised(0, "generate", each.answer))
+            if isinstance(each.answer, Exception)
+            else each
+            for each in outcomes
         ]
 
     async def _load_adapter(self, number: int, place: int, folder: Path) -> None:

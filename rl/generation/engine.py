@@ -30,6 +30,7 @@ from rl.types import (
     Completion,
     GenerationRequest,
     GivenSequence,
+    Part,
 )
 
 COLLECTIVE_TIMEOUT_S = 600
@@ -270,10 +271,10 @@ class GenerationEngine:
         """Whether any request is unfinished."""
         return len(self._requests) > 0
 
-    def step(self) -> list[tuple[str, Completion]]:
+    def step(self) -> list[tuple[str, Completion | Part]]:
         """Run one forward pass, which gives each running request a token; return ids and
-        completions of the requests that have finished. With Model Runner V2 a pass begins before
-        the tokens of the pass before are read.
+        completions of the requests that have finished, and the new tokens of those that stream.
+        With Model Runner V2 a pass begins before the tokens of the pass before are read.
 
         Raises RunError if a log-prob is not finite.
         """

@@ -14,7 +14,7 @@ from rl.generation.engine import GenerationEngine
 from rl.generation.requests import Loads
 from rl.metrics import Metrics
 from rl.model.activations import Activations
-from rl.types import Completion, GenerationRequest, GivenSequence
+from rl.types import Completion, GenerationRequest, GivenSequence, Part
 
 # sleep of a rank without work, far below the timeout of the collectives that its peers wait in
 HEARTBEAT_S = 1.0
@@ -46,6 +46,7 @@ class _Call:
     ids: list[str]
     completions: dict[str, Completion]
     done: Future
+    on_tokens: Callable[[Part], object]
 
 
 class EngineLoop:
@@ -66,8 +67,7 @@ class EngineLoop:
 
     The first exception in the thread ends the loop, fails all pending calls, and is raised by
     ``serve``. A rank that fails to pull ends its peers too. A rank that fails within a step may
-    leave its peers in the collectives of that step: the owner of the group must end their
-    processes.
+    leave its peers in collectives: the owner of the group must end their processes.
     """
 
     def __init__(
@@ -104,11 +104,17 @@ class EngineLoop:
         """
         return await asyncio.wrap_future(self.begin(requests, fresh=fresh))
 
-    def begin(self, requests: list[GenerationRequest], *, fresh: bool = False) -> Future:
+    def begin(
+        self,
+        requests: list[GenerationRequest],
+        *,
+        fresh: bool = False,
+        on_tokens: Callable[[Part], object] = lambda part: None,
+    ) -> Future:
         """Return the future of the completions of ``requests``; all start in the same step.
 
         ``fresh``: reset the prefix cache of every rank before, which ends the loop if a request is
-        in flight.
+        in flight. ``on_tokens`` is called in the engine's thread if the requests stream.
 
         Raises ValueError if a request cannot be served or its id is in flight, RunError before the
         first ``pull``.
@@ -120,7 +126,7 @@ class EngineLoop:
                 raise ValueError(f"request ids must be unique among those in flight, got {ids}")
             for request in requests:
                 engine.check(request)
-            call = _Call(Command("add", requests), ids, {}, self._make_future())
+            call = _Call(Command("add", requests), ids, {}, self._make_future(), on_tokens)
             self._calls.update(dict.fromkeys(ids, call))
             if fresh:
                 self._send(Command("reset_prefix_cache"))
@@ -175,8 +181,8 @@ class EngineLoop:
         """Make every rank pull policy ``version`` before the same step. Requests in flight follow
         ``engine.inflight_policy``.
 
-        A pull that has not begun gives way to a newer one: both return after the newer one. Returns
-        at once if the generator holds ``version`` or a newer one.
+        A pull that has not begun gives way to a newer one: both return after it. Returns at once if
+        the generator holds ``version`` or a newer one.
         """
         with self._changed:
             engine = self._leader()
@@ -215,10 +221,8 @@ class EngineLoop:
 
     async def close(self) -> None:
         """End the loop; pending calls fail with RunError. On rank 0 this ends every rank; the
-        others wait for it.
-
-        Returns when the thread has ended, which may be in a step, a pull or a collective: callers
-        need a deadline.
+        others wait for it. Returns when the thread has ended, which may be in a step, a pull or a
+        collective: callers need a deadline.
         """
         with self._changed:
             self._send(Command("close"))
@@ -297,35 +301,35 @@ class EngineLoop:
             if engine.busy:
                 done = engine.step()
                 self._note_work(engine)
-                if engine.leads:
-                    with self._changed:
+                with self._changed:
+                    if engine.leads:
                         self._loads.note(engine.load)
-                for request_id, completion in done:
-                    with self._changed:
-                        call = self._calls.pop(request_id, None)
-                    if call is None:  # this rank is a follower, or the caller was cancelled
-                        continue
-                    call.completions[request_id] = completion
-                    if len(call.completions) == len(call.ids):
-                        _set_outcome(call.done, [call.completions[name] for name in call.ids])
+                    for request_id, found in done:
+                        call = self._calls.get(request_id)
+                        if call is None:  # this rank is a follower, or the caller was cancelled
+                            continue
+                        if isinstance(found, Part):
+                            call.on_tokens(found)
+                            continue
+                        del self._calls[request_id]
+                        call.completions[request_id] = found
+                        if len(call.completions) == len(call.ids):
+                            _set_outcome(call.done, [call.completions[name] for name in call.ids])
 
     def _note_work(self, engine: GenerationEngine) -> None:
         """Note if this rank has just begun or ended to have requests."""
-        if engine.busy == (self._busy_since is not None):
+        since = self._busy_since
+        if engine.busy == (since is not None):
             return
         with self._changed:
-            if self._busy_since is None:
-                self._busy_since = time.time()
-            else:
-                self._work.append(("generate", self._busy_since, time.time()))
-                self._busy_since = None
+            self._busy_since = time.time() if since is None else None
+            if since is not None:
+                self._work.append(("generate", since, time.time()))
 
     def _take(self, engine: GenerationEngine) -> tuple[list, list]:
         """Return the commands and visitors since the last step. A leader without work sleeps here,
-        its followers in ``share``.
-
-        The newest pull goes first: requests that have not begun start with its weights. While it
-        drains, new requests wait.
+        its followers in ``share``. The newest pull goes first: requests that have not begun start
+        with its weights. While it drains, new requests wait.
         """
         with self._changed:
             if engine.leads and not engine.busy:
@@ -359,10 +363,8 @@ class EngineLoop:
 
     def _swap(self, engine: GenerationEngine, version: int) -> None:
         """Pull on every rank until all hold the same version, this or a newer one; complete all
-        pulls up to that version.
-
-        No rank continues to the next step, where it would wait endlessly, unless all ranks have
-        the weights.
+        pulls up to that version. No rank continues to the next step, where it would wait endlessly,
+        unless all ranks have the weights.
         """
         began = time.perf_counter()
         engine.finish_steps()
@@ -392,9 +394,5 @@ class EngineLoop:
 
 def _set_outcome(done: Future, result: Any = None, error: BaseException | None = None) -> None:
     """Set the result or the error, unless the waiting caller was cancelled."""
-    if not done.set_running_or_notify_cancel():
-        return
-    if error is None:
-        done.set_result(result)
-    else:
-        done.set_exception(error)
+    if done.set_running_or_notify_cancel():
+        done.set_result(result) if error is None else done.set_exception(error)

@@ -15,7 +15,7 @@ from rl.errors import RunError
 from rl.generation.adapter_bank import AdapterBank
 from rl.generation.expert_records import ExpertRecords
 from rl.metrics import Metrics, Rule, Value
-from rl.types import Completion, GenerationRequest
+from rl.types import Completion, GenerationRequest, Part
 from rl.types.routed_experts import RoutedExperts
 from rl.types.sampling_mask import SamplingMask, encode
 
@@ -138,8 +138,9 @@ class Requests:
         self.sampled_at = time.monotonic()
         self._numbers = itertools.count()
         self._in_flight = dict[str, _InFlight]()
-        self._finished: list[tuple[str, Completion]] = []
+        self._finished: list[tuple[str, Completion | Part]] = []
         self._cut = set[str]()  # those of the requests that need masks
+        self._streams: dict[str, int] = {}  # number of tokens that were returned of each
         vllm_internals.record_masks(engine, encode, lambda: bool(self._cut))
         self.counts = Counter[str](dict.fromkeys(COUNTS, 0))
         """Numbers since the start, by the names of COUNTS."""
@@ -188,14 +189,17 @@ class Requests:
             self._cut.add(name)
         if sampling.stop:
             each.stops = StopTexts(self._decode, sampling.stop)
+        if request.streams:
+            self._streams[name] = 0
 
     def _assign_adapters(self, names: list[str], counts: list[int]) -> None:
         assert self._adapters is not None, "otherwise nobody calls this"
         found = [self._in_flight.get(name) for name in names]  # None: the request was dropped
         self._adapters.assign([-1 if each is None else each.place for each in found], counts)
 
-    def step(self) -> list[tuple[str, Completion]]:
-        """Run one forward pass; return ids and completions of the requests that have finished.
+    def step(self) -> list[tuple[str, Completion | Part]]:
+        """Run one forward pass; return ids and completions of the requests that have finished, and
+        the new tokens of those that stream.
 
         Raises RunError if a log-prob is not finite.
         """
@@ -240,11 +244,19 @@ class Requests:
             if reason is not None:
                 del self._in_flight[output.request_id]
                 self._cut.discard(output.request_id)
+                self._streams.pop(output.request_id, None)
                 experts = None
                 if self._records is not None:
                     experts = self._records.end(output.request_id, len(each.tokens))
                 self._finished.append((each.request_id, _completion(each, reason, experts)))
         vllm_internals.abort(self._engine, said)  # those that vLLM has ended itself are ignored
+        for name, begin in self._streams.items():
+            each = self._in_flight[name]
+            if len(each.tokens) > begin:
+                self._streams[name] = len(each.tokens)
+                new = _completion(each, None, None, begin)
+                part = Part(request_id=each.request_id, begin=begin, completion=new)
+                self._finished.append((each.request_id, part))
 
     def abort(self, request_ids: list[str]) -> None:
         """Drop these requests; ids that are not in flight are ignored."""
@@ -253,6 +265,7 @@ class Requests:
         for name in names:
             del self._in_flight[name]
             self._cut.discard(name)
+            self._streams.pop(name, None)
             if self._records is not None:
                 self._records.drop(name)
         vllm_internals.abort(self._engine, names)
@@ -274,24 +287,30 @@ def _most_likely(found: Any, count: int) -> list[dict[int, float]]:
     ]
 
 
-def _completion(sampled: _InFlight, reason: Any, experts: RoutedExperts | None) -> Completion:
-    if not all(map(math.isfinite, [*sampled.logprobs, *sampled.prompt_logprobs[1:]])):
+def _completion(
+    sampled: _InFlight, reason: Any, experts: RoutedExperts | None, begin: int = 0
+) -> Completion:
+    """Return the tokens from ``begin`` on, which without a ``reason`` are not the last ones."""
+    logprobs = sampled.logprobs[begin:]
+    prompt = [] if begin else sampled.prompt_logprobs
+    prompt_count = None if begin else sampled.prompt_count
+    if not all(map(math.isfinite, [*logprobs, *prompt[1:]])):
         wrong = f"log-probs of policy version {sampled.versions[-1]} are not finite"
         raise RunError(f"request {sampled.request_id!r}: {wrong}")
-    masks = sampled.masks
+    masks = None if reason is None else sampled.masks
     if masks is not None and len(masks) != len(sampled.tokens):
         wrong = f"vLLM returned {len(masks)} sampling masks for {len(sampled.tokens)} tokens"
         raise RunError(f"request {sampled.request_id!r}: {wrong}")
     # vLLM's "error": the tokenizer has no word that goes on with the form of the answer
-    ended = "length" if str(reason) == "error" else str(reason)
+    ended = "length" if reason is None or str(reason) == "error" else str(reason)
     return Completion(
-        tokens=sampled.tokens,
-        logprobs=sampled.logprobs,
-        versions=sampled.versions,
+        tokens=sampled.tokens[begin:],
+        logprobs=logprobs,
+        versions=sampled.versions[begin:],
         finish_reason=ended,  # type: ignore[arg-type]
         sampling_mask=None if masks is None else SamplingMask.of_rows(masks),
-        top_logprobs=sampled.top if sampled.top_count else None,
-        prompt_logprobs=None if sampled.prompt_count is None else sampled.prompt_logprobs,
-        prompt_top=sampled.prompt_top if sampled.prompt_count else None,
+        top_logprobs=sampled.top[begin:] if sampled.top_count else None,
+        prompt_logprobs=None if prompt_count is None else prompt,
+        prompt_top=sampled.prompt_top if prompt_count else None,
         experts=experts,
     )

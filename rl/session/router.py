@@ -11,11 +11,12 @@ from rl.actors.generator import GeneratorMesh
 from rl.errors import RankLost
 from rl.observe.spans import Stopwatch
 from rl.session.concurrency import Signal
-from rl.types import Completion, GenerationRequest
+from rl.types import Completion, GenerationRequest, Part
 
 AFFINITIES = 4096  # number of affinities, the latest ones, with a known generator
 SHORT = 64  # entries of a heap that is not worth to be cleared of old ones
 
+OnTokens = Callable[[Part], None]
 Resident = Callable[[], AbstractAsyncContextManager[None]]
 """Returns a context manager that keeps the generators on their devices."""
 
@@ -60,13 +61,14 @@ class Router:
         affinity: object = None,
         alone: bool = False,
         adapter: Path | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> list[Completion]:
         """Return completions in the order of ``requests``, all of one generator.
 
         With ``alone``, an idle generator drops its cached prefixes and serves only this call, so
         that completions depend only on requests and weights. Otherwise the way requests are batched
         affects how sums are rounded, and sometimes which token is drawn. ``adapter``: the snapshot
-        that the generator samples with beside its weights.
+        that the generator samples with beside its weights. ``on_tokens``: see ``Session.sample``.
         """
         while True:
             # With ``alone``, requests wait for an idle generator.
@@ -80,7 +82,7 @@ class Router:
                 async with self.resident():
                     with self._watch.span("generate", generator.name):
                         completions = await generator.generate(
-                            requests, fresh=alone, adapter=adapter
+                            requests, fresh=alone, adapter=adapter, on_tokens=on_tokens
                         )
                 generator.has_answered = True
                 return completions

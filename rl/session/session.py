@@ -26,7 +26,7 @@ from rl.session.placement import settle_threads
 from rl.session.pool import GeneratorPool, Recovery
 from rl.session.push import WeightPush
 from rl.session.push_checks import LoadedVersion
-from rl.session.router import Router
+from rl.session.router import OnTokens, Router
 from rl.session.session_config import SessionConfig
 from rl.session.task_rollouters import TaskRollouters, Weights, rollouter_of, sampler_of
 from rl.session.weight_selector import WeightSelector
@@ -163,10 +163,7 @@ class Session(Models):
             await self.stop()
 
     async def start(self) -> None:
-        """Start all processes that are not running.
-
-        If one start fails, the other starts are ended.
-        """
+        """Start all processes that are not running. If one start fails, the others are ended."""
         async with background() as work:
             work.create_task(self.start_models())
             work.create_task(self.pool.start())
@@ -233,6 +230,7 @@ class Session(Models):
         affinity: object = None,
         alone: bool = False,
         weights: Weights = None,
+        on_tokens: OnTokens | None = None,
     ) -> list[Completion]:
         """Return completions in the order of ``requests``, all of one generator.
 
@@ -245,6 +243,9 @@ class Session(Models):
         ``max_loras`` snapshots are beside those of the base model, so that calls with several of
         them and with the base model run together. The ``versions`` of a completion are numbers of
         pushes then, which count changes of the weights too.
+
+        ``on_tokens`` is called with tokens as they are sampled, but not with the last ones. The
+        thread is that of the session.
         """
         self._require_generators()
         source = self._source(None, weights)
@@ -258,7 +259,9 @@ class Session(Models):
             )
         beside = source if self.config.max_loras and isinstance(source, Path) else None
         async with self._selector.of(BASE if beside is not None else source):
-            return await self.router.generate(given, affinity=affinity, alone=alone, adapter=beside)
+            return await self.router.generate(
+                given, affinity=affinity, alone=alone, adapter=beside, on_tokens=on_tokens
+            )
 
     async def rollout(
         self,

@@ -31,8 +31,7 @@ MIN_TEMPERATURE = 0.01
 MAX_TEMPERATURE = 2.0
 """Highest temperature that vLLM samples at."""
 MAX_TOP_LOGPROBS = 20
-"""Maximum of ``Sampling.top_logprobs`` and ``Sampling.prompt_logprobs``, which is that of OpenAI's
-API."""
+"""Maximum of ``top_logprobs`` and ``prompt_logprobs`` of ``Sampling``, as in OpenAI's API."""
 
 StopReason = FinishReason | EpisodeStop
 """Reason for the end of a rollout. Only single completions have ``stop``."""
@@ -142,6 +141,8 @@ class GenerationRequest:
     """Number of its adapter in the generator, which the session sets; 0 for none."""
     player: int | None = None
     """Number of the player of a game whose answer it is; None without players."""
+    streams: bool = False
+    """Whether its tokens are returned while it is sampled, which the session sets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,10 +184,19 @@ class Completion:
         )
 
     def without_mask(self) -> "Completion":
-        """Return the completion without sampling mask and experts, for a process that does not
-        train.
-        """
+        """Return the completion without sampling mask and experts, which only trainers read."""
         return replace(self, sampling_mask=None, experts=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Tokens of a completion that is still being sampled."""
+
+    request_id: str
+    begin: int
+    """Place of the first of them; 0 again if another generator gets the request."""
+    completion: Completion
+    """The tokens alone. The first ones have the log-probs of the prompt; none has mask, experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,12 +19,14 @@ class Rank:
         self.calls = Gathered(self.send)
         self.messages = []
         self.running: dict[str, Future] = {}
+        self.says = {}
         self.failure = None
 
-    def start(self, name: str) -> Future:
+    def start(self, name: str, on_part) -> Future:
         if name == "refused":
             raise ValueError("refused")
         self.running[name] = Future()
+        self.says[name] = on_part
         return self.running[name]
 
     def check(self):
@@ -100,6 +102,32 @@ async def test_an_exception_fails_its_own_call_alone():
         await broken
     rank.finish("good")
     assert await good == "answer of good"
+
+
+@awaited
+async def test_parts_of_an_answer_come_before_it_and_what_hears_them_may_fail():
+    rank = Rank()
+    heard = []
+
+    def hear(part):
+        heard.append(part)
+        raise ValueError("of its own")
+
+    asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+    said = asyncio.create_task(rank.calls.make("said", hear))
+    (other,) = rank.ask("other")
+    await rank.until("said", "other")
+    rank.says["other"]("nobody hears this")
+    rank.says["said"](1)
+    rank.finish("other")
+    assert await other == "answer of other"
+    assert heard == [1] and not said.done()
+    rank.says["said"](2)
+    rank.says["said"](3)
+    rank.finish("said")
+    assert await said == "answer of said"
+    assert heard == [1, 2, 3]
+    assert await rank.is_empty() and not rank.calls._hearers
 
 
 @awaited

@@ -1,7 +1,9 @@
 """The loop on one rank: concurrent callers, swaps in flight, and failures of all pending calls."""
 
 import asyncio
+import itertools
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -22,6 +24,23 @@ def test_a_single_call_returns_the_completions_of_the_engine(generator):
     (by_engine,) = generator.run(generate, requests)
     (by_loop,) = generator.run(played, lone_call, requests)
     assert by_loop == by_engine
+
+
+def test_tokens_are_told_as_they_are_sampled(one_or_two_ranks):
+    """Those of calls that do not stream are not."""
+    ((parts, own, others),) = [each for each in one_or_two_ranks.run(played, streamed) if each]
+    assert len(parts) > 10 and {part.request_id for part in parts} == {"said"}
+    heard = [part.completion for part in parts]
+    begins = [0, *itertools.accumulate(len(each.tokens) for each in heard)]
+    assert [part.begin for part in parts] == begins[:-1]
+    for name in ("tokens", "logprobs", "versions", "top_logprobs"):
+        found = [value for each in heard for value in getattr(each, name)]
+        assert found == getattr(own, name)[: len(found)]
+        assert len(found) == len(own.tokens) - 1
+    assert heard[0].prompt_logprobs[1:] == own.prompt_logprobs[1:]
+    assert heard[0].prompt_top == own.prompt_top
+    assert {each.prompt_logprobs for each in heard[1:]} == {None}
+    assert own.tokens == others[1].tokens
 
 
 def test_a_rank_says_when_it_had_requests_and_when_it_pulled(generator, other_policy):
@@ -131,6 +150,19 @@ async def concurrent_calls(loop):
         one("short", [request("c", max_tokens=2)]),
     )
     return long, short, finished
+
+
+async def streamed(loop):
+    """Return the parts of a request that streams, its completion, and those of others beside it."""
+    if not await loop.run_between_steps(lambda engine: engine.leads):
+        await loop.serve()
+        return None
+    parts = []
+    sampling = {"max_tokens": 30, "top_logprobs": 2, "prompt_logprobs": 1}
+    said = replace(request("said", **sampling), streams=True)
+    others = asyncio.create_task(loop.generate([request("a"), request("same", **sampling)]))
+    (own,) = await asyncio.wrap_future(loop.begin([said], on_tokens=parts.append))
+    return parts, own, await others
 
 
 async def crowded(loop):

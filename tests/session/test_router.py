@@ -27,11 +27,13 @@ class Replica:
         self.name = name
         self.asked = []
         self.fresh = []
+        self.hearers = []
         self._answers: list[asyncio.Future] = []
 
-    async def generate(self, requests, *, fresh=False, adapter=None):
+    async def generate(self, requests, *, fresh=False, adapter=None, on_tokens=None):
         self.asked.append([request.request_id for request in requests])
         self.fresh.append(fresh)
+        self.hearers.append(on_tokens)
         answer = asyncio.get_running_loop().create_future()
         self._answers.append(answer)
         await answer
@@ -109,13 +111,16 @@ async def test_affinity_keeps_a_generator_until_it_is_lost(router, a, b, ask):
 
 @played
 async def test_requests_of_a_lost_generator_go_to_another(router, a, b, ask):
-    first = await ask("1")
+    heard = []
+    first = await ask("1", on_tokens=heard.append)
+    assert a.hearers == [heard.append]
     a.is_running = False
     a.answer(failure("died", a))
     await asyncio.sleep(0.01)
     assert b.asked == [["1"]]
     await ask("2")
     assert b.asked == [["1"], ["2"]]
+    assert b.hearers == [heard.append, None]
     b.answer()
     assert await first == [SAID]
     assert (a.has_answered, b.has_answered) == (False, True)

@@ -230,7 +230,12 @@ def make_gateway(
         )
         try:
             affinity = ask.session or None
-            (completion,) = await session.sample([request], affinity=affinity, weights=weights)
+            (completion,) = await session.sample(
+                [request],
+                affinity=affinity,
+                weights=weights,
+                on_tokens=None if stops else ask.on_tokens,  # tokens after a stop will be dropped
+            )
         except asyncio.CancelledError:  # its client has gone
             await session.abort(request.request_id)
             raise

@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -97,6 +97,21 @@ class AssistantTurn:
         return message
 
 
+class Markup(NamedTuple):
+    """Control tokens between the parts of an answer; -1 for one that a format lacks."""
+
+    stops: tuple[int, ...]
+    think: int = -1
+    think_end: int = -1
+    tool_call: int = -1
+    tool_call_end: int = -1
+    """If a format lacks it, calls end with the answer, and may be in a list."""
+    arguments: str = "arguments"
+    """Key of the arguments of a call."""
+    is_bare: bool = False
+    """Whether an answer that is a call needs no control token."""
+
+
 class Dialect(Protocol):
     """Chat format of a model family."""
 
@@ -104,6 +119,9 @@ class Dialect(Protocol):
 
     stop_token_ids: tuple[int, ...]
     """Tokens that end an assistant's turn."""
+
+    markup: Markup = Markup(())
+    """Control tokens by which :meth:`parse` tells the parts apart."""
 
     def render(
         self,

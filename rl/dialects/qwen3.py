@@ -4,11 +4,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from rl.dialects.answers import Markup, parse_answer
+from rl.dialects.answers import parse_answer
 from rl.dialects.dialect import (
     AssistantTurn,
     ConversationError,
     Dialect,
+    Markup,
     Messages,
     Rendered,
     Tokens,
@@ -100,6 +101,7 @@ class Qwen3Dialect(Dialect):
         self._control = Control.of(tokenizer)
         self._plain = PlainText(tokenizer)
         self.stop_token_ids: tuple[int, ...] = self._control.stops
+        self.markup = self._control.markup
 
     def render(
         self,
@@ -139,7 +141,7 @@ class Qwen3Dialect(Dialect):
         """Return the parts of an ``answer``, told apart by control tokens, never by text that looks
         like them.
         """
-        return parse_answer(answer, self._control.markup, self.tokenizer)
+        return parse_answer(answer, self.markup, self.tokenizer)
 
     def continuation(
         self, prompt: Tokens, answer: Tokens, messages: Messages, *, enable_thinking: bool = True

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from rl.dialects import dialect, template
-from rl.dialects.answers import Markup, parse_answer
+from rl.dialects.answers import parse_answer
 from rl.dialects.dialect import AssistantTurn, ConversationError, Messages, Rendered, Tokens
 from rl.dialects.plain_text import ControlTokens, Pieces, PlainText
 from rl.errors import shown
@@ -61,7 +61,7 @@ class TemplateDialect(dialect.Dialect):
         self._control = ControlTokens(tokenizer)
         self._ids = tokenizer.get_added_vocab()
         think, think_end = (self._ids.get(word, -1) for word in ("<think>", "</think>"))
-        self._markup = Markup(self.stop_token_ids, think, think_end)
+        self.markup = dialect.Markup(self.stop_token_ids, think, think_end)
         self._set_options({})
         self._unread = ""
         self.render([ASKED, ANSWER, ASKED, ANSWER])
@@ -114,7 +114,7 @@ class TemplateDialect(dialect.Dialect):
         """Return the parts of an ``answer``, told apart by control tokens. If the template writes
         calls without any, an answer that is one JSON object with name and arguments is a call.
         """
-        return parse_answer(answer, self._markup, self.tokenizer)
+        return parse_answer(answer, self.markup, self.tokenizer)
 
     def continuation(
         self, prompt: Tokens, answer: Tokens, messages: Messages, *, enable_thinking: bool = True
@@ -130,7 +130,7 @@ class TemplateDialect(dialect.Dialect):
         more = self._encoded([(text, False, -1)]).tokens.tolist()
         if answer and answer[-1] in self.stop_token_ids:
             return more
-        return [self._markup.think_end] * turn.is_reasoning_open + [self.stop_token_ids[0], *more]
+        return [self.markup.think_end] * turn.is_reasoning_open + [self.stop_token_ids[0], *more]
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of ``text`` outside of any template, none of them a control token."""
@@ -267,7 +267,7 @@ class TemplateDialect(dialect.Dialect):
             )
         words = self._control.split(text)[1:-2:2]
         begin, end, *_ = [*(words or ["<|python_tag|>"]), "", ""]
-        markup = self._markup._replace(
+        markup = self.markup._replace(
             tool_call=self._ids.get(begin, -1),
             tool_call_end=self._ids.get(end, -1),
             arguments="parameters" if '"parameters"' in text else "arguments",
@@ -277,7 +277,7 @@ class TemplateDialect(dialect.Dialect):
         calls = parse_answer(tokens, markup, self.tokenizer).tool_calls
         if [(each.name, each.arguments) for each in calls] != [("look_up", ARGUMENTS)]:
             return f"tools cannot be used: a call that is written {shown(text)} cannot be read"
-        self._markup = markup
+        self.markup = markup
         return ""
 
 

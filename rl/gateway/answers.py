@@ -1,24 +1,23 @@
-"""Answers of the API, whole or as a stream of server-sent events."""
+"""Answers of the API."""
 
-import itertools
-import json
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
 import numpy as np
-from tokenizers.decoders import DecodeStream
 
+from rl.dialects.answers import REPLACEMENT, TextReader
 from rl.dialects.dialect import Dialect
+from rl.gateway.protocol import ApiError
 from rl.types import Completion
 from rl.types.routed_experts import RoutedExperts
 
-DONE = "data: [DONE]\n\n"
-REPLACEMENT = "\ufffd"
-"""Character that stands for bytes that are no text."""
+LOST = "a generator was lost, and its answer was sampled again with other tokens; try again"
+BYTES_OF_A_VALUE = 32
+"""Size of a token, or of a log-prob of another id, in an answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,13 +30,43 @@ class Choice:
     """The answer as a message, of chats."""
     text: str = ""
     """The answer as text, of completions; it begins with the prompt if the client wants that."""
+    is_whole: bool = True
+    """Whether it has ended."""
 
     @property
-    def finish_reason(self) -> str:
-        """Reason for the end, in the API's words."""
+    def finish_reason(self) -> str | None:
+        """Reason for the end, in the API's words; None before it."""
         reason = self.completion.finish_reason
         calls = (self.message or {}).get("tool_calls")
-        return "tool_calls" if calls and reason == "stop" else reason
+        ended = "tool_calls" if calls and reason == "stop" else reason
+        return ended if self.is_whole else None
+
+    @property
+    def texts(self) -> tuple[str, str, str]:
+        """Thought and content of a message, and text of a completion."""
+        message = self.message or {}
+        return message.get("reasoning_content") or "", message.get("content") or "", self.text
+
+    def since(self, before: "Choice | None") -> "Choice":
+        """Return what the answer has more than ``before``, an earlier state of it. Raises ApiError
+        if it does not begin so.
+        """
+        if before is None:
+            return self
+        count = len(before.completion.tokens)
+        pairs = [*zip(self.texts, before.texts, strict=True)]
+        is_same = self.completion.tokens[:count] == before.completion.tokens
+        if not (is_same and all(now.startswith(then) for now, then in pairs)):
+            raise ApiError(500, LOST, code="sampling_failed")
+        thought, said, text = (now[len(then) :] for now, then in pairs)
+        rest = sliced(self.completion.without_mask(), count, len(self.completion.tokens))
+        return replace(
+            self,
+            completion=replace(rest, prompt_logprobs=None, prompt_top=None),
+            message=self.message
+            and {**self.message, "reasoning_content": thought, "content": said},
+            text=text,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +80,7 @@ class Form:
     token_ids: bool = False
     usage: bool = True
     """Whether the last event of a stream has the usage."""
+    created: int = field(default_factory=lambda: int(time.time()))
 
     def chat(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """Return the answer of ``/v1/chat/completions``."""
@@ -60,8 +90,8 @@ class Form:
                 {
                     "index": index,
                     "message": choice.message,
-                    **self._end(choice),
-                    **({"token_ids": choice.completion.tokens} if self.token_ids else {}),
+                    "finish_reason": choice.finish_reason,
+                    **self.tokens(choice),
                 }
                 for index, choice in enumerate(choices)
             ],
@@ -71,7 +101,10 @@ class Form:
 
     def completions(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """Return the answer of ``/v1/completions``."""
-        rows = [self._text_row(index, choice) for index, choice in enumerate(choices)]
+        rows = [
+            self.text_row(index, choice, TextReader(self.dialect.tokenizer), len(choice.text))
+            for index, choice in enumerate(choices)
+        ]
         return {**self.head("text_completion"), "choices": rows, "usage": usage(choices)}
 
     def generated(self, choices: Sequence[Choice]) -> dict[str, Any]:
@@ -79,7 +112,7 @@ class Form:
         return {
             "request_id": self.name,
             "model": self.model,
-            "created": int(time.time()),
+            "created": self.created,
             "choices": [
                 {
                     "index": index,
@@ -94,36 +127,15 @@ class Form:
             "usage": usage(choices),
         }
 
-    def chat_events(self, choices: Sequence[Choice]) -> Iterator[str]:
-        """Yield the events of a streamed ``/v1/chat/completions``."""
-        for index, choice in enumerate(choices):
-            assert choice.message is not None, "chats have messages"
-            for delta in _deltas(choice.message):
-                yield self._chunk(index, {"delta": delta, "finish_reason": None})
-            yield self._chunk(index, {"delta": {}, **self._end(choice)})
-        if self.usage:
-            head = self.head("chat.completion.chunk")
-            yield event({**head, "choices": [], "usage": usage(choices)})
-
-    def completion_events(self, choices: Sequence[Choice]) -> Iterator[str]:
-        """Yield the events of a streamed ``/v1/completions``."""
-        head = self.head("text_completion")
-        for index, choice in enumerate(choices):
-            yield event({**head, "choices": [self._text_row(index, choice)]})
-        if self.usage:
-            yield event({**head, "choices": [], "usage": usage(choices)})
-
     def head(self, kind: str, created: str = "created") -> dict[str, Any]:
         """Return the begin of an answer of this ``kind``; ``created`` is the name of its time."""
-        return {"id": self.name, "object": kind, created: int(time.time()), "model": self.model}
+        return {"id": self.name, "object": kind, created: self.created, "model": self.model}
 
-    def _chunk(self, index: int, row: dict[str, Any]) -> str:
-        head = self.head("chat.completion.chunk")
-        return event({**head, "choices": [{"index": index, **row}]})
-
-    def _end(self, choice: Choice) -> dict[str, Any]:
+    def tokens(self, choice: Choice) -> dict[str, Any]:
+        """Return the log-probs and the ids of an answer of a chat, if the client wants them."""
         rows = {"content": self._logprob_rows(choice)} if self.logprobs else None
-        return {"finish_reason": choice.finish_reason, "logprobs": rows}
+        ids = {"token_ids": choice.completion.tokens} if self.token_ids else {}
+        return {"logprobs": rows, **ids}
 
     def _logprob_rows(self, choice: Choice) -> list[dict[str, Any]]:
         completion = choice.completion
@@ -147,27 +159,25 @@ class Form:
             for token, logprob, top in zip(tokens, logprobs, tops, strict=True)
         ]
 
-    def _offsets(self, choice: Choice) -> list[int]:
-        """Return the place in the text at which each token begins whose log-prob is returned; that
-        of a part of a character is the place after the last whole one.
+    def text_row(
+        self, index: int, choice: Choice, reader: TextReader, length: int
+    ) -> dict[str, Any]:
+        """Return an answer of ``/v1/completions``, or the part of it whose tokens are those after
+        what ``reader`` has read, of a text of at most ``length``.
         """
-        completion = choice.completion
-        given = [] if completion.prompt_logprobs is None else choice.prompt
-        decoded = DecodeStream(skip_special_tokens=False)
-        backend = self.dialect.tokenizer.backend_tokenizer
-        steps = (decoded.step(backend, token) for token in (*given, *completion.tokens))
-        ends = itertools.accumulate((len(text or "") for text in steps), initial=0)
-        return [min(end, len(choice.text)) for end in ends][:-1]
-
-    def _text_row(self, index: int, choice: Choice) -> dict[str, Any]:
         ids = {"token_ids": choice.completion.tokens, "prompt_token_ids": choice.prompt}
         rows = self._logprob_rows(choice) if self.logprobs else []
         has_top = choice.completion.top_logprobs is not None
+        given = [] if choice.completion.prompt_logprobs is None else choice.prompt
+        offsets = []
+        for token in (*given, *choice.completion.tokens) if self.logprobs else ():
+            offsets.append(min(reader.end, length))
+            reader.read(token)
         columns = {
             "tokens": [row["token"] for row in rows],
             "token_logprobs": [row["logprob"] for row in rows],
             "top_logprobs": [*map(_by_word, rows)] if has_top else None,
-            "text_offset": self._offsets(choice),
+            "text_offset": offsets,
         }
         return {
             "index": index,
@@ -176,11 +186,6 @@ class Form:
             "logprobs": columns if self.logprobs else None,
             **(ids if self.token_ids else {}),
         }
-
-
-def event(row: dict[str, Any]) -> str:
-    """Return ``row`` as a server-sent event."""
-    return f"data: {json.dumps(row)}\n\n"
 
 
 def usage(choices: Sequence[Choice]) -> dict[str, int]:
@@ -196,25 +201,38 @@ def usage(choices: Sequence[Choice]) -> dict[str, int]:
     }
 
 
+def size_of(completions: Iterable[Completion]) -> int:
+    """Return about the number of bytes of ``completions`` as JSON."""
+    return sum(
+        BYTES_OF_A_VALUE * (len(each.tokens) + len(each.prompt_logprobs or ()))
+        + BYTES_OF_A_VALUE * sum(map(len, (*(each.top_logprobs or ()), *(each.prompt_top or ()))))
+        for each in completions
+    )
+
+
 def until(holds: Callable[[list[int]], bool], completion: Completion) -> Completion:
     """Return ``completion`` up to the first token with which ``holds`` is true of its tokens."""
     if not holds(completion.tokens):
         return completion
     places = range(len(completion.tokens) + 1)
     count = bisect_left(places, True, lo=1, key=lambda place: holds(completion.tokens[:place]))
+    return replace(sliced(completion, 0, count), finish_reason="stop")
+
+
+def sliced(completion: Completion, begin: int, end: int) -> Completion:
+    """Return tokens ``begin`` to ``end`` of ``completion``."""
     mask = completion.sampling_mask
     experts = completion.experts
-    end = count - len(completion.tokens)
+    left = end - len(completion.tokens)
     top = completion.top_logprobs
     return replace(
         completion,
-        tokens=completion.tokens[:count],
-        logprobs=completion.logprobs[:count],
-        versions=completion.versions[:count],
-        finish_reason="stop",
-        sampling_mask=None if mask is None else mask.select(np.arange(count)),
-        top_logprobs=None if top is None else top[:count],
-        experts=None if experts is None else RoutedExperts(experts.ids[: len(experts) + end]),
+        tokens=completion.tokens[begin:end],
+        logprobs=completion.logprobs[begin:end],
+        versions=completion.versions[begin:end],
+        sampling_mask=None if mask is None else mask.select(np.arange(begin, end)),
+        top_logprobs=None if top is None else top[begin:end],
+        experts=None if experts is None else RoutedExperts(experts.ids[: len(experts) + left]),
     )
 
 
@@ -238,12 +256,3 @@ def _generated(choice: Choice) -> list[dict[str, Any]]:
         {"token": f"token_id:{token}", "token_id": token, "logprob": logprob, "top_logprobs": []}
         for token, logprob in zip(completion.tokens, completion.logprobs, strict=True)
     ]
-
-
-def _deltas(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    yield {"role": "assistant", "content": ""}
-    for name in ("reasoning_content", "content"):
-        if message.get(name):
-            yield {name: message[name]}
-    for index, call in enumerate(message.get("tool_calls", [])):
-        yield {"tool_calls": [{"index": index, **call}]}

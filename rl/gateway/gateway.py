@@ -5,14 +5,15 @@ import hashlib
 import itertools
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from rl.dialects.dialect import ConversationError, Dialect, joined_text
-from rl.gateway.answers import Choice, Form, until
+from rl.gateway.answers import Choice, Form, size_of, until
 from rl.gateway.capture import Capture, Opened, before
+from rl.gateway.drafts import Draft
 from rl.gateway.protocol import (
     ApiError,
     Asked,
@@ -27,9 +28,10 @@ from rl.gateway.protocol import (
     read,
     sample_seed,
 )
-from rl.gateway.responses import ResponseRequest, response_of
+from rl.gateway.responses import ResponseRequest, ResponseStream, response_of
 from rl.gateway.schemas import schema_of
-from rl.types import Completion, Sampling
+from rl.gateway.streams import ChatStream, CompletionStream, Reply
+from rl.types import Completion, Part, Sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +44,9 @@ class Ask:
     sampling: Sampling
     """Parameters of sampling; ``max_tokens`` is at most the number of tokens that are left."""
     seed: int
+    on_tokens: Callable[[Part], None] | None = field(default=None, compare=False)
+    """Called with tokens as they are sampled, if the client wants a stream; a sampler that does not
+    call it gives the client the whole answer at its end."""
 
 
 Sample = Callable[[Ask], Awaitable[Completion]]
@@ -50,7 +55,9 @@ Sample = Callable[[Ask], Awaitable[Completion]]
 
 Choose = Callable[[Completion], Choice]
 """Notes a sampled answer and returns it as the client gets it."""
-Work = list[tuple[Ask, Choose]]
+Work = list[tuple[Ask, Choose, Draft | None]]
+Making = tuple[asyncio.Future[list[Choice]], list[Draft]]
+"""Choices in the making, and with a stream their drafts."""
 
 ID_OF = {ChatRequest: "chatcmpl", CompletionRequest: "cmpl", ResponseRequest: "resp"}
 """Begin of the ids of answers by the kind of the request, as OpenAI's API has it."""
@@ -67,20 +74,8 @@ class _Session:
     used: float = field(default_factory=lambda: time.monotonic())
     """Time of the latest request."""
     order: asyncio.Lock = field(default_factory=asyncio.Lock)
-    answers: dict[bytes, asyncio.Future[list[Choice]]] = field(default_factory=dict)
+    answers: dict[bytes, Making] = field(default_factory=dict)
     """Latest answers, by the request: a client that repeats one gets the same answer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """Choices in the making, and how they are written."""
-
-    choices: asyncio.Future[list[Choice]]
-    whole: Callable[[list[Choice]], dict[str, Any]]
-    events: Callable[[list[Choice]], Iterator[str]] | None
-    """Writer of a stream; None if the client wants no stream."""
-    is_kept: bool
-    """Whether the choices are sampled on if the client goes."""
 
 
 @dataclass(eq=False)
@@ -138,7 +133,7 @@ class Gateway:
         """Forget a session, and end its answers in the making. Raises ApiError if it is unknown."""
         session = self._session(name)
         del self._sessions[name]
-        for answer in session.answers.values():
+        for answer, _ in session.answers.values():
             answer.cancel()
 
     def stop(self) -> None:
@@ -153,21 +148,22 @@ class Gateway:
         """Answer ``/v1/chat/completions``. Raises ApiError."""
         request = await aside(len(body), lambda: read(ChatRequest, body))
         form = self._form(request, bool(request.logprobs))
-        choices = await self._chat(name, body, request, is_retry=is_retry)
-        events = form.chat_events if request.stream else None
-        return Reply(choices, form.chat, events, is_kept=bool(name))
+        answers = await self._chat(name, body, request, is_retry=is_retry)
+        stream = ChatStream(form) if request.stream else None
+        return Reply(*answers, form.chat, stream, is_kept=bool(name))
 
     async def responses(self, name: str, body: bytes, *, is_retry: bool = False) -> Reply:
         """Answer ``/v1/responses``. Raises ApiError."""
         asked = await aside(len(body), lambda: read(ResponseRequest, body))
         form = self._form(asked, False)
-        choices = await self._chat(name, body, asked.chat(), is_retry=is_retry)
-        return Reply(choices, partial(response_of, form, asked), None, is_kept=bool(name))
+        answers = await self._chat(name, body, asked.chat(), is_retry=is_retry)
+        stream = ResponseStream(form, asked) if asked.stream else None
+        return Reply(*answers, partial(response_of, form, asked), stream, is_kept=bool(name))
 
     async def _chat(
         self, name: str, body: bytes, request: ChatRequest, *, is_retry: bool
-    ) -> asyncio.Future[list[Choice]]:
-        """Return the answers to ``request``, which came as ``body``, in the making."""
+    ) -> Making:
+        """Return the answers to ``request``, which came as ``body``."""
         session = self._session(name)
         top = request.top_count
         capture = session.capture
@@ -192,7 +188,8 @@ class Gateway:
 
             own: dict[str, Any] = {"most": request.max_completion_tokens, "top_logprobs": top}
             own["json_schema"] = schema
-            return self._work_of(session, request, opened.tokens, choose, **own)
+            draft = partial(Draft, self.dialect, opened, request.stops)
+            return self._work_of(session, request, opened.tokens, choose, draft, **own)
 
         return await self._answer(session, body, is_retry, prepare)
 
@@ -205,16 +202,16 @@ class Gateway:
         def prepare() -> Work:
             work: Work = []
             for prompt in request.prompts():
-                tokens, choose = self._completed(session.capture, prompt, request)
+                tokens, choose, draft = self._completed(session.capture, prompt, request)
                 top = request.logprobs or 0
                 echoed = request.logprobs if request.echo else None
                 own = {"top_logprobs": top, "prompt_logprobs": echoed}
-                work += self._work_of(session, request, tokens, choose, **own)
+                work += self._work_of(session, request, tokens, choose, draft, **own)
             return work
 
-        events = form.completion_events if request.stream else None
-        choices = await self._answer(session, body, is_retry, prepare)
-        return Reply(choices, form.completions, events, is_kept=bool(name))
+        stream = CompletionStream(form) if request.stream else None
+        answers = await self._answer(session, body, is_retry, prepare)
+        return Reply(*answers, form.completions, stream, is_kept=bool(name))
 
     async def generate(self, name: str, body: bytes, *, is_retry: bool = False) -> Reply:
         """Answer ``/inference/v1/generate``. Raises ApiError."""
@@ -228,11 +225,10 @@ class Gateway:
             raise ApiError(400, "token_ids: give tokens", code="invalid_value", param="token_ids")
 
         def prepare() -> Work:
-            _, choose = self._completed(session.capture, tokens, params)
-            return self._work_of(session, params, tokens, choose)
+            return self._work_of(session, params, *self._completed(session.capture, tokens, params))
 
-        choices = await self._answer(session, body, is_retry, prepare)
-        return Reply(choices, form.generated, None, is_kept=bool(name))
+        answers = await self._answer(session, body, is_retry, prepare)
+        return Reply(*answers, form.generated, None, is_kept=bool(name))
 
     # Work.
 
@@ -257,7 +253,7 @@ class Gateway:
             name, session = next(iter(self._sessions.items()))
             if session.used + self.limits.session_s > time.monotonic():
                 return
-            if all(answer.done() for answer in session.answers.values()):
+            if all(answer.done() for answer, _ in session.answers.values()):
                 del self._sessions[name]
             else:
                 self._touched(name)
@@ -305,8 +301,10 @@ class Gateway:
 
     def _completed(
         self, capture: Capture, prompt: str | list[int], request: Sampled
-    ) -> tuple[list[int], Choose]:
-        """Return the tokens of a prompt, and the function that notes its completion."""
+    ) -> tuple[list[int], Choose, Callable[[], Draft]]:
+        """Return the tokens of a prompt, the function that notes its completion, and the one that
+        returns a draft of it.
+        """
         if isinstance(prompt, str):
             self._require_short(prompt)
         tokens = capture.open_text(prompt) if isinstance(prompt, str) else prompt
@@ -322,7 +320,8 @@ class Gateway:
                 text = before(capture.decode(completion), request.stops)
             return Choice(prompt=tokens, completion=completion, text=lead + text)
 
-        return tokens, choose
+        opened = Opened(tokens, b"")
+        return tokens, choose, partial(Draft, self.dialect, opened, request.stops, lead)
 
     def _work_of(
         self,
@@ -330,6 +329,7 @@ class Gateway:
         request: Asked | SamplingParams,
         tokens: list[int],
         choose: Choose,
+        draft: Callable[[], Draft],
         **fields: Any,
     ) -> Work:
         """Return the answers to sample after the prompt ``tokens``. ``fields`` are those of the
@@ -348,18 +348,27 @@ class Gateway:
         seed = request.seed
         if seed is None or seed == -1:
             seed = secrets.randbits(62)
-        ask = Ask(session=session.name, tokens=tokens, sampling=sampling, seed=0)
-        seeds = [sample_seed(seed, number) for number in range(request.n or 1)]
-        return [(replace(ask, seed=each), choose) for each in seeds]
+        work: Work = []
+        for number in range(request.n or 1):
+            own = draft() if isinstance(request, Asked) and request.stream else None
+            ask = Ask(
+                session=session.name,
+                tokens=tokens,
+                sampling=sampling,
+                seed=sample_seed(seed, number),
+                on_tokens=own.hear if own is not None else None,
+            )
+            work.append((ask, choose, own))
+        return work
 
     async def _answer(
         self, session: _Session, body: bytes, is_retry: bool, prepare: Callable[[], Work]
-    ) -> asyncio.Future[list[Choice]]:
+    ) -> Making:
         """Return the choices in the making; a repeated request gets those of the first one."""
         digest = hashlib.blake2b(body).digest()
         async with session.order:
             known = session.answers.get(digest) if is_retry else None
-            if known and not (known.done() and (known.cancelled() or known.exception())):
+            if known and not (known[0].done() and (known[0].cancelled() or known[0].exception())):
                 return known
             work = await aside(len(body), prepare)
             if self._waiting + len(work) > self.limits.waiting:
@@ -369,10 +378,11 @@ class Gateway:
             future = asyncio.ensure_future(self._choices(session, work))
             self._work.add(future)
             future.add_done_callback(self._done)
-            session.answers[digest] = future
+            drafts = [draft for *_, draft in work if draft is not None]
+            session.answers[digest] = future, drafts
             while len(session.answers) > REMEMBERED:
                 del session.answers[next(iter(session.answers))]
-            return future
+            return future, drafts
 
     def _done(self, future: asyncio.Future[list[Choice]]) -> None:
         self._work.discard(future)
@@ -381,9 +391,10 @@ class Gateway:
 
     async def _choices(self, session: _Session, work: Work) -> list[Choice]:
         try:
-            completions = await asyncio.gather(*(self.sample(ask) for ask, _ in work))
+            completions = await asyncio.gather(*(self.sample(ask) for ask, *_ in work))
         finally:
             self._waiting -= len(work)
         pairs = [*zip(work, completions, strict=True)]
         async with session.order:
-            return await asyncio.to_thread(lambda: [choose(each) for (_, choose), each in pairs])
+            size = size_of(completions)
+            return await aside(size, lambda: [choose(each) for (_, choose, _), each in pairs])

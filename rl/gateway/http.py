@@ -5,6 +5,7 @@ import contextlib
 import hmac
 import os
 import re
+from asyncio import FIRST_COMPLETED
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from functools import lru_cache, partial
@@ -12,7 +13,6 @@ from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
-from starlette.concurrency import iterate_in_threadpool
 from starlette.datastructures import URL
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -20,9 +20,10 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Mount, Route
 
 from rl.errors import RunError, error_text
-from rl.gateway.answers import DONE, Choice, event
-from rl.gateway.gateway import Gateway, Reply
-from rl.gateway.protocol import ApiError
+from rl.gateway.answers import Choice, size_of
+from rl.gateway.gateway import Gateway
+from rl.gateway.protocol import ApiError, aside
+from rl.gateway.streams import Reply, Stream, event
 from rl.host.http_server import server_config
 from rl.host.listening import is_loopback, listen, require_key, url_of
 from rl.types import Sequence as Tokens
@@ -215,13 +216,15 @@ class _Endpoints:
         body = await read_body(request, self._gateway.limits.body_bytes)
         is_retry = request.headers.get(RETRY, "0") != "0"
         reply = await endpoint(request.path_params.get("session", ""), body, is_retry=is_retry)
-        if reply.events is not None:
-            return StreamingResponse(self._events(reply), media_type="text/event-stream")
+        if reply.stream is not None:
+            events = self._events(reply, reply.stream)
+            return StreamingResponse(events, media_type="text/event-stream")
         with self._stop_as_error():
             if not reply.is_kept:
                 await finish_or_cancel(reply.choices, request)
             choices = await self._choices(reply)
-        return await asyncio.to_thread(lambda: JSONResponse(reply.whole(choices)))
+        size = size_of(each.completion for each in choices)
+        return await aside(size, lambda: JSONResponse(reply.whole(choices)))
 
     @contextlib.contextmanager
     def _stop_as_error(self) -> Iterator[None]:
@@ -246,18 +249,23 @@ class _Endpoints:
         except RunError as error:
             raise ApiError(500, str(error), code="sampling_failed") from None
 
-    async def _events(self, reply: Reply) -> AsyncIterator[str]:
-        assert reply.events is not None, "the client wants a stream"
+    async def _events(self, reply: Reply, stream: Stream) -> AsyncIterator[str]:
         try:
             with self._stop_as_error():
                 while not reply.choices.done():
-                    await asyncio.wait([reply.choices], timeout=ALIVE_S)
-                    if not reply.choices.done():
+                    news: list[asyncio.Future[Any]] = [each.news() for each in reply.drafts]
+                    if said := "".join(stream.events(each.choice() for each in reply.drafts)):
+                        yield said
+                    waits = asyncio.wait(
+                        [reply.choices, *news], return_when=FIRST_COMPLETED, timeout=ALIVE_S
+                    )
+                    if not (await waits)[0]:
                         yield ": waiting\n\n"
                 choices = await self._choices(reply)
-            async for each in iterate_in_threadpool(reply.events(choices)):
-                yield each
-            yield DONE
+            yield await aside(
+                size_of(each.completion for each in choices),
+                lambda: "".join((*stream.events(choices), *stream.end(choices))),
+            )
         except ApiError as error:
             yield event(error.body)
         finally:
@@ -283,7 +291,7 @@ async def finish_or_cancel(work: asyncio.Future[Any], request: Request) -> None:
 
     other = asyncio.ensure_future(gone())
     try:
-        await asyncio.wait([work, other], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([work, other], return_when=FIRST_COMPLETED)
     finally:
         other.cancel()
         if not work.done():

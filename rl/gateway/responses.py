@@ -1,5 +1,6 @@
 """Responses API of OpenAI, without state, in the words of chats."""
 
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
@@ -9,6 +10,7 @@ from pydantic import Field
 from rl.errors import shown
 from rl.gateway.answers import Choice, Form, usage
 from rl.gateway.protocol import ApiError, Asked, ChatRequest, JsonSchema, Strict, read
+from rl.gateway.streams import Stream, event
 
 KINDS = "message, function_call, function_call_output or reasoning"
 
@@ -46,7 +48,6 @@ class ResponseRequest(Asked):
     text: Text | None = None
     reasoning: Reasoning | None = None
     n: Literal[1, None] = None
-    stream: Literal[False, None] = None
 
     def chat(self) -> ChatRequest:
         """Return the request as one of ``/v1/chat/completions``. Raises ApiError."""
@@ -90,6 +91,70 @@ def response_of(form: Form, request: ResponseRequest, choices: Sequence[Choice])
             "total_tokens": counts["total_tokens"],
         },
     }
+
+
+class ResponseStream(Stream):
+    """Stream of ``/v1/responses``."""
+
+    def __init__(self, form: Form, request: ResponseRequest):
+        super().__init__(form)
+        self._request = request
+        self._numbers = itertools.count()
+        self._texts: list[str] = []  # of the items that have begun
+        self._ended = 0  # number of items
+
+    def write(self, index: int, new: Choice, now: Choice, *, is_first: bool) -> Iterator[str]:
+        """Yield the events of the items. An item ends once the next one begins."""
+        response = response_of(self.form, self._request, [now])
+        if is_first:
+            begun = response | {"status": "in_progress", "output": [], "usage": None}
+            begun["incomplete_details"] = None
+            for kind in ("created", "in_progress"):
+                yield self._event(f"response.{kind}", response=begun)
+        items = [each for each in response["output"] if now.is_whole or _said(each)]
+        for place, item in enumerate(items):
+            yield from self._item(place, item, ends=now.is_whole or place + 1 < len(items))
+        if now.is_whole:
+            yield self._event(f"response.{response['status']}", response=response)
+
+    def end(self, choices: Sequence[Choice]) -> Iterator[str]:
+        """Yield nothing: the last event has the whole response."""
+        return iter(())
+
+    def _item(self, place: int, item: dict[str, Any], *, ends: bool) -> Iterator[str]:
+        parts = item.get("content", [])
+        kind = parts[0]["type"] if parts else "function_call_arguments"
+        own = {"output_index": place, "item_id": item["id"]}
+        own |= {"content_index": 0} if parts else {}
+        text = _said(item)
+        if place == len(self._texts):
+            self._texts.append("")
+            empty: dict[str, Any] = {"content": []} if parts else {"arguments": ""}
+            begun = {**item, **empty, "status": "in_progress"}
+            yield self._event("response.output_item.added", output_index=place, item=begun)
+            for part in parts:
+                yield self._event("response.content_part.added", **own, part={**part, "text": ""})
+        logprobs: dict[str, Any] = {"logprobs": []} if kind == "output_text" else {}
+        if new := text[len(self._texts[place]) :]:
+            self._texts[place] = text
+            yield self._event(f"response.{kind}.delta", **own, delta=new, **logprobs)
+        if not ends or place < self._ended:
+            return
+        self._ended += 1
+        whole = {"text": text, **logprobs} if parts else {"arguments": text, "name": item["name"]}
+        yield self._event(f"response.{kind}.done", **own, **whole)
+        for part in parts:
+            yield self._event("response.content_part.done", **own, part=part)
+        yield self._event("response.output_item.done", output_index=place, item=item)
+
+    def _event(self, kind: str, **fields: Any) -> str:
+        row = {"type": kind, "sequence_number": next(self._numbers), **fields}
+        return f"event: {kind}\n{event(row)}"
+
+
+def _said(item: dict[str, Any]) -> str:
+    """Return the text of an item, or the arguments of a call."""
+    return str(item["content"][0]["text"] if "content" in item else item["arguments"])
 
 
 def _items(name: str, choice: Choice) -> Iterator[dict[str, Any]]:

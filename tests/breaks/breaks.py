@@ -398,6 +398,10 @@ rl/gateway/answers.py
   found[word] = max(each["logprob"], found.get(word, each["logprob"]))
   found.setdefault(word, each["logprob"])
   gateway/test_answers.py
+rl/gateway/drafts.py
+  if self._dialect.markup.is_bare and said.startswith(BARE_CALL):
+  if False:
+  gateway/test_streams.py
 rl/gateway/protocol.py
   return seed % 2**63
   return (seed + 1) % 2**63

@@ -15,6 +15,7 @@ import pytest
 from tests import warm
 from tests.e2e.configs import BLOCK
 from tests.e2e.runs import PATIENCE_S, TIMEOUT_S, TINY, Run, listening, living, words
+from tests.gateway.agents import joined
 from tests.tiny_tokenizers import make_model
 
 READY = r"^serving .* (http://[^/,\s]+)"
@@ -123,6 +124,52 @@ class Server:
         raise AssertionError("processes of the server are left")
 
 
+def check_streams(server, client):
+    """Check that streams say what whole answers say, and that a client that leaves ends its own."""
+    form = {
+        "type": "json_schema",
+        "json_schema": {"name": "a", "schema": {"enum": ["many apples"]}},
+    }
+    chats = [{"n": 2, "seed": 3, "logprobs": True}, {"stop": ["a", "1"]}, {"response_format": form}]
+    for options in chats:
+        asked = {"model": "policy", "messages": MESSAGES, "max_tokens": 60, "seed": 7, **options}
+        whole = joined([client.chat.completions.create(**asked)])
+        chunks = [*client.chat.completions.create(**asked, stream=True)]
+        found = joined(chunks)
+        for own, other in zip(found, whole, strict=True):
+            scores, others = (each.pop("logprobs", {"content": []}) for each in (own, other))
+            pairs = zip(scores["content"], others["content"], strict=True)
+            assert all(each["token"] == there["token"] for each, there in pairs)
+        assert found == whole
+    asked = {"model": "policy", "input": "How many?", "max_output_tokens": 40}
+    asked["extra_body"] = {"seed": 7}
+    whole = client.responses.create(**asked)
+    events = [*client.responses.create(**asked, stream=True)]
+    said = [each.delta for each in events if each.type == "response.output_text.delta"]
+    assert "".join(said) == whole.output_text == events[-1].response.output_text
+    endless = {"max_tokens": 10**6, "extra_body": {"ignore_eos": True}, "stream": True}
+    before = sampled(server)
+    stream = client.completions.create(model="policy", prompt="a", **endless)
+    assert next(iter(stream)).choices[0].text
+    stream.close()
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        if not any(each["requests"] for each in server.ask("/generators")["generators"].values()):
+            break
+        time.sleep(0.05)
+    longest = client.models.retrieve("policy").max_model_len
+    assert sampled(server) - before < longest - 10
+
+
+def sampled(server):
+    """Return the number of tokens that the generators have sampled."""
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=120) as page:
+        (found,) = re.findall(
+            r"^tiller_engine_sampled_tokens_total\S* (\S+)$", page.read().decode(), re.M
+        )
+    return float(found)
+
+
 @pytest.mark.parametrize("origin", ["run", pytest.param("config", marks=pytest.mark.long)])
 def test_a_policy_is_served_token_for_token(request, tmp_path, origin):
     """A signal ends the server after the conversation."""
@@ -197,6 +244,7 @@ def test_a_policy_is_served_token_for_token(request, tmp_path, origin):
             model="policy", input="How many?", text={"format": {"type": "json_schema", **form}}
         )
         assert json.loads(response.output_text) in form["schema"]["enum"]
+        check_streams(server, plain)
         code, error = server.end(number)
     assert code == 128 + number
     assert f"interrupted by {number.name}" in error

@@ -11,10 +11,11 @@ import random
 from openai import AsyncOpenAI
 
 from rl.dialects.qwen3 import Qwen3Dialect
+from rl.gateway.answers import sliced
 from rl.gateway.gateway import Gateway
 from rl.gateway.http import serving
 from rl.gateway.protocol import Limits
-from rl.types import Completion, Sampling
+from rl.types import Completion, Part, Sampling
 from tests.dialects.adversary import Adversary
 from tests.dialects.conversations import TOOL
 from tests.tiny_tokenizers import qwen3
@@ -25,20 +26,35 @@ KINDS = ("none", "drops thoughts", "respells arguments", "repairs arguments", "c
 
 
 class Policy:
-    """Policy that answers as an adversary; it keeps each request and completion."""
+    """Policy that answers as an adversary; it keeps each request and completion. It says some
+    tokens before others, unless it ``is_silent``.
+    """
 
-    def __init__(self, habits=HABITS, seed=0):
+    def __init__(self, habits=HABITS, seed=0, *, is_silent=False):
         self._rng = random.Random(seed)
+        self._is_silent = is_silent
         self._habits = habits
         self._adversary = Adversary(qwen3(), self._rng, True)
         self._versions = itertools.count()
         self.turns = []
 
     async def __call__(self, ask):
-        answer = self._adversary.answer(self._rng.choice(self._habits))
+        completion = self.completion(ask, self.answer())
+        if ask.on_tokens and not self._is_silent:
+            for part in parts_of(completion):
+                ask.on_tokens(part)
+                await asyncio.sleep(0)
+        self.turns.append((ask, completion))
+        return completion
+
+    def answer(self):
+        return self._adversary.answer(self._rng.choice(self._habits))
+
+    def completion(self, ask, answer):
+        """Return an answer as its request wants it."""
         tokens = ended(answer, ask.sampling.stop)[: ask.sampling.max_tokens]
         version = next(self._versions)
-        completion = Completion(
+        return Completion(
             tokens=tokens,
             logprobs=[-float(version) - n for n in range(len(tokens))],
             versions=[version] * len(tokens),
@@ -46,8 +62,18 @@ class Policy:
             top_logprobs=top_of(tokens, ask.sampling.top_logprobs),
             **prompt_of(ask),
         )
-        self.turns.append((ask, completion))
-        return completion
+
+
+def parts_of(completion):
+    """Yield parts of a completion as a generator does: without the last token."""
+    sizes = itertools.cycle([1, 1, 2, 3, 1, 7])
+    begin = 0
+    last = len(completion.tokens) - 1
+    while begin < last:
+        end = min(begin + next(sizes), last)
+        part = sliced(completion.without_mask(), begin, end)
+        yield Part(request_id="r", begin=begin, completion=part)
+        begin = end
 
 
 def ended(answer, stops):
@@ -76,12 +102,13 @@ def top_of(tokens, count):
 
 def make_gateway(policy, **options):
     limits = Limits(**options.pop("limits", {}))
+    dialect = options.pop("dialect", None) or Qwen3Dialect(qwen3())
     return Gateway(
         policy,
-        Qwen3Dialect(qwen3()),
+        dialect,
         sampling=Sampling(max_tokens=200),
         longest=LONGEST,
-        vocab_size=len(qwen3()),
+        vocab_size=len(dialect.tokenizer),
         limits=limits,
         **{"model": "policy"} | options,
     )
@@ -119,6 +146,40 @@ def awaited(test):
 async def collected(answer):
     """Return an answer, or what its stream yields."""
     return [chunk async for chunk in answer] if hasattr(answer, "__aiter__") else [answer]
+
+
+def joined(chunks):
+    """Return the choices of an answer, or of its stream, by their index: texts, calls without ids,
+    tokens, log-probs and the reason for the end.
+    """
+    found = {}
+    for chunk in chunks:
+        for row in chunk.model_dump(exclude_none=True)["choices"]:
+            own = found.setdefault(row.pop("index"), {})
+            add(own, row | row.pop("delta", row.pop("message", {})))
+    return [found[index] for index in sorted(found)]
+
+
+def add(own, row):
+    """Add the fields of a row to those before: texts and lists grow."""
+    for name, value in row.items():
+        if name == "tool_calls":
+            assert all(
+                call.pop("index", place) == place
+                for place, call in enumerate(value, len(own.get(name, [])))
+            )
+            assert all(call.pop("id").startswith("call_") for call in value)
+        if isinstance(value, dict):
+            add(own.setdefault(name, {}), value)
+        elif isinstance(value, str | list) and name not in (
+            "role",
+            "finish_reason",
+            "prompt_token_ids",
+        ):
+            if value:
+                own[name] = own.get(name, type(value)()) + value
+        else:
+            assert own.setdefault(name, value) == value
 
 
 async def act(client, kind, turns=6, **options):

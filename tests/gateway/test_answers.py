@@ -13,7 +13,7 @@ from rl.gateway.capture import Capture
 from rl.types import Completion
 from rl.types.routed_experts import RoutedExperts
 from tests.dialects.conversations import TOOL
-from tests.gateway.agents import LONGEST, Policy, awaited, collected, server, session
+from tests.gateway.agents import LONGEST, Policy, awaited, collected, joined, server, session
 from tests.gateway.test_http import CHAT, GENERATE, MESSAGES, post
 from tests.tiny_tokenizers import qwen3
 
@@ -167,10 +167,12 @@ async def test_log_probs_belong_to_the_sampled_tokens_and_to_the_most_likely_one
         answer = await client.chat.completions.create(
             **CHAT, logprobs=True, stream=stream, **options
         )
-        choice = (await collected(answer))[-1].choices[0]
+        chunks = await collected(answer)
     ((ask, completion),) = policy.turns
     assert ask.sampling.top_logprobs == (count or 0)
-    rows = choice.logprobs.content
+    choices = [choice for chunk in chunks for choice in chunk.choices if choice.logprobs]
+    assert not stream or len(choices) > 1
+    rows = [row for choice in choices for row in choice.logprobs.content]
     assert [row.logprob for row in rows] == completion.logprobs
     for row, token in zip(rows, completion.tokens, strict=True):
         check_text(row, token)
@@ -191,14 +193,16 @@ async def test_completions_have_the_most_likely_tokens_by_text(count, stream):
             model="policy", prompt="1 + 2 =", logprobs=count, stream=stream
         )
         chunks = await collected(answer)
-    (found,) = [choice.logprobs for chunk in chunks for choice in chunk.choices]
+    (choice,) = joined(chunks)
+    assert not stream or len(chunks) > 2
+    found = choice["logprobs"]
     ((ask, completion),) = policy.turns
     assert ask.sampling.top_logprobs == count
-    assert found.token_logprobs == completion.logprobs
+    assert found["token_logprobs"] == completion.logprobs
     if not count:
-        assert found.top_logprobs is None
+        assert "top_logprobs" not in found
         return
-    rows = zip(found.top_logprobs, completion.tokens, completion.logprobs, strict=True)
+    rows = zip(found["top_logprobs"], completion.tokens, completion.logprobs, strict=True)
     for top, token, logprob in rows:
         words = [qwen3().decode([token + more]) for more in range(count)]
         assert top == {words[2]: -2.5, words[1]: -1.5, words[0]: max(logprob, -0.5)}
@@ -215,24 +219,25 @@ async def test_an_echo_begins_with_the_prompt_and_its_log_probs(prompt, count, s
             model="policy", prompt=prompt, echo=True, logprobs=count, stream=stream
         )
         chunks = await collected(answer)
-    (choice,) = [choice for chunk in chunks for choice in chunk.choices]
+    (choice,) = joined(chunks)
+    assert not stream or len(chunks) > 2
     ((ask, completion),) = policy.turns
     assert ask.sampling.prompt_logprobs == count
     text = prompt if isinstance(prompt, str) else qwen3().decode(prompt)
-    assert choice.text.startswith(text) and len(choice.text) > len(text)
+    assert choice["text"].startswith(text) and len(choice["text"]) > len(text)
     if count is None:
-        assert choice.logprobs is None
+        assert "logprobs" not in choice
         return
-    found = choice.logprobs
+    found = choice["logprobs"]
     tokens = [*ask.tokens, *completion.tokens]
-    assert found.tokens == [qwen3().decode([token]) for token in tokens]
+    assert found["tokens"] == [qwen3().decode([token]) for token in tokens]
     asked = completion.prompt_logprobs[1:]
-    assert found.token_logprobs == [None, *asked, *completion.logprobs]
+    assert found["token_logprobs"] == [None, *asked, *completion.logprobs]
     if not count:
-        assert found.top_logprobs is None
+        assert "top_logprobs" not in found
         return
-    assert found.top_logprobs[0] is None
-    rows = [*zip(found.top_logprobs, tokens, found.token_logprobs, strict=True)]
+    assert found["top_logprobs"][0] is None
+    rows = [*zip(found["top_logprobs"], tokens, found["token_logprobs"], strict=True)]
     for top, token, logprob in rows[1:]:
         words = [qwen3().decode([token + more]) for more in range(2)]
         assert top == {words[1]: -1.5, words[0]: max(logprob, -0.5)}

@@ -12,11 +12,12 @@ import openai
 import pytest
 
 from rl.errors import ConfigError, RunError
+from rl.gateway import answers, protocol
 from rl.gateway import gateway as gateways
 from rl.gateway import http as served
-from rl.gateway import protocol
 from rl.gateway.http import serving
 from rl.gateway.protocol import ApiError
+from rl.gateway.streams import Stream
 from rl.host import http_server
 from rl.types.routed_experts import RoutedExperts
 from rl.types.sampling_mask import SamplingMask
@@ -451,7 +452,8 @@ async def test_a_large_request_holds_up_no_other(monkeypatch):
 
 @awaited
 async def test_large_bodies_answers_and_streams_are_worked_at_beside_the_event_loop(monkeypatch):
-    gateway = make_gateway(Policy(["plain"] * 3))
+    gateway = make_gateway(Policy(["plain"] * 3, is_silent=True))
+    monkeypatch.setattr(answers, "BYTES_OF_A_VALUE", protocol.LARGE + 1)
     in_loop = []
 
     def note(owner, name):
@@ -466,7 +468,7 @@ async def test_large_bodies_answers_and_streams_are_worked_at_beside_the_event_l
     note(gateways, "read")
     note(served, "_records_of")
     note(gateways.Capture, "answer")
-    note(gateways.Form, "_chunk")
+    note(Stream, "chunk")
     async with serving(gateway) as url, httpx.AsyncClient(timeout=60) as http:
         opened = (await http.post(f"{url}/sessions")).json()
         body = {"messages": [{"role": "user", "content": "a"}], "stream": True}
@@ -474,5 +476,5 @@ async def test_large_bodies_answers_and_streams_are_worked_at_beside_the_event_l
         streamed = await http.post(f"{opened['base_url']}/chat/completions", json=body)
         assert streamed.text.endswith("data: [DONE]\n\n")
         assert (await http.get(f"{url}/sessions/{opened['id']}")).json()["turns"] == 1
-    assert {name for name, _ in in_loop} == {"read", "_records_of", "answer", "_chunk"}
+    assert {name for name, _ in in_loop} == {"read", "_records_of", "answer", "chunk"}
     assert not [name for name, is_in_loop in in_loop if is_in_loop]

@@ -4,6 +4,7 @@ import json
 
 import httpx
 import pytest
+from openai import AsyncOpenAI
 from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -17,6 +18,7 @@ from rl.observe.prometheus import Numbers
 from rl.serve import api_of, make_gateway
 from rl.session.metrics_page import metrics_page
 from rl.types import Sampling
+from tests.gateway.agents import collected, joined
 from tests.session.sessions import on_its_loop
 from tests.tiny_tokenizers import qwen3
 
@@ -51,6 +53,34 @@ async def test_a_text_ends_an_answer_without_a_tokenizer_of_the_model(sessions, 
     assert cut.text == first
     assert cut.completion.tokens == whole.completion.tokens[:3]
     assert cut.finish_reason == "stop" and len(whole.completion.tokens) > 3
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"stop": ["never"]}, {"echo": True, "logprobs": 2, "n": 3}]
+)
+@on_its_loop
+async def test_a_stream_has_the_tokens_of_the_engine_as_they_come(sessions, common, options):
+    """With a text that ends it, an answer of a model without a tokenizer comes whole."""
+    gateway = make_gateway(
+        common, dialect_or_text(words()), Sampling(max_tokens=60), model="policy"
+    )
+    asked = {"model": "policy", "prompt": [1, 2, 3], "seed": 1, "extra_body": {"ignore_eos": True}}
+    async with (
+        serving(gateway) as url,
+        AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        whole = await client.completions.create(**asked, **options)
+        chunks = await collected(await client.completions.create(**asked, **options, stream=True))
+    found, wanted = joined(chunks), joined([whole])
+    for own, other in zip(found, wanted, strict=True):
+        scores, others = (each.pop("logprobs", {}) for each in (own, other))
+        assert own == other
+        assert scores.keys() == others.keys()
+        for name in scores.keys() - {"token_logprobs", "top_logprobs"}:
+            assert scores[name] == others[name]
+        for name in scores.keys() & {"token_logprobs"}:
+            assert scores[name][1:] == pytest.approx(others[name][1:], abs=1e-4)
+    assert len(chunks) == 1 if "stop" in options else len(chunks) > 10
 
 
 @on_its_loop

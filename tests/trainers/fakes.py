@@ -380,6 +380,7 @@ class Generator(Mesh):
         *,
         fresh: bool = False,
         adapter: Path | None = None,
+        on_tokens: None = None,
     ) -> list[Completion]:
         self.alive()
         assert adapter is None, "this generator has its weights alone"

@@ -152,8 +152,7 @@ WAYS = {
 - ordered: A batch is drawn whole while the batch before is trained on.
 - free: Requests of the next batch begin as soon as staleness allows, so that the engine is full.
 - free-threads: The same, and the trainer uses cores that the generator leaves.
-- bfloat16, bfloat16-ordered, bfloat16-free: The same ways in bfloat16, without compilation.
-- float32, float32-free: The same, in float32.
+- bfloat16, bfloat16-ordered, bfloat16-free, float32, float32-free: The same, not compiled.
 - as-configured: No options.
 """
 BEST = {

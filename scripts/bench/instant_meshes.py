@@ -153,7 +153,7 @@ class Generator(Mesh):
         return Metrics({})
 
     async def generate(
-        self, requests: list[GenerationRequest], *, fresh: bool = False
+        self, requests: list[GenerationRequest], **options: object
     ) -> list[Completion]:
         if self.marks.began is None and not requests[0].request_id.startswith("canary"):
             self.marks.began = time.process_time(), time.perf_counter()

@@ -2,7 +2,9 @@
 which tests did not run, and why.
 """
 
+import asyncio
 import gc
+import inspect
 import os
 import re
 import signal
@@ -33,6 +35,8 @@ SHARED = (
     r"training/test_(checkpoint|experts|gradient|hugging_face|layouts)\.py",
 )
 """Patterns of files that share engines or runs, so that one worker runs them. The first counts."""
+ASYNC_TEST_S = 300.0
+"""Longest time of an async test that is not marked as long."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -63,6 +67,22 @@ def pytest_configure(config: pytest.Config) -> None:
     ):
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, handler)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run an async test on an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    longest = None if pyfuncitem.get_closest_marker("long") else ASYNC_TEST_S
+
+    async def bounded() -> None:
+        async with asyncio.timeout(longest):
+            await pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names})
+
+    asyncio.run(bounded())
+    return True
 
 
 @pytest.fixture

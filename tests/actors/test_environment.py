@@ -22,7 +22,7 @@ from rl.tasks.guessing_game import GuessingGame
 from rl.types import Completion, Sampling
 from rl.types.deadlines import DeadlineConfig
 from tests.actors.processes import assert_ended
-from tests.actors.test_reward_workers import forked, pids_of
+from tests.actors.test_reward_workers import forked, pids_of, running
 from tests.rollout import moody_environment as moody
 from tests.rollout import wild_tools as wild
 from tests.rollout.test_episodes import Engine
@@ -44,21 +44,13 @@ MOODY = moody.Moody.Config(max_episode_tokens=900, step_s=60.0)
 IMPATIENT = replace(MOODY, step_s=1.5)
 
 
-def in_workers(tmp_path, model, work, count, task=MOODY):
-    """Run ``work(workers, task)``; assert that all processes have ended after it."""
+@contextlib.asynccontextmanager
+async def playing(folder, model, count, task=MOODY):
+    """Yield workers and the task; assert that all processes have ended after it."""
     config = SessionConfig(model=model, reward_workers=count, deadlines=DEADLINES)
-    workers = Meshes(config, Hosts(tmp_path), tmp_path).rewards(task, Events(print_texts))
-
-    async def started():
-        try:
-            await workers.start()
-            return await work(workers, task.build(seed=0, model=model))
-        finally:
-            pids = pids_of(workers)
-            await workers.stop()
-            await assert_ended(pids)
-
-    return asyncio.run(asyncio.wait_for(started(), 300))
+    workers = Meshes(config, Hosts(folder), folder).rewards(task, Events(print_texts))
+    async with running(workers):
+        yield workers, task.build(seed=0, model=model)
 
 
 async def play(workers, task, key, mood=4):
@@ -70,8 +62,8 @@ async def play(workers, task, key, mood=4):
     return turn.end.reward
 
 
-def test_episodes_of_a_worker_that_dies_are_lost_and_later_ones_are_not(tmp_path, model):
-    async def work(workers, task):
+async def test_episodes_of_a_worker_that_dies_are_lost_and_later_ones_are_not(tmp_path, model):
+    async with playing(tmp_path, model, 1) as (workers, task):
         beside = await workers.open(1, task.prompt(4), 0)
         assert beside.end is None
         await workers.open(2, task.prompt(moody.DIES), 0)
@@ -86,11 +78,10 @@ def test_episodes_of_a_worker_that_dies_are_lost_and_later_ones_are_not(tmp_path
         assert sum(workers._load.values()) == 0
         assert workers.restarts == 1
 
-    in_workers(tmp_path, model, work, 1)
 
+async def test_calls_that_hang_cost_their_episodes_and_many_of_them_a_new_worker(tmp_path, model):
+    async with playing(tmp_path, model, 1, IMPATIENT) as (workers, task):
 
-def test_calls_that_hang_cost_their_episodes_and_many_of_them_a_new_worker(tmp_path, model):
-    async def work(workers, task):
         async def hang(key):
             await workers.open(key, task.prompt(moody.HANGS), 0)
             with pytest.raises(GroupLost) as lost:
@@ -110,21 +101,17 @@ def test_calls_that_hang_cost_their_episodes_and_many_of_them_a_new_worker(tmp_p
         assert await play(workers, task, 41) == 1.0
         assert workers.restarts == 1
 
-    in_workers(tmp_path, model, work, 1, IMPATIENT)
 
-
-def test_episodes_in_this_process_need_no_worker(tmp_path, model):
-    async def work(workers, task):
+async def test_episodes_in_this_process_need_no_worker(tmp_path, model):
+    async with playing(tmp_path, model, 0) as (workers, task):
         assert await play(workers, task, 1) == 1.0
         await workers.open(2, task.prompt(4), 0)
         await workers.close([2, 3])
         assert len(workers._here) == 0
 
-    in_workers(tmp_path, model, work, 0)
 
-
-def test_stopped_workers_open_no_episode_until_they_start_again(tmp_path, model):
-    async def work(workers, task):
+async def test_stopped_workers_open_no_episode_until_they_start_again(tmp_path, model):
+    async with playing(tmp_path, model, 1) as (workers, task):
         await workers.open(1, task.prompt(4), 0)
         await workers.stop()
         for call in (workers.open(2, task.prompt(4), 0), workers.step(1, ANSWER)):
@@ -134,17 +121,16 @@ def test_stopped_workers_open_no_episode_until_they_start_again(tmp_path, model)
         await workers.start()
         assert await play(workers, task, 3) == 1.0
 
-    in_workers(tmp_path, model, work, 1)
 
-
-def test_a_worker_that_is_killed_or_stopped_costs_no_episode(tmp_path, model):
+async def test_a_worker_that_is_killed_or_stopped_costs_no_episode(tmp_path, model):
     def collect(service, task, engine):
         rollouter = Rollouter(environments=service, longest=900, seed=3, watch=Stopwatch())
         prompts = [task.prompt(prompt_id) for prompt_id in range(3)]
         sampling = Sampling(max_tokens=60)
         return rollouter, rollouter.collect(prompts, sampling, samples=2, generate=engine)
 
-    async def work(workers, task):
+    config = GuessingGame.Config(max_turns=5, max_episode_tokens=900)
+    async with playing(tmp_path, model, 1, config) as (workers, task):
         engine = Engine(habits=["plain"])
         _, undisturbed = collect(Environments(task), task, engine)
         other = Engine(habits=["plain"])
@@ -165,12 +151,11 @@ def test_a_worker_that_is_killed_or_stopped_costs_no_episode(tmp_path, model):
         assert rollouter.recovered_episodes["replayed"] >= 12
         assert not rollouter.lost
 
-    task = GuessingGame.Config(max_turns=5, max_episode_tokens=900)
-    in_workers(tmp_path, model, work, 1, task)
 
+async def test_wild_tools_cost_their_own_episodes_and_leave_no_process(tmp_path, model):
+    config = wild.WildTools.Config(folder=str(tmp_path), max_episode_tokens=900)
+    async with playing(tmp_path, model, 1, config) as (workers, task):
 
-def test_wild_tools_cost_their_own_episodes_and_leave_no_process(tmp_path, model):
-    async def work(workers, task):
         async def outcome(number):
             try:
                 return await play(workers, task, number, number)
@@ -187,6 +172,3 @@ def test_wild_tools_cost_their_own_episodes_and_leave_no_process(tmp_path, model
         assert await outcome(wild.NAMES.index("dies")) == "environment worker died"
         await assert_ended(pids)
         assert await outcome(0) == REWARD
-
-    task = wild.WildTools.Config(folder=str(tmp_path), max_episode_tokens=900)
-    in_workers(tmp_path, model, work, 1, task)

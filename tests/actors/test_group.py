@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -115,27 +116,21 @@ class Moody(Actor):
         return os.getpid()
 
 
-@pytest.fixture
-def in_group(tmp_path):
-    """Run ``work(group, pids)`` with two ranks. Assert that the ranks end and files are closed."""
-
-    def run(work, *, mood: str = "cheerful", heartbeat: float = 0.0, **env: str):
-        async def started():
-            hosts = Hosts(tmp_path)
-            group = ActorGroup("moody", Place(ranks=2), hosts, heartbeat=heartbeat)
-            pids: list[int] = []
-            try:
-                await group.spawn(Moody, mood, deadline=LONG, env={"EXTRA": "set", **env})
-                pids = [process.pid for process in group._processes]
-                return await work(group, pids)
-            finally:
-                await group.stop()
-                await assert_ended(pids)
-                assert pidfds() == []
-
-        return asyncio.run(asyncio.wait_for(started(), LONG))
-
-    return run
+@contextlib.asynccontextmanager
+async def started(
+    folder: Path, *, mood: str = "cheerful", heartbeat: float = 0.0, **env: str
+) -> AsyncIterator[tuple[ActorGroup, list[int]]]:
+    """Yield a group of two ranks and their pids. Assert that the ranks end and files are closed."""
+    group = ActorGroup("moody", Place(ranks=2), Hosts(folder), heartbeat=heartbeat)
+    pids: list[int] = []
+    try:
+        await group.spawn(Moody, mood, deadline=LONG, env={"EXTRA": "set", **env})
+        pids = [process.pid for process in group._processes]
+        yield group, pids
+    finally:
+        await group.stop()
+        await assert_ended(pids)
+        assert pidfds() == []
 
 
 def pidfds() -> list[str]:
@@ -175,8 +170,8 @@ async def failures_of_all(group, pids, blow) -> list[ActorFailure]:
     return [*await asyncio.gather(*pending, *lost), await later]
 
 
-def test_calls_return_results_in_rank_order_or_the_exception_of_that_call_alone(in_group):
-    async def work(group, pids):
+async def test_calls_return_results_in_rank_order_or_the_exception_of_that_call_alone(tmp_path):
+    async with started(tmp_path) as (group, pids):
         said = await group.on(timeout_s=30).call(Moody.say, "hello")
         assert said == ["cheerful hello 0 0/2 set", "cheerful hello 1 1/2 set"]
         said = await group.on(1, timeout_s=30).call(Moody.say, "you")
@@ -187,9 +182,6 @@ def test_calls_return_results_in_rank_order_or_the_exception_of_that_call_alone(
         assert await group.on(timeout_s=LONG).call(Moody.pid) == pids
         assert not other.done()
         other.cancel()
-        return failure, mute
-
-    failure, mute = in_group(work)
     assert str(failure).startswith("moody rank 1, fail_on_rank_1: ValueError: not today")
     assert "test_group.py" in str(failure)  # the remote traceback
     facts = (failure.actor, failure.rank, failure.call, failure.kind)
@@ -199,51 +191,42 @@ def test_calls_return_results_in_rank_order_or_the_exception_of_that_call_alone(
     assert (mute.rank, mute.kind) == (1, "raised")
 
 
-def test_ranks_rendezvous_when_another_process_wants_their_port(in_group):
-    async def work(group, _):
+async def test_ranks_rendezvous_when_another_process_wants_their_port(tmp_path):
+    async with started(tmp_path) as (group, _):
         with socket.socket() as other:
             with contextlib.suppress(OSError):  # the ranks hold the port
                 other.bind(("127.0.0.1", group.port))
                 other.listen()
-            return await group.on(timeout_s=LONG).call(Moody.meet)
-
-    assert in_group(work) == [1, 1]
+            assert await group.on(timeout_s=LONG).call(Moody.meet) == [1, 1]
 
 
-def test_exception_of_a_watched_endpoint_fails_the_group(in_group):
-    async def work(group, _):
-        pending = asyncio.ensure_future(
-            failure_of(group.on(timeout_s=3600).call(Moody.hang_on_rank_0))
-        )
+async def test_exception_of_a_watched_endpoint_fails_the_group(tmp_path):
+    async with started(tmp_path) as (group, _):
+        call = group.on(timeout_s=3600).call(Moody.hang_on_rank_0)
+        pending = asyncio.ensure_future(failure_of(call))
         group.watch(Moody.fail_on_rank_1)
         later = await group.failed(), await failure_of(group.on(timeout_s=LONG).call(Moody.pid))
-        return [await pending, *later]
-
-    failures = in_group(work)
+        failures = [await pending, *later]
     assert {str(failure) for failure in failures} == {str(failures[0])}
     assert (failures[0].call, failures[0].kind) == ("fail_on_rank_1", "raised")
 
 
-def test_silent_rank_fails_the_group_at_the_deadline(in_group):
-    async def work(group, _):
+async def test_silent_rank_fails_the_group_at_the_deadline(tmp_path):
+    async with started(tmp_path) as (group, _):
         call = group.on(1, timeout_s=3600).call(Moody.speak_and_hang)
         other = asyncio.ensure_future(failure_of(call))
         await group.on(timeout_s=LONG).call(Moody.pid)  # the actors are built
-        return await failure_of(group.on(timeout_s=3.0).call(Moody.hang_on_rank_0)), await other
-
-    failure, other = in_group(work)
-    assert str(failure) == str(other) == "moody rank 0, hang_on_rank_0: no answer within 3 s"
+        failure = await failure_of(group.on(timeout_s=3.0).call(Moody.hang_on_rank_0))
+        assert str(failure) == "moody rank 0, hang_on_rank_0: no answer within 3 s"
+        assert str(await other) == str(failure)
     assert (failure.kind, type(failure)) == ("silent", RankLost)
 
 
-def test_a_call_may_last_while_its_rank_makes_progress(in_group):
-    async def work(group, _):
-        await replace(group.on(0, timeout_s=1.0), idle=Moody.idle_s).call(Moody.progress, 2.2)
-        return await failure_of(
-            replace(group.on(0, timeout_s=1.0), idle=Moody.idle_s).call(Moody.hang_on_rank_0)
-        )
-
-    failure = in_group(work)
+async def test_a_call_may_last_while_its_rank_makes_progress(tmp_path):
+    async with started(tmp_path) as (group, _):
+        rank = replace(group.on(0, timeout_s=1.0), idle=Moody.idle_s)
+        await rank.call(Moody.progress, 2.2)
+        failure = await failure_of(rank.call(Moody.hang_on_rank_0))
     assert str(failure) == "moody rank 0, hang_on_rank_0: no answer within 1 s"
     assert failure.kind == "silent"
 
@@ -272,11 +255,10 @@ BLOWS = {
 
 
 @pytest.mark.parametrize("blow", BLOWS)
-def test_a_lost_rank_fails_every_call_with_its_name_and_a_stop_is_no_failure(in_group, blow):
+async def test_a_lost_rank_fails_every_call_with_its_name_and_a_stop_is_no_failure(tmp_path, blow):
     number, heartbeat, message = BLOWS[blow]
-    failures = in_group(
-        lambda group, pids: failures_of_all(group, pids, number), heartbeat=heartbeat
-    )
+    async with started(tmp_path, heartbeat=heartbeat) as (group, pids):
+        failures = await failures_of_all(group, pids, number)
     assert {str(failure) for failure in failures} == {str(failures[0])}
     assert str(failures[0]).startswith(message)
     assert str(failures[0]).endswith("last words") == (blow == "killed")
@@ -284,8 +266,8 @@ def test_a_lost_rank_fails_every_call_with_its_name_and_a_stop_is_no_failure(in_
     assert failures[0].kind == ("silent" if blow == "stopped" else "died")
 
 
-def test_peer_that_raises_because_of_a_death_is_not_named(in_group):
-    async def work(group, pids):
+async def test_peer_that_raises_because_of_a_death_is_not_named(tmp_path):
+    async with started(tmp_path) as (group, pids):
         call = group.on(0, timeout_s=LONG).call(Moody.fail_when_rank_1_is_gone, pids[1])
         failing = asyncio.ensure_future(failure_of(call))
         process = group._processes[1]
@@ -294,25 +276,19 @@ def test_peer_that_raises_because_of_a_death_is_not_named(in_group):
         await asyncio.sleep(0.3)
         assert not failing.done()
         process._end()
-        return await failing
-
-    assert in_group(work).kind == "died"
+        assert (await failing).kind == "died"
 
 
-def test_rank_that_dies_in_its_constructor_is_named(in_group):
-    async def work(group, _):
-        return await failure_of(group.on(timeout_s=LONG).call(Moody.pid))
-
-    assert str(in_group(work, mood="dying")).startswith("moody rank 1, pid: the process died")
+async def test_rank_that_dies_in_its_constructor_is_named(tmp_path):
+    async with started(tmp_path, mood="dying") as (group, _):
+        failure = await failure_of(group.on(timeout_s=LONG).call(Moody.pid))
+    assert str(failure).startswith("moody rank 1, pid: the process died")
 
 
 @pytest.mark.parametrize("heartbeat", [0.0, LONG])
-def test_the_log_of_a_rank_is_bounded_for_every_heartbeat(
-    in_group, tmp_path, monkeypatch, heartbeat
-):
+async def test_the_log_of_a_rank_is_bounded_for_every_heartbeat(tmp_path, monkeypatch, heartbeat):
     monkeypatch.setattr("rl.actors.group.LONGEST_PULSE_S", 0.1)
-
-    async def work(group, pids):
+    async with started(tmp_path, heartbeat=heartbeat) as (group, pids):
         log = tmp_path / "moody-1.log"
         await group.on(timeout_s=LONG).call(Moody.pid)
         os.truncate(log, MOST_LOG_BYTES + 1)
@@ -320,43 +296,34 @@ def test_the_log_of_a_rank_is_bounded_for_every_heartbeat(
             await asyncio.sleep(0.05)
         assert await group.on(timeout_s=LONG).call(Moody.pid) == pids
 
-    in_group(work, heartbeat=heartbeat)
 
-
-def test_rank_that_is_silent_for_less_than_its_heartbeat_is_alive(in_group, monkeypatch):
+async def test_rank_that_is_silent_for_less_than_its_heartbeat_is_alive(tmp_path, monkeypatch):
     monkeypatch.setattr("rl.actors.group.CHECK_ALIVE_S", 0.2)
-
-    async def work(group, pids):
+    async with started(tmp_path, heartbeat=60.0) as (group, pids):
         os.kill(pids[0], signal.SIGSTOP)
-        failing = asyncio.ensure_future(
-            failure_of(group.on(1, timeout_s=LONG).call(Moody.fail_on_rank_1))
-        )
+        call = group.on(1, timeout_s=LONG).call(Moody.fail_on_rank_1)
+        failing = asyncio.ensure_future(failure_of(call))
         await asyncio.sleep(0.6)
         os.kill(pids[0], signal.SIGCONT)
         assert (await failing).kind == "raised"
         assert await group.on(timeout_s=LONG).call(Moody.pid) == pids
 
-    in_group(work, heartbeat=60.0)
+
+async def test_each_session_of_a_process_hears_of_its_own_faults(tmp_path):
+    heard = []
+    sessions = [Hosts(tmp_path / name) for name in ("first", "second")]
+    for number, hosts in enumerate(sessions):
+        hosts.report_deaths(f"moody-{number}", lambda *fault, own=number: heard.append(own))
+    for number in (0, 1):
+        fault = SimpleNamespace(mesh_name=f"moody-{number}-1")
+        monarch.actor.unhandled_fault_hook(fault)
+        sessions[number].ignore_deaths(f"moody-{number}")
+        monarch.actor.unhandled_fault_hook(fault)
+    await asyncio.sleep(0)
+    assert heard == [0, 1]
 
 
-def test_each_session_of_a_process_hears_of_its_own_faults(tmp_path):
-    async def work():
-        heard = []
-        sessions = [Hosts(tmp_path / name) for name in ("first", "second")]
-        for number, hosts in enumerate(sessions):
-            hosts.report_deaths(f"moody-{number}", lambda *fault, own=number: heard.append(own))
-        for number in (0, 1):
-            fault = SimpleNamespace(mesh_name=f"moody-{number}-1")
-            monarch.actor.unhandled_fault_hook(fault)
-            sessions[number].ignore_deaths(f"moody-{number}")
-            monarch.actor.unhandled_fault_hook(fault)
-        await asyncio.sleep(0)
-        return heard
-
-    assert asyncio.run(work()) == [0, 1]
-
-
-def test_death_on_another_host_fails_only_the_group_that_it_belongs_to(tmp_path, monkeypatch):
+async def test_death_on_another_host_fails_only_the_group_that_it_belongs_to(tmp_path, monkeypatch):
     """Monarch reports the death seconds later, after a peer has raised because of it, and may
     report it again. Here its hook is called again with the same faults.
     """
@@ -366,33 +333,29 @@ def test_death_on_another_host_fails_only_the_group_that_it_belongs_to(tmp_path,
         await group.spawn(Moody, "cheerful", deadline=LONG, env={"EXTRA": ""})
         return group
 
-    async def work():
-        hosts = Hosts(tmp_path)
-        faults = []
-        tell = monarch.actor.unhandled_fault_hook
-        monkeypatch.setattr(
-            monarch.actor, "unhandled_fault_hook", lambda fault: (faults.append(fault), tell(fault))
-        )
-        monkeypatch.setattr("rl.actors.group.memory_domain", lambda: "another host")
-        lost = await spawned(hosts)
-        pids = await lost.on(timeout_s=LONG).call(Moody.pid)
-        call = asyncio.ensure_future(
-            failure_of(lost.on(0, timeout_s=LONG).call(Moody.fail_when_rank_1_is_gone, pids[1]))
-        )
-        os.kill(pids[1], signal.SIGKILL)
-        failure = await lost.failed()
-        assert str(await call) == str(failure)
-        await lost.stop()
-        await assert_ended(pids)
-        again = await spawned(hosts)
-        for fault in faults:
-            tell(fault)
-        await asyncio.sleep(0)
-        await again.on(timeout_s=LONG).call(Moody.pid)
-        await again.stop()
-        return failure
-
-    failure = asyncio.run(asyncio.wait_for(work(), LONG))
+    hosts = Hosts(tmp_path)
+    faults = []
+    tell = monarch.actor.unhandled_fault_hook
+    monkeypatch.setattr(
+        monarch.actor, "unhandled_fault_hook", lambda fault: (faults.append(fault), tell(fault))
+    )
+    monkeypatch.setattr("rl.actors.group.memory_domain", lambda: "another host")
+    lost = await spawned(hosts)
+    pids = await lost.on(timeout_s=LONG).call(Moody.pid)
+    call = asyncio.ensure_future(
+        failure_of(lost.on(0, timeout_s=LONG).call(Moody.fail_when_rank_1_is_gone, pids[1]))
+    )
+    os.kill(pids[1], signal.SIGKILL)
+    failure = await lost.failed()
+    assert str(await call) == str(failure)
+    await lost.stop()
+    await assert_ended(pids)
+    again = await spawned(hosts)
+    for fault in faults:
+        tell(fault)
+    await asyncio.sleep(0)
+    await again.on(timeout_s=LONG).call(Moody.pid)
+    await again.stop()
     assert str(failure).startswith("moody rank 1, between calls: the process died: ")
     reason = str(failure).partition("\nend of ")[0]
     # On a busy host Monarch reports only a crash.
@@ -452,13 +415,12 @@ def processes_of(pids: list[int], folder: Path) -> set[int]:
 @pytest.mark.parametrize(
     ("executed", "env"), [(False, {}), (False, {GUARDED: "1"}), (True, {GUARDED: "1"})]
 )
-def test_signals_after_which_a_program_leaves_end_no_other_process(
-    executed, env, in_group, monkeypatch, tmp_path
+async def test_signals_after_which_a_program_leaves_end_no_other_process(
+    executed, env, monkeypatch, tmp_path
 ):
     if executed:
         monkeypatch.setattr(fork_server, "variables", dict)
-
-    async def work(group, pids):
+    async with started(tmp_path, **env) as (group, pids):
         targets = processes_of(pids, tmp_path)
         for pid in targets:
             for number in LEAVING:
@@ -466,20 +428,15 @@ def test_signals_after_which_a_program_leaves_end_no_other_process(
             wait_until_delivered(pid)
         answers = await group.on(timeout_s=LONG).call(Moody.end_a_program) if env else []
         await group.check_alive()
-        return len(targets), answers
-
-    count, answers = in_group(work, **env)
-    assert count == (4 if executed else 5 + 2 * len(env))
+    assert len(targets) == (4 if executed else 5 + 2 * len(env))
     assert answers == [-signal.SIGTERM] * 2 * len(env)
 
 
-def test_rank_that_ends_while_its_interpreter_starts_has_died(in_group, monkeypatch):
+async def test_rank_that_ends_while_its_interpreter_starts_has_died(tmp_path, monkeypatch):
     monkeypatch.setattr(run_hosts, "_WRAPPER", "import sys; sys.exit(3)")
-    with pytest.raises(
-        ActorFailure, match=r"moody rank [01], between calls: the process died"
-    ) as info:
-        in_group(None)
-    assert isinstance(info.value, RankLost)
+    with pytest.raises(RankLost, match=r"moody rank [01], between calls: the process died"):
+        async with started(tmp_path):
+            pass
 
 
 def test_processes_get_the_gpus_that_their_place_sees(monkeypatch, tmp_path):

@@ -1,6 +1,7 @@
 """A reward that misbehaves loses its own group only, and the error names it."""
 
 import asyncio
+import contextlib
 import dataclasses
 import os
 import re
@@ -45,31 +46,29 @@ def workers_and_task(folder, count: int, kind=Moody) -> tuple[RewardWorkers, Moo
     return workers, task.build(seed=0, model=config.model)
 
 
-@pytest.fixture
-def in_workers(tmp_path):
-    """Run ``work(score, workers)`` with ``count`` workers; assert that they end after it."""
-
-    def run(work, count, kind=Moody, *, reward_s=DEADLINES.reward):
-        async def started():
-            workers, task = workers_and_task(tmp_path, count, kind)
-            workers.deadlines = dataclasses.replace(workers.deadlines, reward=reward_s)
-            try:
-                await workers.start()
-                return await work(
-                    lambda prompt_id: workers.score(task.prompt(prompt_id), COMPLETIONS), workers
-                )
-            finally:
-                pids = pids_of(workers)
-                await workers.stop()
-                await assert_ended(pids)
-
-        return asyncio.run(asyncio.wait_for(started(), 300))
-
-    return run
-
-
 def pids_of(workers) -> list[int]:
     return [process.pid for group in workers._groups.values() for process in group._processes]
+
+
+@contextlib.asynccontextmanager
+async def running(workers):
+    """Start workers; assert that they end after the block."""
+    try:
+        await workers.start()
+        yield
+    finally:
+        pids = pids_of(workers)
+        await workers.stop()
+        await assert_ended(pids)
+
+
+@contextlib.asynccontextmanager
+async def scoring(folder, count, kind=Moody, *, reward_s=DEADLINES.reward):
+    """Yield a function that scores a prompt, and the workers that do so."""
+    workers, task = workers_and_task(folder, count, kind)
+    workers.deadlines = dataclasses.replace(workers.deadlines, reward=reward_s)
+    async with running(workers):
+        yield lambda prompt_id: workers.score(task.prompt(prompt_id), COMPLETIONS), workers
 
 
 async def lost(coroutine) -> tuple[str, str]:
@@ -89,30 +88,27 @@ async def assert_lost_by_raising(score, name="Moody") -> None:
         assert message.startswith(said)
 
 
-def test_an_event_that_cannot_be_written_fails_the_calls_and_leaves_none_waiting(in_workers):
+async def test_an_event_that_cannot_be_written_fails_the_calls_and_leaves_none_waiting(tmp_path):
     """The disk is full when a worker is lost."""
 
     def refuse(event):
         raise RunError("events.jsonl: cannot be written: No space left on device")
 
-    async def work(score, workers):
+    async with scoring(tmp_path, 1) as (score, workers):
         workers.events.subscribe(refuse)
         for prompt_id in (DIES, 1):
             with pytest.raises(RunError, match=r"events.jsonl: cannot be written"):
                 await asyncio.wait_for(score(prompt_id), 60)
 
-    in_workers(work, 1)
-
 
 @pytest.mark.parametrize("count", [0, 2])
-def test_each_caller_gets_its_group_and_a_bad_reward_loses_one(in_workers, count):
-    async def work(score, workers):
+async def test_each_caller_gets_its_group_and_a_bad_reward_loses_one(tmp_path, count):
+    async with scoring(tmp_path, count) as (score, workers):
         answers = asyncio.gather(*map(score, range(50)), *[score(SLOW) for _ in range(8)])
         await assert_lost_by_raising(score)
         assert workers.restarts == 0
-        return await answers, pids_of(workers)
+        groups, pids = await answers, pids_of(workers)
 
-    groups, pids = in_workers(work, count)
     assert [[r.reward for r in group] for group in groups] == [
         [n, n] for n in [*range(50), *[SLOW] * 8]
     ]
@@ -122,10 +118,10 @@ def test_each_caller_gets_its_group_and_a_bad_reward_loses_one(in_workers, count
     assert scorers.keys() == set(pids or [os.getpid()])
 
 
-def test_reward_that_kills_or_blocks_its_worker_is_tried_twice(in_workers):
+async def test_reward_that_kills_or_blocks_its_worker_is_tried_twice(tmp_path):
     """The last three groups go to the worker in one message."""
 
-    async def work(score, workers):
+    async with scoring(tmp_path, 1) as (score, workers):
         before = pids_of(workers)
         one, died, two, hung = await asyncio.gather(
             score(1), lost(score(DIES)), score(2), lost(score(HANGS))
@@ -142,12 +138,10 @@ def test_reward_that_kills_or_blocks_its_worker_is_tried_twice(in_workers):
         assert before != pids_of(workers)
         assert workers.restarts >= 3
 
-    in_workers(work, 1)
-
 
 @pytest.mark.parametrize("count", [0, 1])
-def test_rewards_that_are_awaited_run_at_once(in_workers, count):
-    async def work(score, workers):
+async def test_rewards_that_are_awaited_run_at_once(tmp_path, count):
+    async with scoring(tmp_path, count, Later, reward_s=100.0) as (score, workers):
         slow = []
         for _ in range(8):  # one after the other, as groups are finished
             slow.append(asyncio.ensure_future(score(SLOW)))
@@ -162,21 +156,17 @@ def test_rewards_that_are_awaited_run_at_once(in_workers, count):
             assert died[0] == "reward died"
             assert workers.restarts >= 2
 
-    in_workers(work, count, Later, reward_s=100.0)
-
 
 @pytest.mark.parametrize("count", [0, 1])
-def test_a_reward_that_is_awaited_for_too_long_costs_no_worker(in_workers, count):
-    async def work(score, workers):
+async def test_a_reward_that_is_awaited_for_too_long_costs_no_worker(tmp_path, count):
+    async with scoring(tmp_path, count, Later, reward_s=1.0) as (score, workers):
         message = f"the reward of Later hung; prompt {HANGS}; no answer within 1 s"
         assert await lost(score(HANGS)) == ("reward hung", message)
         assert workers.restarts == 0
 
-    in_workers(work, count, Later, reward_s=1.0)
 
-
-def test_lost_worker_is_started_again_while_another_goes_on(in_workers):
-    async def work(score, workers):
+async def test_lost_worker_is_started_again_while_another_goes_on(tmp_path):
+    async with scoring(tmp_path, 2) as (score, workers):
         before = pids_of(workers)
         os.kill(before[0], signal.SIGKILL)
         stop(before[1])
@@ -184,23 +174,19 @@ def test_lost_worker_is_started_again_while_another_goes_on(in_workers):
         assert [group[0].reward for group in groups] == [*range(10), DIES_ONCE]
         assert not set(before) & {int(group[0].text) for group in groups}
 
-    in_workers(work, 2)
 
-
-def test_a_worker_that_cannot_be_started_again_fails_the_calls(in_workers, tmp_path):
-    async def work(score, workers):
+async def test_a_worker_that_cannot_be_started_again_fails_the_calls(tmp_path):
+    async with scoring(tmp_path, 1) as (score, workers):
         (tmp_path / "file").touch()
         workers.hosts.logs = tmp_path / "file" / "logs"
         for prompt_id in (DIES, 1):
             with pytest.raises(RunError, match=r"reward-0 cannot be started again: NotADirectory"):
                 await asyncio.wait_for(score(prompt_id), 60)
 
-    in_workers(work, 1)
-
 
 @pytest.mark.parametrize("end", ["cancelled", "stopped"])
-def test_groups_that_no_caller_waits_for_are_not_scored(in_workers, end):
-    async def work(score, workers):
+async def test_groups_that_no_caller_waits_for_are_not_scored(tmp_path, end):
+    async with scoring(tmp_path, 1) as (score, workers):
         first, second = [asyncio.ensure_future(score(prompt_id)) for prompt_id in (SLOW, HANGS)]
         await asyncio.sleep(0)  # one worker has the first, the second waits
         if end == "cancelled":
@@ -212,19 +198,15 @@ def test_groups_that_no_caller_waits_for_are_not_scored(in_workers, end):
         await asyncio.wait([first, second])
         assert workers.restarts == 0
 
-    in_workers(work, 1)
 
-
-def test_stop_fails_pending_calls(in_workers):
-    async def work(score, workers):
+async def test_stop_fails_pending_calls(tmp_path):
+    async with scoring(tmp_path, 1) as (score, workers):
         pending = [asyncio.ensure_future(score(prompt_id)) for prompt_id in (HANGS, 1, 2)]
         await asyncio.sleep(0.3)
         await workers.stop()
         for each in pending:
             with pytest.raises(RunError, match="the reward workers were stopped"):
                 await each
-
-    in_workers(work, 1)
 
 
 def forked(folder) -> list[int]:
@@ -237,8 +219,8 @@ def forked(folder) -> list[int]:
     return pids
 
 
-def test_processes_of_a_reward_end_with_its_worker(in_workers, tmp_path):
-    async def work(score, workers):
+async def test_processes_of_a_reward_end_with_its_worker(tmp_path):
+    async with scoring(tmp_path, 1) as (score, workers):
         await score(FORKS)
         pids = forked(tmp_path)
         hangs = asyncio.ensure_future(lost(score(HANGS)))
@@ -248,8 +230,6 @@ def test_processes_of_a_reward_end_with_its_worker(in_workers, tmp_path):
         pids = forked(tmp_path)
         await workers.stop()
         await assert_ended(pids)
-
-    in_workers(work, 1)
 
 
 def test_processes_of_a_reward_end_with_a_killed_controller(tmp_path):

@@ -139,15 +139,12 @@ def test_a_failure_of_the_server_costs_the_group_and_is_named(model, fault, answ
         play(model, games, *answers)
 
 
-def test_a_server_that_does_not_answer_is_named(model):
-    async def work():
-        async with asyncio.timeout(WAIT_S), serving(Games()) as server:
-            url = url_of(server)
-        task = Guess.Config(url=url).build(seed=1, model=model)
-        with pytest.raises(GroupLost, match=f"task.url {url}: cannot connect"):
-            await Environments(task).open(0, task.prompt(0), 0)
-
-    asyncio.run(work())
+async def test_a_server_that_does_not_answer_is_named(model):
+    async with asyncio.timeout(WAIT_S), serving(Games()) as server:
+        url = url_of(server)
+    task = Guess.Config(url=url).build(seed=1, model=model)
+    with pytest.raises(GroupLost, match=f"task.url {url}: cannot connect"):
+        await Environments(task).open(0, task.prompt(0), 0)
 
 
 @pytest.mark.parametrize("url", ["", "http://127.0.0.1/ws"])

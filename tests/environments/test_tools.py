@@ -102,11 +102,8 @@ def test_partials_and_objects_are_tools_and_parameters_have_any_name():
     assert tools.call("Multiply", {"a": 6, "b": 7}) == "42"
 
 
-def test_a_coroutine_function_is_called_while_an_event_loop_runs():
-    async def step():
-        return TOOLS.call("wait", {"seconds": 1.0})
-
-    assert asyncio.run(step()) == "waited 1.0"
+async def test_a_coroutine_function_is_called_while_an_event_loop_runs():
+    assert TOOLS.call("wait", {"seconds": 1.0}) == "waited 1.0"
 
 
 @pytest.mark.parametrize(

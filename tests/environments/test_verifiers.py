@@ -124,21 +124,18 @@ def test_an_episode_without_a_score_costs_its_group(model, path, deltas, reply, 
         played(model, path, Server(*deltas, reply=reply))
 
 
-def test_an_episode_that_is_cancelled_ends_at_the_server_too(model, path):
-    async def work():
-        server = Server(reply=None)
-        async with asyncio.timeout(WAIT_S), server.serving() as address:
-            task = build(model, path, address=address)
-            episode = asyncio.create_task(task.agent(task.prompt(0), API))
-            while len(server.seen) < 2:
-                await asyncio.sleep(0.01)
-            episode.cancel()
-            await asyncio.wait([episode])
-            await server.cancelled.wait()
-            (name, *_), (_, _, request) = server.seen[1], server.seen[2]
-            assert request == {"request_id": name}
-
-    asyncio.run(work())
+async def test_an_episode_that_is_cancelled_ends_at_the_server_too(model, path):
+    server = Server(reply=None)
+    async with asyncio.timeout(WAIT_S), server.serving() as address:
+        task = build(model, path, address=address)
+        episode = asyncio.create_task(task.agent(task.prompt(0), API))
+        while len(server.seen) < 2:
+            await asyncio.sleep(0.01)
+        episode.cancel()
+        await asyncio.wait([episode])
+        await server.cancelled.wait()
+        (name, *_), (_, _, request) = server.seen[1], server.seen[2]
+        assert request == {"request_id": name}
 
 
 def test_a_server_that_does_not_answer_is_named(model, path, monkeypatch):

@@ -263,32 +263,25 @@ class Counted(Environments):
 
 
 @pytest.mark.parametrize(("most", "largest"), [(0, 15), (1, 1), (4, 4)])
-def test_no_more_episodes_are_open_than_the_limit_allows(model, most, largest):
+async def test_no_more_episodes_are_open_than_the_limit_allows(model, most, largest):
     config = moody.Moody.Config(max_episode_tokens=LONGEST, step_s=100.0, max_open_episodes=most)
     task = config.build(seed=0, model=model)
     Counted.largest = 0
     environments = Counted(task)
-
-    async def work():
-        rollouter = Rollouter(
-            environments=environments,
-            longest=LONGEST,
-            seed=3,
-            watch=Stopwatch(),
-            max_open=config.max_open_episodes,
-        )
-        engine = Engine(habits=["plain"])
-        moods = ([4, moody.RAISES], [moody.FIRST_RAISES, 6, moody.RAISES_AT_RESET])
-        runs = [
-            rollouter.collect(
-                [*map(task.prompt, own)], SAMPLING, samples=3, generate=engine, fewest=2
-            )
-            for own in moods
-        ]
-        async with asyncio.timeout(300):
-            return await asyncio.gather(*runs)
-
-    ((good, lost), (rest, other, never)) = asyncio.run(work())
+    rollouter = Rollouter(
+        environments=environments,
+        longest=LONGEST,
+        seed=3,
+        watch=Stopwatch(),
+        max_open=config.max_open_episodes,
+    )
+    engine = Engine(habits=["plain"])
+    moods = ([4, moody.RAISES], [moody.FIRST_RAISES, 6, moody.RAISES_AT_RESET])
+    runs = [
+        rollouter.collect([*map(task.prompt, own)], SAMPLING, samples=3, generate=engine, fewest=2)
+        for own in moods
+    ]
+    ((good, lost), (rest, other, never)) = await asyncio.gather(*runs)
     assert [len(good), len(rest), len(other)] == [3, 2, 3]
     assert all(rollout.reward == 1.0 for group in (good, rest, other) for rollout in group)
     assert {lost.reason, never.reason} == {"environment raised"}
@@ -314,27 +307,24 @@ def test_an_answer_without_thinking_follows_an_empty_thought(model, enable_think
     assert ends == [not enable_thinking] * moody.TURNS
 
 
-def test_episodes_are_closed_when_sampling_is_cancelled(model):
+async def test_episodes_are_closed_when_sampling_is_cancelled(model):
     task = moody.Moody.Config(max_episode_tokens=LONGEST).build(seed=0, model=model)
     environments = Environments(task)
     rollouter = Rollouter(environments=environments, longest=LONGEST, seed=3, watch=Stopwatch())
 
-    async def cancelled():
-        async def generate(requests):
-            opened.set()
-            await asyncio.Event().wait()
+    async def generate(requests):
+        opened.set()
+        await asyncio.Event().wait()
 
-        opened = asyncio.Event()
-        work = rollouter.collect([task.prompt(4)], SAMPLING, samples=3, generate=generate)
-        run = asyncio.create_task(work)
-        await opened.wait()
-        assert len(environments) == 3
-        run.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await run
-        assert len(environments) == 0
-
-    asyncio.run(cancelled())
+    opened = asyncio.Event()
+    work = rollouter.collect([task.prompt(4)], SAMPLING, samples=3, generate=generate)
+    run = asyncio.create_task(work)
+    await opened.wait()
+    assert len(environments) == 3
+    run.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await run
+    assert len(environments) == 0
 
 
 WRONG = {

@@ -106,14 +106,11 @@ def test_descriptors_that_are_given_arrive(sandbox):
         assert os.read(reader, 99) == b"hello"
 
 
-def test_many_programs_at_once_and_in_threads(sandbox):
-    async def run():
-        return await asyncio.gather(
-            *(sandbox.run_async(f"print({number})", limits=LONG) for number in range(6)),
-            *(asyncio.to_thread(sandbox.run, f"print({number})", limits=LONG) for number in (6, 7)),
-        )
-
-    results = asyncio.run(run())
+async def test_many_programs_at_once_and_in_threads(sandbox):
+    results = await asyncio.gather(
+        *(sandbox.run_async(f"print({number})", limits=LONG) for number in range(6)),
+        *(asyncio.to_thread(sandbox.run, f"print({number})", limits=LONG) for number in (6, 7)),
+    )
     assert [result.stdout for result in results] == [f"{number}\n" for number in range(8)]
 
 

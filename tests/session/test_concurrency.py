@@ -65,25 +65,22 @@ def test_work_ends_with_the_block_and_the_first_failure_keeps_its_cause(ending):
     assert isinstance(first.__cause__, KeyError)
 
 
-def test_signal_wakes_only_tasks_with_a_true_condition():
-    async def main():
-        signal = Signal()
-        count = [0]
-        woken = []
+async def test_signal_wakes_only_tasks_with_a_true_condition():
+    signal = Signal()
+    count = [0]
+    woken = []
 
-        async def wait(number):
-            await signal.until(lambda: count[0] >= number)
-            woken.append(number)
+    async def wait(number):
+        await signal.until(lambda: count[0] >= number)
+        woken.append(number)
 
-        tasks = [asyncio.ensure_future(wait(number)) for number in (2, 0, 1)]
-        for _ in range(2):
-            await asyncio.sleep(0.01)
-            count[0] += 1
-            signal.notify()
-        await asyncio.wait_for(asyncio.gather(*tasks), 60)
-        return woken
-
-    assert asyncio.run(main()) == [0, 1, 2]
+    tasks = [asyncio.ensure_future(wait(number)) for number in (2, 0, 1)]
+    for _ in range(2):
+        await asyncio.sleep(0.01)
+        count[0] += 1
+        signal.notify()
+    await asyncio.wait_for(asyncio.gather(*tasks), 60)
+    assert woken == [0, 1, 2]
 
 
 def began(asks, *, room, cancelled=()):
@@ -141,38 +138,35 @@ def test_work_that_is_cancelled_leaves_its_room_to_others():
         assert len(order) == len(asks) - (number > 0)
 
 
-def test_room_may_grow_and_shrink_while_work_is_done():
-    async def main():
-        room = 2
-        shares = Shares(lambda: room)
-        running = []
-        ends = [asyncio.Event() for _ in range(8)]
+async def test_room_may_grow_and_shrink_while_work_is_done():
+    room = 2
+    shares = Shares(lambda: room)
+    running = []
+    ends = [asyncio.Event() for _ in range(8)]
 
-        async def work(number):
-            async with shares.of("client", 2 if number == 7 else 1):
-                running.append(number)
-                await ends[number].wait()
-            running.remove(number)
+    async def work(number):
+        async with shares.of("client", 2 if number == 7 else 1):
+            running.append(number)
+            await ends[number].wait()
+        running.remove(number)
 
-        async def after(*numbers):
-            """Return what runs after the work of ``numbers``."""
-            for number in numbers:
-                ends[number].set()
-            for _ in range(9):
-                await asyncio.sleep(0)
-            return sorted(running)
+    async def after(*numbers):
+        """Return what runs after the work of ``numbers``."""
+        for number in numbers:
+            ends[number].set()
+        for _ in range(9):
+            await asyncio.sleep(0)
+        return sorted(running)
 
-        async with asyncio.timeout(60), asyncio.TaskGroup() as group:
-            for number in range(8):
-                group.create_task(work(number))
-            found = [await after()]
-            room = 4
-            found.append(await after(0))
-            room = 1
-            found.append(await after(1, 2, 3))
-            found.append(await after(4, 5))
-            found.append(await after(6))  # the last one needs 2, which is all there is and more
-            await after(7)
-        return found
-
-    assert asyncio.run(main()) == [[0, 1], [1, 2, 3, 4], [4], [6], [7]]
+    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+        for number in range(8):
+            group.create_task(work(number))
+        found = [await after()]
+        room = 4
+        found.append(await after(0))
+        room = 1
+        found.append(await after(1, 2, 3))
+        found.append(await after(4, 5))
+        found.append(await after(6))  # the last one needs 2, which is all there is and more
+        await after(7)
+    assert found == [[0, 1], [1, 2, 3, 4], [4], [6], [7]]

@@ -12,7 +12,6 @@ from rl.algorithms.losses import dapo, grpo
 from rl.errors import RunError
 from rl.session.models import Models
 from rl.types import Batch
-from tests.loops import in_a_loop
 
 ROLES = ("trainer", "reference", "critic")
 NEEDS = {
@@ -118,7 +117,6 @@ CALLS = st.tuples(st.sampled_from(ROLES), st.sampled_from(list(NEEDS)))
     rounds=st.lists(st.lists(CALLS, max_size=6), max_size=6),
     pauses=st.lists(st.integers(0, 4), max_size=20),
 )
-@in_a_loop
 async def test_concurrent_calls_get_the_device_one_role_at_a_time(rounds, pauses):
     device = Device()
     models = models_of(device, pauses)
@@ -129,7 +127,6 @@ async def test_concurrent_calls_get_the_device_one_role_at_a_time(rounds, pauses
         assert sum(bool(parts) for parts in device.holds.values()) <= 1
 
 
-@in_a_loop
 async def test_components_that_a_call_does_not_need_stay_in_host_memory():
     device = Device()
     models = models_of(device, [])
@@ -143,7 +140,6 @@ async def test_components_that_a_call_does_not_need_stay_in_host_memory():
     assert device.moves == moves
 
 
-@in_a_loop
 async def test_residency_is_fair():
     models = models_of(Device(), [5] * 100)
     await models.start_models()
@@ -158,7 +154,6 @@ async def test_residency_is_fair():
 
 
 @pytest.mark.parametrize("shared", [(), ("reference", "critic")])
-@in_a_loop
 async def test_calls_on_separate_devices_overlap(shared):
     """Each call ends only after the other has begun."""
     begun: set[str] = set()
@@ -174,7 +169,6 @@ async def test_calls_on_separate_devices_overlap(shared):
     await asyncio.gather(meet("trainer", "reference"), meet("reference", "trainer"))
 
 
-@in_a_loop
 async def test_lost_group_is_restarted_alone_on_the_device():
     device = Device()
     models = models_of(device, [])
@@ -188,7 +182,6 @@ async def test_lost_group_is_restarted_alone_on_the_device():
 
 
 @pytest.mark.parametrize("shared", [(), ROLES])
-@in_a_loop
 async def test_changed_model_is_restarted_to_get_its_first_weights(shared):
     models = models_of(Device(), [], shared)
     await models.start_models()
@@ -228,7 +221,7 @@ def test_forward_backward_applies_the_reduction_of_the_loss(loss, weights):
     assert [each.loss_weights.tolist() for each in given] == [weights]
 
 
-def test_a_step_on_batches_with_different_reductions_needs_a_denominator():
+async def test_a_step_on_batches_with_different_reductions_needs_a_denominator():
     group = Group("trainer", Device(), [])
     models = Models({"trainer": group})
     batch = Batch(
@@ -237,17 +230,14 @@ def test_a_step_on_batches_with_different_reductions_needs_a_denominator():
         loss_weights=torch.tensor([0.0, 1.0]),
     )
 
-    async def steps():
-        await models.start_models()
-        for loss in (grpo(), dapo()):
-            await models.forward_backward(batch, loss)
-            await models.optim_step()
-        for loss in (grpo(), dapo()):
-            await models.forward_backward(batch, loss)
-        with pytest.raises(RunError, match="the reductions sequence_mean and token_mean, whose"):
-            await models.optim_step()
-        await models.optim_step(denominator=2.0)
-        await models.forward_backward(batch, grpo())
+    await models.start_models()
+    for loss in (grpo(), dapo()):
+        await models.forward_backward(batch, loss)
         await models.optim_step()
-
-    asyncio.run(steps())
+    for loss in (grpo(), dapo()):
+        await models.forward_backward(batch, loss)
+    with pytest.raises(RunError, match="the reductions sequence_mean and token_mean, whose"):
+        await models.optim_step()
+    await models.optim_step(denominator=2.0)
+    await models.forward_backward(batch, grpo())
+    await models.optim_step()

@@ -19,7 +19,6 @@ from rl.session.device_sharing import DeviceSharing
 from rl.session.push import WeightPush
 from rl.session.session_config import SessionConfig
 from rl.weights.transport import TransferFailed, VersionGone, WeightPushConfig
-from tests.loops import in_a_loop
 from tests.trainers.fakes import WAIT_S, Generator, Trainer
 
 TOO_SLOW = TransferFailed("fetch of version 1: 15.0 MiB did not arrive within 60 s")
@@ -93,23 +92,18 @@ def fail_pulls(generator: Generator, cause: Exception, times: int = 1) -> None:
 @pytest.mark.parametrize(
     ("generators_have_rdma", "chosen"), [([True, True], "rdma"), ([True, False], "tcp")]
 )
-def test_auto_takes_rdma_if_every_host_has_it(generators_have_rdma, chosen):
-    async def transport() -> str:
-        scene = Scene(replicas=2, transport="auto")
-        hosts = {"trainer": True, "one": generators_have_rdma[0], "other": generators_have_rdma[1]}
-        for mesh, (host, rdma) in zip(
-            (scene.trainer, *scene.generators), hosts.items(), strict=True
-        ):
+async def test_auto_takes_rdma_if_every_host_has_it(generators_have_rdma, chosen):
+    scene = Scene(replicas=2, transport="auto")
+    hosts = {"trainer": True, "one": generators_have_rdma[0], "other": generators_have_rdma[1]}
+    for mesh, (host, rdma) in zip((scene.trainer, *scene.generators), hosts.items(), strict=True):
 
-            async def layout(host=host, rdma=rdma):
-                return [(host, rdma, GIB_15)]
+        async def layout(host=host, rdma=rdma):
+            return [(host, rdma, GIB_15)]
 
-            mesh.layout = layout
-            mesh.dtype = torch.bfloat16
-        await scene.connect()
-        return scene.push._transfer.transport
-
-    assert asyncio.run(transport()) == chosen
+        mesh.layout = layout
+        mesh.dtype = torch.bfloat16
+    await scene.connect()
+    assert scene.push._transfer.transport == chosen
 
 
 def test_patience_of_a_push_grows_with_its_bytes():
@@ -137,7 +131,6 @@ def test_patience_of_a_push_grows_with_its_bytes():
     assert asyncio.run(timeout_s(min_gb_s=10.0)) == pytest.approx(60.0 + total / 10e9)
 
 
-@in_a_loop
 async def test_too_slow_generator_pulls_the_newest():
     scene = await connected()
     (generator,) = scene.generators
@@ -158,7 +151,6 @@ async def test_too_slow_generator_pulls_the_newest():
 
 
 @pytest.mark.parametrize("pipeline", ["deterministic", "asynchronous"])
-@in_a_loop
 async def test_version_gone_without_a_newer_one_ends_the_run(pipeline):
     scene = await connected(pipeline=pipeline)
 
@@ -171,7 +163,6 @@ async def test_version_gone_without_a_newer_one_ends_the_run(pipeline):
 
 @pytest.mark.parametrize("pipeline", ["deterministic", "asynchronous"])
 @pytest.mark.parametrize("failures", [2, 3])
-@in_a_loop
 async def test_failed_transfer_is_repeated_at_growing_intervals(pipeline, failures, monkeypatch):
     monkeypatch.setattr(push, "RETRY_S", 0.02)
     scene = await connected(pipeline=pipeline)
@@ -198,7 +189,6 @@ async def test_failed_transfer_is_repeated_at_growing_intervals(pipeline, failur
     assert third - second >= 0.04
 
 
-@in_a_loop
 async def test_generator_that_joins_in_order_has_the_same_version():
     scene = await connected(pipeline="deterministic", replicas=2)
     async with asyncio.timeout(WAIT_S), background(scene.push.run()):
@@ -209,7 +199,6 @@ async def test_generator_that_joins_in_order_has_the_same_version():
     assert [generator.version for generator in scene.generators] == [0, 0]
 
 
-@in_a_loop
 async def test_transfer_from_a_dead_trainer_is_the_trainers_failure():
     scene = await connected()
 
@@ -224,7 +213,6 @@ async def test_transfer_from_a_dead_trainer_is_the_trainers_failure():
 
 
 @pytest.mark.parametrize("is_lost", [False, True])
-@in_a_loop
 async def test_a_publish_waits_for_a_fetch_of_the_version_that_it_overwrites(is_lost):
     scene = await connected()
     (generator,) = scene.generators
@@ -255,7 +243,6 @@ async def test_a_publish_waits_for_a_fetch_of_the_version_that_it_overwrites(is_
     assert generator.version == (0 if is_lost else 1)
 
 
-@in_a_loop
 async def test_a_generator_that_joins_loads_the_snapshot_that_the_others_hold():
     """Also while the policy is published behind it; a push brings all of them the policy."""
     scene = await connected(pipeline="lockstep", replicas=2)

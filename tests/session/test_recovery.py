@@ -1,7 +1,5 @@
 """A lost mesh is started again; an exception, and a loss too many, end the session."""
 
-import asyncio
-
 import pytest
 
 from rl.errors import ActorFailure, RankLost, RunError
@@ -62,14 +60,11 @@ class Saving(Group):
 
 
 @pytest.mark.parametrize("save", ["save", "save_state"])
-def test_a_session_that_saves_survives_more_losses(save):
+async def test_a_session_that_saves_survives_more_losses(save):
     session = session_of(Saving())
     lost = failure("died", "trainer")
 
-    async def lose_often():
-        for number in range(session.config.max_restarts + 1):
-            session.recover(lost)
-            await getattr(session, save)(number if save == "save" else session.folder / "state")
-        await session.stop()
-
-    asyncio.run(lose_often())
+    for number in range(session.config.max_restarts + 1):
+        session.recover(lost)
+        await getattr(session, save)(number if save == "save" else session.folder / "state")
+    await session.stop()

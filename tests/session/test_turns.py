@@ -15,7 +15,6 @@ from rl.session.concurrency import background
 from rl.session.device_sharing import DeviceSharing
 from rl.session.push import WeightPush
 from rl.session.session_config import SessionConfig
-from tests.loops import in_a_loop
 from tests.trainers.fakes import WAIT_S, Generator, Trainer
 
 
@@ -64,7 +63,6 @@ class Colocated:
         await self.push.pull(self.push.publish())
 
 
-@in_a_loop
 async def test_a_step_with_a_checked_push_is_one_turn_of_the_generator_and_one_of_the_trainer():
     """The weights that a push overwrites do not come back before it."""
     scene = Colocated()
@@ -83,7 +81,6 @@ async def test_a_step_with_a_checked_push_is_one_turn_of_the_generator_and_one_o
 
 
 @pytest.mark.parametrize("side", ["weights", "log-probs"])
-@in_a_loop
 async def test_what_differs_is_found_before_the_weights_change(side):
     scene = Colocated()
     await scene.connect()

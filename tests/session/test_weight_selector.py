@@ -7,7 +7,6 @@ import pytest
 
 from rl.errors import RunError
 from rl.session.weight_selector import WeightSelector
-from tests.loops import in_a_loop
 
 
 class Push:
@@ -45,7 +44,6 @@ async def sample(serving: WeightSelector, push: Push, source: object, ticks: int
     return source
 
 
-@in_a_loop
 async def test_calls_for_the_same_weights_share_a_turn_and_turns_are_fair():
     push = Push()
     serving = WeightSelector(push)
@@ -60,7 +58,6 @@ async def test_calls_for_the_same_weights_share_a_turn_and_turns_are_fair():
     assert push.holds == ["a", "b", None, "a", None]
 
 
-@in_a_loop
 async def test_a_failure_or_a_cancelled_call_does_not_stop_other_turns():
     push = Push()
     serving = WeightSelector(push)
@@ -77,7 +74,6 @@ async def test_a_failure_or_a_cancelled_call_does_not_stop_other_turns():
 
 
 @pytest.mark.parametrize("held", [None, "a"])
-@in_a_loop
 async def test_a_push_waits_for_calls_of_a_snapshot_alone(held):
     push = Push()
     serving = WeightSelector(push)

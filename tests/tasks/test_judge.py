@@ -12,7 +12,7 @@ import rl
 from rl.errors import ConfigError, RunError
 from rl.gateway.http import serving
 from rl.tasks.judge import Judge, JudgeConfig
-from tests.gateway.agents import awaited, server
+from tests.gateway.agents import server
 from tests.tiny_tokenizers import qwen3
 
 
@@ -58,13 +58,11 @@ class Court:
         (None, None),
     ],
 )
-@awaited
 async def test_the_value_is_the_last_number_of_the_answer(said, value):
     async with Court(said if said is not None else [None]).judge() as judge:
         assert await judge.score("good?") == value
 
 
-@awaited
 async def test_a_model_that_tiller_serves_judges_and_an_answer_without_a_number_abstains():
     tokenizer = qwen3()
     answers = iter(["Fine. Score: 0.75", "I cannot tell."])
@@ -86,7 +84,6 @@ async def test_a_model_that_tiller_serves_judges_and_an_answer_without_a_number_
     assert (second.reward, second.metrics) == (None, {})
 
 
-@awaited
 async def test_a_request_has_the_fields_and_the_key_of_the_config(monkeypatch):
     monkeypatch.setenv("COURT", "secret")
     court = Court("Score: 1")
@@ -97,7 +94,6 @@ async def test_a_request_has_the_fields_and_the_key_of_the_config(monkeypatch):
     assert court.keys == ["Bearer secret"]
 
 
-@awaited
 async def test_equal_questions_are_one_request_and_the_latest_answers_are_kept():
     court = Court("Score: 1", takes_s=0.01)
     async with court.judge(cached=2) as judge:
@@ -125,7 +121,6 @@ def test_answers_are_kept_over_event_loops():
     assert len(court.times) == 1
 
 
-@awaited
 async def test_a_cancelled_question_leaves_the_others_who_ask_it():
     court = Court("Score: 1", takes_s=0.05)
     async with court.judge() as judge:
@@ -137,7 +132,6 @@ async def test_a_cancelled_question_leaves_the_others_who_ask_it():
     assert len(court.times) == 1
 
 
-@awaited
 async def test_a_failure_of_the_server_is_tried_again_and_then_abstains():
     court = Court(503, 429, "Score: 1")
     async with court.judge() as judge:
@@ -152,14 +146,12 @@ async def test_a_failure_of_the_server_is_tried_again_and_then_abstains():
     assert await judge.score("b") is None  # the server has gone
 
 
-@awaited
 async def test_a_question_that_the_server_refuses_is_an_error():
     async with Court(401).judge() as judge:
         with pytest.raises(RunError, match=r"v1/chat/completions answered 401: 'no: 401'"):
             await judge.score("a")
 
 
-@awaited
 async def test_questions_keep_the_limits_of_concurrency_and_rate():
     court = Court("Score: 1", takes_s=0.01)
     async with court.judge(concurrent=3) as judge:

@@ -82,17 +82,14 @@ def test_partials_and_objects_are_rewards_by_the_name_of_their_function_or_class
     assert score.reward == 3.5
 
 
-def test_plain_functions_run_in_threads_while_the_event_loop_runs():
+async def test_plain_functions_run_in_threads_while_the_event_loop_runs():
     meeting = threading.Barrier(3)
 
     def one(prompt, text, completion):
         return meeting.wait(100) >= 0
 
-    async def work():
-        scored = [Rewards([one]).score(PROMPT, "4", COMPLETIONS[0]) for _ in range(2)]
-        await asyncio.gather(*scored, asyncio.to_thread(meeting.wait, 100))
-
-    asyncio.run(work())
+    scored = [Rewards([one]).score(PROMPT, "4", COMPLETIONS[0]) for _ in range(2)]
+    await asyncio.gather(*scored, asyncio.to_thread(meeting.wait, 100))
 
 
 @pytest.mark.parametrize("error", [SystemExit("bye"), StopIteration()])
@@ -111,7 +108,7 @@ def test_an_exception_that_no_future_takes_loses_the_group(error, is_async):
         score_group(Broken(), PROMPT, COMPLETIONS)
 
 
-def test_coroutine_functions_run_at_once():
+async def test_coroutine_functions_run_at_once():
     meeting = asyncio.Barrier(2)
 
     async def one(prompt, text, completion):
@@ -122,11 +119,7 @@ def test_coroutine_functions_run_at_once():
         await meeting.wait()
         return 2.0
 
-    async def work():
-        async with asyncio.timeout(100):
-            return await Rewards([one, other]).score(PROMPT, "4", COMPLETIONS[0])
-
-    assert asyncio.run(work()).reward == 3.0
+    assert (await Rewards([one, other]).score(PROMPT, "4", COMPLETIONS[0])).reward == 3.0
 
 
 def test_a_function_that_raises_or_returns_no_number_loses_the_group():

@@ -170,6 +170,16 @@ class Training:
         """Return the result of a promise."""
         return await self.running.result(promise)
 
+    async def learn(self, *tokens: int) -> Any:
+        """Take a step on the gradient of ``tokens``; return the answer to the gradient."""
+        answer = await self.done(await self.backward(*tokens))
+        assert "metrics" in await self.done(await self.step())
+        return answer
+
+    async def saved(self, name: str, verb: str = "save_weights", seq: int = 0) -> str:
+        """Return the path of a new checkpoint."""
+        return (await self.done(await self.call(verb, seq, path=name)))["path"]
+
     async def logprobs(self, *tokens: int) -> np.ndarray:
         """Return the log-probs of a forward pass, which tell weights apart."""
         found = await self.done(await self.backward(*tokens, only=True))
@@ -178,9 +188,7 @@ class Training:
     async def weights(self) -> str:
         """Return the digest of the weights of a toy adapter, in order after all before."""
         seq = next(self.numbers)
-        path = (
-            await self.done(await self.call("save_weights_for_sampler", seq, path=f"probe{seq}"))
-        )["path"]
+        path = await self.saved(f"probe{seq}", "save_weights_for_sampler", seq)
         checkpoints = self.running.server.parts.checkpoints
         folder = checkpoints.at(checkpoints.find(path)["folder"])
         return json.loads((folder / "state.json").read_text())["weights"]

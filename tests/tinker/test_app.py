@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 import shutil
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from rl.observe.rollout_files import read_rollouts
 from rl.tinker import app, parts, samplers
 from rl.tinker.graph import Graph
 from tests.tinker.bodies import request
-from tests.tinker.clients import BASE, PROTO, Running, awaited, sample_of, shortened
+from tests.tinker.clients import BASE, PROTO, Running, sample_of
 from tests.tinker.toy import VOCAB, ToySession
 
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [3, 4]}, {"tokens": [5, 6, 7]}]}
@@ -43,14 +44,12 @@ def tokens_of(response):
     return [np.frombuffer(each.tokens, np.int32).tolist() for each in response.sequences]
 
 
-@awaited
 async def test_samplers_keep_their_weights(tmp_path):
     async with Running(tmp_path) as running:
         client = await running.train()
 
         async def snapshot(number, **fields):
-            await client.done(await client.backward(1, 2))
-            await client.done(await client.step())
+            await client.learn(1, 2)
             fields["sampling_session_seq_id"] = number
             made = await client.call("save_weights_for_sampler", **fields)
             return (await client.done(made))["sampling_session_id"]
@@ -74,7 +73,6 @@ async def test_samplers_keep_their_weights(tmp_path):
         assert row == {"sampler_id": of_path, "base_model": BASE, "model_path": named["path"]}
 
 
-@awaited
 async def test_a_sample_has_what_its_request_asks_for(tmp_path):
     async with Running(tmp_path) as running:
         sampler = await sampler_of(running, await running.open())
@@ -117,7 +115,6 @@ WRONG_SAMPLES = {
 }
 
 
-@awaited
 async def test_a_sample_that_cannot_work_fails_in_its_future(tmp_path):
     async with Running(tmp_path) as running:
         sampler = await sampler_of(running, await running.open())
@@ -126,7 +123,6 @@ async def test_a_sample_that_cannot_work_fails_in_its_future(tmp_path):
             assert found["category"] == "user" and words in found["error"], (words, found)
 
 
-@awaited
 async def test_finished_samples_are_told_once_and_again_after_a_restart(tmp_path):
     running = await Running(tmp_path).__aenter__()
     session = await running.open()
@@ -160,33 +156,31 @@ async def test_finished_samples_are_told_once_and_again_after_a_restart(tmp_path
         assert again["client_counter"] == 2
 
 
-@awaited
+@patch.object(samplers, "AGAIN_S", 0.01)
+@patch.object(app, "LONG_POLL_S", 0.05)
 async def test_a_sample_may_be_cancelled_and_waits_for_a_lost_trainer(tmp_path):
-    with shortened(samplers, AGAIN_S=0.01), shortened(app, LONG_POLL_S=0.05):
-        async with Running(tmp_path, ToySession(pause=0.3)) as running:
-            sampler = await sampler_of(running, await running.open())
-            promise = await ask(running, sampler)
-            body = {"request_id": promise["request_id"]}
-            waiting = await running.post("retrieve_future", body)
-            assert (waiting.status_code, waiting.json()["type"]) == (408, "try_again")
-            answer = await running.post("cancel_future", body)
-            assert answer.status_code == 204
-            assert "cancelled" in (await running.result(promise))["error"]
-            await asyncio.sleep(0)
-            assert ("abort", f"{sampler}:1:0") in running.session.calls
-            promise = await ask(running, sampler, 2)
-            running.session.kill()
-            assert isinstance(await running.result(promise), bytes)
-            while not running.session.recovered:
-                await asyncio.sleep(0.01)
+    async with Running(tmp_path, ToySession(pause=0.3)) as running:
+        sampler = await sampler_of(running, await running.open())
+        promise = await ask(running, sampler)
+        body = {"request_id": promise["request_id"]}
+        waiting = await running.post("retrieve_future", body)
+        assert (waiting.status_code, waiting.json()["type"]) == (408, "try_again")
+        answer = await running.post("cancel_future", body)
+        assert answer.status_code == 204
+        assert "cancelled" in (await running.result(promise))["error"]
+        await asyncio.sleep(0)
+        assert ("abort", f"{sampler}:1:0") in running.session.calls
+        promise = await ask(running, sampler, 2)
+        running.session.kill()
+        assert isinstance(await running.result(promise), bytes)
+        while not running.session.recovered:
+            await asyncio.sleep(0.01)
 
 
-@awaited
 async def test_checkpoints_are_listed_changed_and_deleted(tmp_path):
     async with Running(tmp_path) as running:
         client = await running.train()
-        await client.done(await client.backward(1, 2))
-        await client.done(await client.step())
+        await client.learn(1, 2)
         fields = {"user_metadata": {"a": "b"}, "ttl_seconds": 3600}
         saved = await client.done(await client.call("save_weights", path="one", **fields))
         assert saved == {
@@ -242,32 +236,27 @@ async def new_model(running, session, path, number, *, optimizer=True):
 
 
 @pytest.mark.parametrize("optimizer", [True, False])
-@awaited
 async def test_a_model_from_a_state_goes_on_as_the_first_one_or_with_a_new_optimizer(
     tmp_path, optimizer
 ):
     async with Running(tmp_path) as running:
         client = await running.train()
-        await client.done(await client.backward(1, 2))
-        await client.done(await client.step())
-        path = (await client.done(await client.call("save_weights", path="mid")))["path"]
+        await client.learn(1, 2)
+        path = await client.saved("mid")
         other = await new_model(running, client.session, path, 5, optimizer=optimizer)
         for each in (client, other):
-            await each.done(await each.backward(3, 4))
-            await each.done(await each.step())
+            await each.learn(3, 4)
         assert (await client.weights() == await other.weights()) == optimizer
         await other.done(await other.call("load_weights", path=path, optimizer=True))
-        await other.done(await other.backward(3, 4))
-        await other.done(await other.step())
+        await other.learn(3, 4)
         assert await client.weights() == await other.weights()
 
 
-@awaited
 async def test_a_damaged_checkpoint_changes_no_model(tmp_path):
     """Pending gradients are a part of the model."""
     async with Running(tmp_path) as running:
         client, other = await running.train(0), await running.train(1)
-        path = (await client.done(await client.call("save_weights", path="kept")))["path"]
+        path = await client.saved("kept")
         checkpoints = running.server.parts.checkpoints
         kept = checkpoints.at(checkpoints.find(path)["folder"]) / "state.json"
         whole = kept.read_text()
@@ -286,11 +275,10 @@ async def test_a_damaged_checkpoint_changes_no_model(tmp_path):
         assert await client.weights() == before
 
 
-@awaited
 async def test_samples_of_a_step_are_recorded(tmp_path):
     async with Running(tmp_path) as running:
         client = await running.train()
-        path = (await client.done(await client.call("save_weights_for_sampler", path="a")))["path"]
+        path = await client.saved("a", "save_weights_for_sampler")
         sampler = await sampler_of(running, client.session, model_path=path)
         drawn = [await sample(running, sampler, seq, num_samples=40) for seq in (1, 2)]
         await sample(running, await sampler_of(running, client.session, 1))
@@ -304,7 +292,6 @@ async def test_samples_of_a_step_are_recorded(tmp_path):
     assert {each.prompt.text for each in chunk.rollouts} == {"[3, 4, 5, 6, 7]"}
 
 
-@awaited
 async def test_external_weights_are_files_behind_urls(tmp_path):
     async with Running(tmp_path, key="tml-secret") as running:
         running.http.headers["x-api-key"] = "tml-secret"
@@ -322,7 +309,6 @@ async def test_external_weights_are_files_behind_urls(tmp_path):
         assert refused.status_code == 401
 
 
-@awaited
 async def test_sessions_and_runs_are_listed_and_end(tmp_path):
     async with Running(tmp_path) as running:
         client = await running.train()
@@ -362,7 +348,6 @@ for node in GRAPH["nodes"]:
     node.setdefault("kwargs", {})
 
 
-@awaited
 async def test_a_custom_loss_is_of_its_session(tmp_path):
     async with Running(tmp_path) as running:
         client = await running.train()
@@ -391,7 +376,6 @@ async def test_a_custom_loss_is_of_its_session(tmp_path):
 
 
 @pytest.mark.parametrize("stand_ins", [True, False])
-@awaited
 async def test_a_loss_without_a_formula_is_served_only_if_the_config_says_so(tmp_path, stand_ins):
     async with Running(tmp_path, stand_ins=stand_ins) as running:
         client = await running.train()
@@ -424,7 +408,6 @@ REFUSED = [
 ]  # fmt: skip
 
 
-@awaited
 async def test_requests_that_cannot_be_promised_are_refused_with_a_sentence(tmp_path):
     async with Running(tmp_path) as running:
         client = await running.train()
@@ -465,7 +448,6 @@ def mutated(draw, value):
     return draw.choice(others)
 
 
-@awaited
 async def test_no_body_makes_the_server_fail(tmp_path, count=2000):
     draw = random.Random(count)
     async with Running(tmp_path) as running:
@@ -481,7 +463,7 @@ async def test_no_body_makes_the_server_fail(tmp_path, count=2000):
             *(*app.POSTED.split(), *app.FIXED),
             *("sessions/x/finish", "training_runs/a/checkpoints/weights/b/publish"),
         ]
-        with shortened(app, LONG_POLL_S=0.01):
+        with patch.object(app, "LONG_POLL_S", 0.01):
             for number in range(count):
                 path = draw.choice(paths)
                 body = json.dumps(mutated(draw, ids)).encode()
@@ -500,25 +482,23 @@ async def test_no_body_makes_the_server_fail(tmp_path, count=2000):
         assert "metrics" in await other.done(await other.step())
 
 
-@awaited
 async def test_a_sampler_whose_weights_were_deleted_says_so(tmp_path):
     async with Running(tmp_path) as running:
         client = await running.train()
-        path = (await client.done(await client.call("save_weights", path="a")))["path"]
+        path = await client.saved("a")
         sampler = await sampler_of(running, client.session, model_path=path)
         shutil.rmtree(running.server.samplers._weights(running.server.samplers.fact(sampler)))
         found = await sample(running, sampler)
         assert found["category"] == "user" and "were deleted" in found["error"], found
 
 
-@awaited
 async def test_unused_samplers_are_forgotten_with_their_weights(tmp_path):
     async with Running(tmp_path) as running:
         client = await running.train()
         made = await client.call("save_weights_for_sampler", sampling_session_seq_id=1)
         sampler = (await client.done(made))["sampling_session_id"]
         await sample(running, sampler)
-        with shortened(samplers, UNUSED_S=-1.0):
+        with patch.object(samplers, "UNUSED_S", -1.0):
             running.server.samplers.expire()
         answer = await running.post("asample", {"sampling_session_id": sampler, "seq_id": 2})
         assert answer.status_code == 404

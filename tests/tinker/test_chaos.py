@@ -13,11 +13,12 @@ import time
 
 import httpx
 import numpy as np
+import psutil
 import pytest
 
+from tests.e2e.test_gateway import Server
 from tests.tinker.bodies import answer_of
-from tests.tinker.clients import PROTO, Training, sample_of
-from tests.tinker.test_kills import LORA, Remote
+from tests.tinker.clients import BASE, LORA, PROTO, Running, Training, sample_of
 
 pytestmark = pytest.mark.long
 TRAINED = 3
@@ -27,10 +28,32 @@ FULL_S = 3.0
 BLOW_S = 300.0
 """Time in which every client makes progress after a blow, on a busy host."""
 TOKENS = 6
+SIZES = {"model.vocab_size": 64, "model.max_seq_len": 128, "generator.kv_cache_gib": 0.05}
 
 
-class Stormy(Remote):
-    """Server whose clients repeat requests until they are answered, as the SDK does."""
+class Remote(Running):
+    """Server that is a program, whose clients repeat requests until they are answered, as the SDK
+    does.
+    """
+
+    def __init__(self, folder):
+        self._folder = folder
+        self._resumes = []
+        self._begin()
+
+    def _begin(self):
+        self.program = Server(
+            self._folder,
+            *("--config", "serve_tiny", "--names", BASE, "--state-every", "2"),
+            *(f"--{name}={size}" for name, size in SIZES.items()),
+            *("--output-dir", str(self._folder / "run"), *self._resumes),
+        ).__enter__()
+        self._resumes = ["--resume"]
+        self.http = httpx.AsyncClient(base_url=self.program.url, timeout=120)
+
+    async def aclose(self):
+        await self.http.aclose()
+        await asyncio.to_thread(self.program.__exit__)
 
     async def post(self, path, body=None, **headers):
         while True:
@@ -43,6 +66,12 @@ class Stormy(Remote):
     async def kill_the_server(self):
         await asyncio.to_thread(self.program.__exit__)
         await asyncio.to_thread(self._begin)
+
+    def kill(self, name):
+        """Kill the rank ``name`` of the server, such as trainer-0."""
+        found = psutil.Process(self.program._program.pid).children(recursive=True)
+        ranks = [each for each in found if each.name() == name]
+        min(ranks, key=lambda each: each.pid).kill()
 
     async def fill_the_disk(self):
         """Let the process that has the database write to no file for a while."""
@@ -83,12 +112,13 @@ class Client:
 
     async def live(self):
         self.training = Training(self.running, await self.running.open(self._number))
-        body = self.training.creation | {"base_model": "tiny", "lora_config": LORA}
+        lora = LORA | {"train_unembed": True}
+        body = self.training.creation | {"base_model": BASE, "lora_config": lora}
         await self.training.done(await self.running.ask("create_model", body))
         while not self.over:
             number = len(self.losses)
-            loss, sampler = await self.step(number)
-            answer = await self.running.sample(sampler, seed=number)
+            loss, self.sampler = await self.step(number)
+            answer = await self.running.sample(self.sampler, seed=number)
             assert [len(each.tokens) for each in answer.sequences] == 2 * [4 * TOKENS]
             self.losses.append(loss)
 
@@ -108,9 +138,8 @@ class Client:
 
     async def logprobs(self):
         """Return what tells the weights apart."""
-        seq = 3 * len(self.losses) + 1
-        promise = await self.training.backward(*range(1, 30), seq=seq, only=True)
-        return answer_of(await self.training.done(promise))[0][0]
+        self.training.numbers = itertools.count(3 * len(self.losses) + 1)
+        return await self.training.logprobs(*range(1, 30))
 
 
 class Storm:
@@ -176,7 +205,7 @@ class Storm:
     async def _ask_and_go(self):
         """Ask for samples without fetching them."""
         session = await self.running.open(next(self._others))
-        body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tiny"}
+        body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": BASE}
         made = await self.running.ask("create_sampling_session", body)
         for seq in range(1, 33):
             body = {"sampling_session_id": made["sampling_session_id"], "seq_id": seq}
@@ -194,22 +223,23 @@ class Storm:
             self._writers.append(writer)
 
 
-def test_nothing_that_a_client_was_told_is_lost(tmp_path):
+async def test_nothing_that_a_client_was_told_is_lost(tmp_path):
     seconds = float(os.environ.get("TILLER_CHAOS_S", "60"))
-
-    async def weather():
-        running = Stormy(tmp_path)
-        async with contextlib.aclosing(running):
-            storm = Storm(running, seed=1)
-            await storm.rage(seconds)
-            print(f"{len(storm.blows)} blows, {[len(each.losses) for each in storm.clients]} steps")
-            for number, client in enumerate(storm.clients):
-                calm = Client(running, TRAINED + number)
-                calm.over = True
-                await calm.live()  # which makes its model
-                for step, loss in enumerate(client.losses):
-                    calm.losses.append((await calm.step(step))[0])
-                    assert calm.losses[-1] == loss, f"step {step} of client {number}"
-                assert np.array_equal(await calm.logprobs(), await client.logprobs())
-
-    asyncio.run(weather())
+    running = Remote(tmp_path)
+    async with contextlib.aclosing(running):
+        storm = Storm(running, seed=1)
+        await storm.rage(seconds)
+        print(f"{len(storm.blows)} blows, {[len(each.losses) for each in storm.clients]} steps")
+        for number, client in enumerate(storm.clients):
+            calm = Client(running, TRAINED + number)
+            calm.over = True
+            await calm.live()  # which makes its model
+            for step, loss in enumerate(client.losses):
+                calm.losses.append((await calm.step(step))[0])
+                assert calm.losses[-1] == loss, f"step {step} of client {number}"
+            assert np.array_equal(await calm.logprobs(), await client.logprobs())
+            sampled = (await running.sample(client.sampler, seed=0)).sequences[0]
+            tokens = np.frombuffer(sampled.tokens, np.int32).tolist()
+            scored = await client.training.logprobs(1, 2, 3, *tokens)
+            found = np.frombuffer(sampled.logprobs, np.float32)
+            assert np.abs(scored[2 : 2 + TOKENS] - found).max() <= 1e-5

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from tests.tinker.clients import Running, awaited
+from tests.tinker.clients import Running
 
 
 def absolute(folder):
@@ -37,8 +37,7 @@ async def trained(folder):
     """Train a model in a new server; return the paths of its checkpoints and the weights."""
     async with Running(folder) as running:
         client = await running.train()
-        await client.done(await client.backward(1, 2))
-        await client.done(await client.step())
+        await client.learn(1, 2)
         saved = await client.done(await client.call("save_weights", path="mine"))
         drawn = await client.done(await client.call("save_weights_for_sampler", path="drawn"))
         return client, saved["path"], drawn["path"], await client.weights()
@@ -53,7 +52,6 @@ async def require_whole(running, client, path, weights):
 
 
 @pytest.mark.parametrize("spelling", [absolute, linked, around, moved, restored])
-@awaited
 async def test_a_folder_is_resumed_under_any_name(tmp_path, monkeypatch, spelling):
     monkeypatch.chdir(tmp_path)
     client, path, drawn, weights = await trained(tmp_path.relative_to(tmp_path) / "run")
@@ -64,7 +62,6 @@ async def test_a_folder_is_resumed_under_any_name(tmp_path, monkeypatch, spellin
         assert running.warnings == []
 
 
-@awaited
 async def test_a_database_with_paths_is_read(tmp_path):
     """Older servers noted folders as they were typed."""
     client, path, _, weights = await trained(tmp_path / "run")
@@ -82,7 +79,6 @@ async def test_a_database_with_paths_is_read(tmp_path):
 
 
 @pytest.mark.parametrize("is_lost", ["database", "weights"])
-@awaited
 async def test_nothing_is_deleted_because_a_list_is_empty(tmp_path, is_lost):
     await trained(tmp_path / "run")
     before = {*os.listdir(tmp_path / "run/weights")}
@@ -99,7 +95,6 @@ async def test_nothing_is_deleted_because_a_list_is_empty(tmp_path, is_lost):
     assert {*os.listdir(tmp_path / "run" / place)} == before
 
 
-@awaited
 async def test_folders_of_a_killed_process_are_deleted(tmp_path):
     running = await Running(tmp_path).__aenter__()
     new_folder = running.server.parts.checkpoints.new_folder

@@ -1,6 +1,7 @@
 """A custom loss has limits, and ends no process but its own."""
 
 import functools
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from rl.tinker.custom_losses import CustomLosses, differentiate
 from rl.tinker.errors import UserError
 from rl.tinker.graph import Graph
 from tests.tinker.bodies import answer_of
-from tests.tinker.clients import Running, awaited, shortened
+from tests.tinker.clients import Running
 from tests.tinker.graphs import encoded
 
 
@@ -36,7 +37,6 @@ def losses():
     found.close()
 
 
-@awaited
 async def test_a_loss_that_ends_its_process_is_an_error_of_the_client(losses):
     datums = [(np.linspace(-3, 0, 7, dtype=np.float32), {})] * 3
     found, metrics = await losses.differentiate(graph_of(plain), datums)
@@ -51,7 +51,6 @@ async def test_a_loss_that_ends_its_process_is_an_error_of_the_client(losses):
     assert metrics == own
 
 
-@awaited
 async def test_a_loss_without_an_end_and_one_without_memory_are_ended(losses):
     def long(logprobs):
         found = logprobs
@@ -66,15 +65,14 @@ async def test_a_loss_without_an_end_and_one_without_memory_are_ended(losses):
     short = [(np.zeros(3, np.float32), {})]
     await losses.differentiate(graph_of(plain), short)
     many = [(np.zeros(10**5, np.float32), {})] * 99
-    with shortened(custom_losses, LIMIT_S=0.2), pytest.raises(UserError, match="than 0.2 s"):
+    with patch.object(custom_losses, "LIMIT_S", 0.2), pytest.raises(UserError, match="than 0.2 s"):
         await losses.differentiate(graph_of(long), many)
     losses.close()
-    with shortened(custom_losses, MEMORY=2**28), pytest.raises(UserError, match="allocate"):
+    with patch.object(custom_losses, "MEMORY", 2**28), pytest.raises(UserError, match="allocate"):
         await losses.differentiate(graph_of(large), [(np.zeros(2500, np.float32), {})])
     assert await losses.differentiate(graph_of(plain), short)
 
 
-@awaited
 async def test_a_server_goes_on_after_a_loss_that_overflows(tmp_path):
     async with Running(tmp_path) as running:
         client = await running.train()

@@ -2,12 +2,13 @@
 
 import os
 import sqlite3
+from unittest.mock import patch
 
 import pytest
 
 from rl.errors import ActorFailure, RankLost, RunError, StorageFull
 from rl.tinker import models, samplers, store
-from tests.tinker.clients import PROTO, Running, Training, awaited, shortened
+from tests.tinker.clients import PROTO, Running, Training
 from tests.tinker.test_app import ask, sampler_of
 from tests.tinker.toy import ToySession, digest
 
@@ -28,33 +29,25 @@ class Failing(ToySession):
         return await super().forward_backward(batch, loss, adapter=adapter)
 
 
-async def step(client, *tokens):
-    """Return the answer to a gradient, after which a step is taken."""
-    answer = await client.done(await client.backward(*tokens))
-    assert "metrics" in await client.done(await client.step())
-    return answer
-
-
-@awaited
 async def test_a_request_that_failed_has_no_effect_and_is_not_replayed(tmp_path):
     async with Running(tmp_path / "calm") as running:
         client = await running.train()
         await client.done(await client.backward(1, 2))
-        await step(client, 1, 3)
-        await step(client, 1, 4)
+        await client.learn(1, 3)
+        await client.learn(1, 4)
         expected = await client.weights()
     running = await Running(tmp_path / "failing", Failing()).__aenter__()
     client = await running.train()
     await client.done(await client.backward(1, 2))
     failed = await client.done(await client.backward(1, BAD))
     assert failed["category"] == "server" and "out of memory" in failed["error"]
-    await step(client, 1, 3)
+    await client.learn(1, 3)
     await running.kill()
     healthy = Failing()
     healthy.fails = False
     async with Running(tmp_path / "failing", healthy) as running:
         client.running = running
-        await step(client, 1, 4)
+        await client.learn(1, 4)
         assert await client.weights() == expected
         assert await client.done({"request_id": f"{client.id}:2"}) == failed
 
@@ -66,11 +59,10 @@ class Unreadable(ToySession):
 
 
 @pytest.mark.parametrize("is_old", [False, True])
-@awaited
 async def test_a_restoration_that_failed_is_tried_again_at_the_next_start(tmp_path, is_old):
     running = await Running(tmp_path, state_every=1).__aenter__()
     client = await running.train()
-    await step(client, 1, 2)
+    await client.learn(1, 2)
     expected = await client.weights()
     await running.kill()
     async with Running(tmp_path, Unreadable()) as running:
@@ -78,7 +70,7 @@ async def test_a_restoration_that_failed_is_tried_again_at_the_next_start(tmp_pa
         failed = await client.done(await client.backward(1, 3))
         assert "could not be restored" in failed["error"] and "restart" in failed["error"]
         other = await running.train(1)
-        await step(other, 1, 2)
+        await other.learn(1, 2)
         if is_old:  # older servers wrote that down
             facts = running.server.parts.store
             text = "the model could not be restored: x"
@@ -86,7 +78,7 @@ async def test_a_restoration_that_failed_is_tried_again_at_the_next_start(tmp_pa
     async with Running(tmp_path) as running:
         client.running = running
         assert await client.weights() == expected
-        assert isinstance(await step(client, 1, 4), bytes)
+        assert isinstance(await client.learn(1, 4), bytes)
 
 
 class Deadly(ToySession):
@@ -98,7 +90,6 @@ class Deadly(ToySession):
         return await super().forward_backward(batch, loss, adapter=adapter)
 
 
-@awaited
 async def test_a_request_that_kills_the_trainer_is_given_up(tmp_path):
     async with Running(tmp_path, Deadly()) as running:
         deadly, other = await running.train(0), await running.train(1)
@@ -108,11 +99,10 @@ async def test_a_request_that_kills_the_trainer_is_given_up(tmp_path):
         failed = await deadly.done(promise)
         assert failed["category"] == "server" and "trainer was lost" in failed["error"]
         assert running.session.recovered == models.LIVES
-        assert isinstance(await step(deadly, 1, 2), bytes)
+        assert isinstance(await deadly.learn(1, 2), bytes)
         assert running.session.recovered == models.LIVES
 
 
-@awaited
 async def test_a_request_that_ends_the_server_with_the_trainer_is_given_up(tmp_path):
     """Losses are counted across starts of the server."""
 
@@ -135,10 +125,9 @@ async def test_a_request_that_ends_the_server_with_the_trainer_is_given_up(tmp_p
     async with Running(tmp_path, Final()) as running:
         client.running = running
         assert "trainer was lost" in (await client.done(promise))["error"]
-        assert isinstance(await step(client, 1, 2), bytes)
+        assert isinstance(await client.learn(1, 2), bytes)
 
 
-@awaited
 async def test_a_model_whose_restoration_kills_the_trainer_leaves_the_others_alone(tmp_path):
     class Cursed(ToySession):
         async def load_state(self, folder, *, adapter, optimizer=True):
@@ -147,7 +136,7 @@ async def test_a_model_whose_restoration_kills_the_trainer_leaves_the_others_alo
 
     async with Running(tmp_path, state_every=1) as running:
         client = await running.train()
-        await step(client, 1, 2)
+        await client.learn(1, 2)
         expected = await client.weights()
     async with Running(tmp_path, Cursed()) as running:
         client.running = running
@@ -155,7 +144,7 @@ async def test_a_model_whose_restoration_kills_the_trainer_leaves_the_others_alo
             failed = await client.done(await client.backward(1, 3))
             assert failed["category"] == "server" or "restored" in failed["error"]
         assert running.session.recovered == models.LIVES
-        await step(await running.train(1), 1, 2)
+        await (await running.train(1)).learn(1, 2)
     async with Running(tmp_path) as running:
         client.running = running
         assert await client.weights() == expected
@@ -167,7 +156,6 @@ class Full(ToySession):
         raise StorageFull("no space left on device")
 
 
-@awaited
 async def test_a_full_disk_ends_no_training(tmp_path):
     """States and metrics are left out, and said once; the journal restores the models."""
     running = await Running(tmp_path / "full", Full(), state_every=1).__aenter__()
@@ -176,7 +164,7 @@ async def test_a_full_disk_ends_no_training(tmp_path):
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").symlink_to("/dev/full")
     for client in (clients[0], *clients, clients[0]):
-        await step(client, 1, 2)
+        await client.learn(1, 2)
     weights = await clients[0].weights()
     said = [each for each in running.warnings if clients[0].id in each]
     assert any("metrics" in each for each in said) and any("state" in each for each in said)
@@ -184,7 +172,7 @@ async def test_a_full_disk_ends_no_training(tmp_path):
     async with Running(tmp_path / "calm") as running:
         client = await running.train()
         for _ in range(3):
-            await step(client, 1, 2)
+            await client.learn(1, 2)
         assert await client.weights() == weights
     async with Running(tmp_path / "full") as running:
         clients[0].running = running
@@ -220,29 +208,27 @@ class Broken:
         sqlite3.DatabaseError("database disk image is malformed"),
     ],
 )
-@awaited
+@patch.object(store, "RETRY_S", 0.01)
 async def test_a_database_that_cannot_be_written_is_said_until_it_can(tmp_path, error):
-    with shortened(store, RETRY_S=0.01):
-        async with Running(tmp_path) as running:
-            client = await running.train()
-            kept = running.server.parts.store
-            kept._database = broken = Broken(kept._database, error)
-            body = client.data(1, 2)
-            for _ in range(2):
-                answer = await running.post("forward_backward", body, **{"content-type": PROTO})
-                assert answer.status_code == 503 and str(error) in answer.text
-                answer = await running.post("create_session", {"display_name": "x"})
-                assert answer.status_code == 503
-            assert (await running.http.get("/api/v1/healthz")).status_code == 503
-            assert len([each for each in running.warnings if str(error) in each]) == 1
-            broken.error = None
-            await kept.settled()
-            promise = await running.ask("forward_backward", body, **{"content-type": PROTO})
-            assert isinstance(await client.done(promise), bytes)
-            assert "metrics" in await client.done(await client.step())
+    async with Running(tmp_path) as running:
+        client = await running.train()
+        kept = running.server.parts.store
+        kept._database = broken = Broken(kept._database, error)
+        body = client.data(1, 2)
+        for _ in range(2):
+            answer = await running.post("forward_backward", body, **{"content-type": PROTO})
+            assert answer.status_code == 503 and str(error) in answer.text
+            answer = await running.post("create_session", {"display_name": "x"})
+            assert answer.status_code == 503
+        assert (await running.http.get("/api/v1/healthz")).status_code == 503
+        assert len([each for each in running.warnings if str(error) in each]) == 1
+        broken.error = None
+        await kept.settled()
+        promise = await running.ask("forward_backward", body, **{"content-type": PROTO})
+        assert isinstance(await client.done(promise), bytes)
+        assert "metrics" in await client.done(await client.step())
 
 
-@awaited
 async def test_a_server_does_not_start_with_a_damaged_database(tmp_path):
     async with Running(tmp_path) as running:
         await running.train()
@@ -254,13 +240,11 @@ async def test_a_server_does_not_start_with_a_damaged_database(tmp_path):
 
 
 @pytest.mark.parametrize("is_old", [False, True])
-@awaited
 async def test_a_request_under_an_old_number_is_compared_after_a_restart(tmp_path, is_old):
     kind = {"content-type": PROTO}
     async with Running(tmp_path) as running:
         client = await running.train()
-        await client.done(await client.backward(1, 2))
-        await client.done(await client.step())
+        await client.learn(1, 2)
     if is_old:  # a server without digests
         with sqlite3.connect(tmp_path / "server.db") as database:
             database.execute("ALTER TABLE requests DROP COLUMN digest")
@@ -275,7 +259,6 @@ async def test_a_request_under_an_old_number_is_compared_after_a_restart(tmp_pat
         assert isinstance(await again.done(await again.backward(1, 2, seq=3)), bytes)
 
 
-@awaited
 async def test_a_sample_whose_processes_are_lost_again_and_again_fails(tmp_path, monkeypatch):
     async def lost(requests, **options):
         calls.append(requests)
@@ -285,7 +268,7 @@ async def test_a_sample_whose_processes_are_lost_again_and_again_fails(tmp_path,
     async with Running(tmp_path) as running:
         sampler = await sampler_of(running, await running.open())
         monkeypatch.setattr(running.session, "sample", lost)
-        with shortened(samplers, AGAIN_S=0.0):
+        with patch.object(samplers, "AGAIN_S", 0.0):
             found = await running.result(await ask(running, sampler, 1))
         assert found["category"] == "server" and "lost 3 times" in found["error"], found
         assert len(calls) == samplers.LIVES

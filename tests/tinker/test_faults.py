@@ -5,6 +5,7 @@ killed: each request takes effect once, in its place.
 import asyncio
 import tempfile
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from rl.tinker import models, samplers
-from tests.tinker.clients import PROTO, Running, Training, shortened
+from tests.tinker.clients import PROTO, Running, Training
 from tests.tinker.toy import ToySession
 
 CLIENTS = 20
@@ -30,7 +31,7 @@ class Faults(RuleBasedStateMachine):
         self.seeds = iter(range(10**6))
         self.sent: list[list[tuple[str, tuple]]] = [[] for _ in range(CLIENTS)]
         self.waiting: list[tuple[int, str, bytes]] = []
-        self.patch = shortened(samplers, AGAIN_S=0.001)
+        self.patch = patch.object(samplers, "AGAIN_S", 0.001)
         self.patch.__enter__()
         self.run(self.start())
         self.clients = [self.run(self.server.train(number)) for number in range(CLIENTS)]
@@ -145,5 +146,5 @@ def test_every_acknowledged_request_takes_effect_once(examples, steps):
         suppress_health_check=[*HealthCheck],
         derandomize=True,
     )
-    with shortened(models, LIVES=10**6):  # the kills come from outside
+    with patch.object(models, "LIVES", 10**6):  # the kills come from outside
         run_state_machine_as_test(Faults, settings=options)

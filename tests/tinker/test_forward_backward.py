@@ -213,14 +213,6 @@ def test_a_setting_holds_for_tokens_without_a_number_of_their_own():
     assert columns["clip_high_threshold"].tolist() == pytest.approx([1.2 * (x > 0) for x in wanted])
 
 
-def test_a_stand_in_is_refused_unless_it_is_allowed():
-    message = request(data_of("stable_reinforce"), "stable_reinforce")
-    assert prepare(message, LIMITS, {}).loss.name == "stable_reinforce"
-    strict = Limits(vocab_size=30, max_tokens=14)
-    with pytest.raises(UserError, match="'stable_reinforce' is not served"):
-        prepare(message, strict, {})
-
-
 def test_images_are_refused_and_so_is_padding_without_end():
     message = request(data_of("cross_entropy", (4,)))
     message.data[0].model_input[0].image.format = "png"

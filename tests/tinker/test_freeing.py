@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+from unittest.mock import patch
 from urllib.parse import quote
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rl.tinker import app, catalog, samplers, store
-from tests.tinker.clients import BASE, Running, awaited, shortened
+from tests.tinker.clients import BASE, Running
 from tests.tinker.test_app import GRAPH, ask, sample, sampler_of
 
 LOSS = {"inputs": [{"name": "logprobs", "rank": 1}], "graph": GRAPH, "name": "mine"}
@@ -38,7 +39,6 @@ async def folders(running, count):
     return {*os.listdir(place)}
 
 
-@awaited
 async def test_a_session_that_finishes_frees_what_only_its_clients_use(tmp_path):
     async with Running(tmp_path) as running:
         client, other = await running.train(0), await running.train(1)
@@ -46,7 +46,7 @@ async def test_a_session_that_finishes_frees_what_only_its_clients_use(tmp_path)
             await sample(running, await snapshot(client, number, kind=kind))
         await ask(running, f"{client.session}:sample:0", 2)  # never fetched
         kept = await snapshot(other, 0)
-        path = (await client.done(await client.call("save_weights_for_sampler", path="a")))["path"]
+        path = await client.saved("a", "save_weights_for_sampler")
         body = LOSS | {"session_id": client.session, "custom_loss_seq_id": 1}
         await running.ask("create_custom_loss", body)
         await finish(running, client.session)
@@ -62,7 +62,6 @@ async def test_a_session_that_finishes_frees_what_only_its_clients_use(tmp_path)
         assert isinstance((await sample(running, kept)).sequences[0].tokens, bytes)
 
 
-@awaited
 async def test_the_state_of_a_model_is_freed_with_its_session(tmp_path):
     async with Running(tmp_path, state_every=1) as running:
         client = await running.train()
@@ -80,29 +79,27 @@ async def test_the_state_of_a_model_is_freed_with_its_session(tmp_path):
         assert await folders(running, 0) == set()
 
 
-@awaited
+@patch.object(samplers, "MAX_UNNAMED", 2)
 async def test_unnamed_weights_of_a_model_are_bounded_by_their_last_use(tmp_path):
-    with shortened(samplers, MAX_UNNAMED=2):
-        async with Running(tmp_path) as running:
-            client = await running.train()
-            first, second = await snapshot(client, 0), await snapshot(client, 1)
-            for seq, each in enumerate((second, first), 1):
-                await sample(running, each, seq)
-            third = await snapshot(client, 2)
-            await sample(running, third)
-            assert [*running.server.parts.store.facts["sampler"]] == [first, third]
-            assert len(await folders(running, 2)) == 2
-            gone = await running.post("asample", {"sampling_session_id": second, "seq_id": 9})
-            assert gone.status_code == 404 and "forgotten" in gone.text
-            for number in range(3, 6):
-                await snapshot(client, number)
-            running.server.samplers.expire()
-            assert len(await folders(running, 2)) == 2
+    async with Running(tmp_path) as running:
+        client = await running.train()
+        first, second = await snapshot(client, 0), await snapshot(client, 1)
+        for seq, each in enumerate((second, first), 1):
+            await sample(running, each, seq)
+        third = await snapshot(client, 2)
+        await sample(running, third)
+        assert [*running.server.parts.store.facts["sampler"]] == [first, third]
+        assert len(await folders(running, 2)) == 2
+        gone = await running.post("asample", {"sampling_session_id": second, "seq_id": 9})
+        assert gone.status_code == 404 and "forgotten" in gone.text
+        for number in range(3, 6):
+            await snapshot(client, number)
+        running.server.samplers.expire()
+        assert len(await folders(running, 2)) == 2
 
 
-@awaited
 async def test_facts_of_finished_sessions_make_room(tmp_path):
-    with shortened(store, MAX_FACTS=3):
+    with patch.object(store, "MAX_FACTS", 3):
         async with Running(tmp_path) as running:
             kept = await running.train(0)
             await kept.done(await kept.call("save_weights", path="mine"))
@@ -128,7 +125,6 @@ async def test_facts_of_finished_sessions_make_room(tmp_path):
         assert kept.id in running.server.models._models
 
 
-@awaited
 async def test_samplers_remember_no_names_of_strangers_and_no_fetched_rows(tmp_path):
     async with Running(tmp_path) as running:
         for number in range(3):
@@ -141,7 +137,6 @@ async def test_samplers_remember_no_names_of_strangers_and_no_fetched_rows(tmp_p
         assert [*own._used] == [sampler] and own._ready[sampler] == {0: {}}
 
 
-@awaited
 async def test_links_to_files_expire(tmp_path):
     async with Running(tmp_path) as running:
         client = await running.train()
@@ -150,7 +145,7 @@ async def test_links_to_files_expire(tmp_path):
         ask_urls = f"{place}/external_weights_urls"
         url = (await running.get(ask_urls))["urls"]["state.json"]
         assert (await running.http.get(url)).status_code == 200
-        with shortened(catalog, URL_S=-1):
+        with patch.object(catalog, "URL_S", -1):
             await running.get(ask_urls)
         old = await running.http.get(url)
         assert old.status_code == 404 and "expired" in old.text
@@ -162,7 +157,6 @@ NOT_JSON = [b"NaN", b"Infinity", b"[-Infinity]", b"1" + b"0" * 5000, b'"' + b"x"
 
 
 @pytest.mark.parametrize("value", NOT_JSON, ids=lambda each: each[:9].decode())
-@awaited
 async def test_metadata_that_no_list_could_show_is_refused(tmp_path, value):
     async with Running(tmp_path) as running:
         client = await running.train()
@@ -183,7 +177,6 @@ async def test_metadata_that_no_list_could_show_is_refused(tmp_path, value):
             await running.get(path)
 
 
-@awaited
 async def test_a_database_with_nan_is_listed(tmp_path):
     async with Running(tmp_path) as running:
         client = await running.train()
@@ -212,17 +205,9 @@ def test_no_path_query_or_header_makes_the_server_fail(tmp_path_factory):
     routes = [(verb, path) for verb, path, _ in [*app.OTHERS, *catalog.LISTED]]
     routes += [("POST", path) for path in app.POSTED.split()]
 
-    @settings(
-        max_examples=15, deadline=None, derandomize=True, suppress_health_check=[*HealthCheck]
-    )
-    @given(
-        st.lists(st.tuples(st.sampled_from(routes), PARTS, PARTS, HEADERS), min_size=8, max_size=8),
-        st.sampled_from([None, "key", "schlüssel"]),
-    )
-    @awaited
-    async def run(requests, key):
+    async def ask(requests, key):
         async with Running(tmp_path_factory.mktemp("run"), key=key) as running:
-            with shortened(app, LONG_POLL_S=0.01):
+            with patch.object(app, "LONG_POLL_S", 0.01):
                 for (verb, path), part, other, headers in requests:
                     names = {"session", "sampler", "run", "kind", "name", "key", "file:path"}
                     for name in names:
@@ -235,10 +220,19 @@ def test_no_path_query_or_header_makes_the_server_fail(tmp_path_factory):
                     answer = await running.http.request(verb, url, content=content, headers=given)
                     assert answer.status_code < 500, (verb, url, given, answer.text)
 
+    @settings(
+        max_examples=15, deadline=None, derandomize=True, suppress_health_check=[*HealthCheck]
+    )
+    @given(
+        st.lists(st.tuples(st.sampled_from(routes), PARTS, PARTS, HEADERS), min_size=8, max_size=8),
+        st.sampled_from([None, "key", "schlüssel"]),
+    )
+    def run(requests, key):
+        asyncio.run(ask(requests, key))
+
     run()
 
 
-@awaited
 async def test_a_key_is_compared_in_its_bytes(tmp_path):
     async with Running(tmp_path, key="schlüssel") as running:
         for given, status in (("schlüssel".encode(), 200), (b"schl\xfcssel", 401)):

@@ -2,13 +2,14 @@
 
 import asyncio
 from contextlib import asynccontextmanager
+from unittest.mock import patch
 
 import pytest
 
 from rl.gateway.http import serving
 from rl.tinker import samplers
 from rl.tinker.app import routes_of
-from tests.tinker.clients import Running, awaited, shortened
+from tests.tinker.clients import Running
 from tests.tinker.test_app import ask, sampler_of
 from tests.tinker.toy import ToySession
 
@@ -41,7 +42,6 @@ async def require_lost(running, id):
     assert answer.status_code == 410  # the SDK samples again
 
 
-@awaited
 async def test_samples_of_a_session_end_with_it(tmp_path):
     async with asked(tmp_path) as (running, id):
         session = id.partition(":")[0]
@@ -49,44 +49,41 @@ async def test_samples_of_a_session_end_with_it(tmp_path):
         await require_lost(running, id)
 
 
-@awaited
+@patch.object(samplers, "BEAT_S", 0.05)
 async def test_samples_are_given_up_if_their_client_no_longer_asks_for_results(tmp_path):
     """Cover samples that are cancelled while their promise is sent; heartbeats go on."""
-    with shortened(samplers, BEAT_S=0.05):
-        async with asked(tmp_path) as (running, id):
-            target = {"sampling_session_id": id.rpartition(":")[0]}
-            await running.ask("retrieve_futures", {"target": target, "timeout": 0})
-            while ("abort", f"{id}:0") not in running.session.calls:
-                await running.ask("session_heartbeat", {"session_id": id.partition(":")[0]})
-                await asyncio.sleep(0.02)
-            again = await ask(running, target["sampling_session_id"], seq=2)
-            await running.session.until("abort", f"{again['request_id']}:0")
+    async with asked(tmp_path) as (running, id):
+        target = {"sampling_session_id": id.rpartition(":")[0]}
+        await running.ask("retrieve_futures", {"target": target, "timeout": 0})
+        while ("abort", f"{id}:0") not in running.session.calls:
+            await running.ask("session_heartbeat", {"session_id": id.partition(":")[0]})
+            await asyncio.sleep(0.02)
+        again = await ask(running, target["sampling_session_id"], seq=2)
+        await running.session.until("abort", f"{again['request_id']}:0")
 
 
 @pytest.mark.parametrize("sign", ["none", "heartbeats", "a request for the result"])
-@awaited
+@patch.object(samplers, "BEAT_S", 0.05)
 async def test_samples_are_given_up_if_no_request_of_their_session_comes(tmp_path, sign):
-    with shortened(samplers, BEAT_S=0.05):
-        async with asked(tmp_path) as (running, id):
-            body = {"request_id": id}
-            if sign == "heartbeats":
-                for _ in range(40):
-                    await running.ask("session_heartbeat", {"session_id": id.partition(":")[0]})
-                    await asyncio.sleep(0.02)
-            if sign == "a request for the result":
-                waiting = asyncio.create_task(running.post("retrieve_future", body))
-                await asyncio.sleep(0.8)
-                waiting.cancel()
-            if sign != "none":
-                assert ("abort", f"{id}:0") not in running.session.calls
-            await require_lost(running, id)
+    async with asked(tmp_path) as (running, id):
+        body = {"request_id": id}
+        if sign == "heartbeats":
+            for _ in range(40):
+                await running.ask("session_heartbeat", {"session_id": id.partition(":")[0]})
+                await asyncio.sleep(0.02)
+        if sign == "a request for the result":
+            waiting = asyncio.create_task(running.post("retrieve_future", body))
+            await asyncio.sleep(0.8)
+            waiting.cancel()
+        if sign != "none":
+            assert ("abort", f"{id}:0") not in running.session.calls
+        await require_lost(running, id)
 
 
 @pytest.mark.parametrize("path", ["asample", "retrieve_future", "retrieve_futures"])
-@awaited
 async def test_a_connection_that_closes_is_noticed(tmp_path, path):
     """Cover a sample before its promise is sent, and a request that waits for a result."""
-    with shortened(samplers, BEAT_S=3600.0 if path == "asample" else 0.05):
+    with patch.object(samplers, "BEAT_S", 3600.0 if path == "asample" else 0.05):
         async with asked(tmp_path) as (running, id):
             sampler = id.rpartition(":")[0]
             if path == "asample":

@@ -4,12 +4,13 @@ not written one by one, and nothing stays in memory.
 
 import asyncio
 from collections import Counter
+from unittest.mock import patch
 
 import pytest
 
 from rl.session.concurrency import Shares
 from rl.tinker import store
-from tests.tinker.clients import Running, awaited, shortened
+from tests.tinker.clients import Running
 from tests.tinker.test_app import PARAMS, ask, sample_of, sampler_of, tokens_of
 from tests.tinker.toy import ToySession
 
@@ -60,7 +61,6 @@ async def fetched(running, sampler, promises):
 
 
 @pytest.mark.parametrize(("clients", "samples"), [(6, 16), LARGE])
-@awaited
 async def test_many_samples_in_flight_are_all_answered_and_shared_fairly(
     tmp_path, clients, samples
 ):
@@ -97,7 +97,6 @@ async def test_many_samples_in_flight_are_all_answered_and_shared_fairly(
         assert await parts.store.samples() == []
 
 
-@awaited
 async def test_a_client_with_many_samples_does_not_hold_up_another(tmp_path):
     async with Running(tmp_path, Counting()) as running:
         running.server.parts.shares = Shares(lambda: 2)
@@ -113,7 +112,6 @@ async def test_a_client_with_many_samples_does_not_hold_up_another(tmp_path):
         assert places[-1] <= 2 * len(places) + 2
 
 
-@awaited
 async def test_generators_that_join_and_leave_change_the_number_of_samples_at_once(tmp_path):
     async with Running(tmp_path, Counting(pause=0.002)) as running:
         own = running.session
@@ -131,26 +129,25 @@ async def test_generators_that_join_and_leave_change_the_number_of_samples_at_on
             assert own.most == most
 
 
-@awaited
+@patch.object(store, "LAZY_S", 3600.0)
 async def test_a_result_that_is_fetched_is_not_written_by_itself(tmp_path):
-    with shortened(store, LAZY_S=3600.0):
-        async with Running(tmp_path) as running:
-            sampler = await sampler_of(running, await running.open())
-            own = running.server.parts.store
-            commits = []
-            commit = own._commit
-            own._commit = lambda batch: commits.append(len(batch)) or commit(batch)
-            promises = [await ask(running, sampler, number) for number in range(1, 9)]
-            assert 1 <= len(commits) <= len(promises)
-            before = len(commits)
-            for promise in promises:
-                await running.result(promise)
-            assert len(commits) == before
-            promise = await ask(running, sampler, 9)
-            assert commits[before:] == [len(promises) + 1]
-            assert await own.samples() == [f"{sampler}:9"]
-            store.LAZY_S = 0.01
+    async with Running(tmp_path) as running:
+        sampler = await sampler_of(running, await running.open())
+        own = running.server.parts.store
+        commits = []
+        commit = own._commit
+        own._commit = lambda batch: commits.append(len(batch)) or commit(batch)
+        promises = [await ask(running, sampler, number) for number in range(1, 9)]
+        assert 1 <= len(commits) <= len(promises)
+        before = len(commits)
+        for promise in promises:
             await running.result(promise)
-            while len(commits) == before + 1:  # it is written after a while
-                await asyncio.sleep(0.01)
-            assert await own.samples() == []
+        assert len(commits) == before
+        promise = await ask(running, sampler, 9)
+        assert commits[before:] == [len(promises) + 1]
+        assert await own.samples() == [f"{sampler}:9"]
+        store.LAZY_S = 0.01
+        await running.result(promise)
+        while len(commits) == before + 1:  # it is written after a while
+            await asyncio.sleep(0.01)
+        assert await own.samples() == []

@@ -2,12 +2,13 @@
 
 import asyncio
 import itertools
+from unittest.mock import patch
 
 import pytest
 
 from rl.tinker import models
 from tests.tinker.bodies import answer_of
-from tests.tinker.clients import Running, Training, awaited, shortened
+from tests.tinker.clients import Running, Training
 from tests.tinker.toy import ToySession
 
 
@@ -16,13 +17,11 @@ def steps_of(session):
     return [call for call in session.calls if call[0] in ("forward_backward", "optim_step")]
 
 
-@awaited
 async def test_requests_run_in_the_order_of_their_numbers_and_once(tmp_path):
     async with Running(tmp_path / "a") as running, Running(tmp_path / "b") as other:
         expected = await other.train()
         for tokens in ((1, 2, 3), (4, 5)):
-            await expected.done(await expected.backward(*tokens))
-        await expected.done(await expected.step())
+            await expected.learn(*tokens)
         client = await running.train()
         bodies = [client.data(1, 2, 3, seq=1), client.data(4, 5, seq=2)]
         kind = {"content-type": "application/x-protobuf"}
@@ -44,41 +43,38 @@ async def test_requests_run_in_the_order_of_their_numbers_and_once(tmp_path):
         assert await client.weights() == await expected.weights()
 
 
-@awaited
+@patch.object(models, "GAP_S", 0.05)
 async def test_a_request_that_never_comes_is_given_up_and_said(tmp_path):
-    with shortened(models, GAP_S=0.05):
-        async with Running(tmp_path) as running:
-            client = await running.train()
-            promise = await client.step(seq=3)
-            assert "metrics" in await client.done(promise)
-            for seq in (1, 2):
-                lost = await client.done(await client.step(seq=seq))
-                assert lost["category"] == "user" and "did not come" in lost["error"]
-            assert len(steps_of(running.session)) == 1
-        async with Running(tmp_path, running.session) as running:
-            client.running = running
-            assert "did not come" in (await client.done(await client.step(seq=2)))["error"]
-            assert "metrics" in await client.done(await client.step(seq=4))
+    async with Running(tmp_path) as running:
+        client = await running.train()
+        promise = await client.step(seq=3)
+        assert "metrics" in await client.done(promise)
+        for seq in (1, 2):
+            lost = await client.done(await client.step(seq=seq))
+            assert lost["category"] == "user" and "did not come" in lost["error"]
+        assert len(steps_of(running.session)) == 1
+    async with Running(tmp_path, running.session) as running:
+        client.running = running
+        assert "did not come" in (await client.done(await client.step(seq=2)))["error"]
+        assert "metrics" in await client.done(await client.step(seq=4))
 
 
-@awaited
+@patch.object(models, "ALIVE_GAP_S", 0.05)
 async def test_a_client_that_is_there_waits_less_for_a_request_that_never_comes(tmp_path):
-    with shortened(models, ALIVE_GAP_S=0.05):
-        async with Running(tmp_path) as running:
-            client = await running.train()
-            promise = await client.step(seq=2)
-            await running.ask("session_heartbeat", {"session_id": client.session})
-            assert "metrics" in await client.done(promise)
-            await running.kill()
-        async with Running(tmp_path, running.session) as running:
-            client.running = running
-            await client.step(seq=4)
-            await asyncio.sleep(0.1)
-            await client.step(seq=3)
-            assert "metrics" in await client.done({"request_id": f"{client.id}:3"})
+    async with Running(tmp_path) as running:
+        client = await running.train()
+        promise = await client.step(seq=2)
+        await running.ask("session_heartbeat", {"session_id": client.session})
+        assert "metrics" in await client.done(promise)
+        await running.kill()
+    async with Running(tmp_path, running.session) as running:
+        client.running = running
+        await client.step(seq=4)
+        await asyncio.sleep(0.1)
+        await client.step(seq=3)
+        assert "metrics" in await client.done({"request_id": f"{client.id}:3"})
 
 
-@awaited
 async def test_two_clients_with_the_same_numbers_get_an_error_and_a_retry_its_result(tmp_path):
     async with Running(tmp_path) as running:
         client = await running.train()
@@ -98,7 +94,6 @@ async def test_two_clients_with_the_same_numbers_get_an_error_and_a_retry_its_re
             await client.call("save_weights_for_sampler", 2, sampling_session_seq_id=number)
 
 
-@awaited
 async def test_a_skipped_step_says_so_and_the_fourth_in_a_row_is_an_error_of_the_client(tmp_path):
     async with Running(tmp_path / "a") as running:
         client = await running.train()
@@ -119,12 +114,10 @@ async def test_a_skipped_step_says_so_and_the_fourth_in_a_row_is_an_error_of_the
         weights = await client.weights()
     async with Running(tmp_path / "b") as running:
         client = await running.train()
-        await client.done(await client.backward(3, 4))
-        await client.done(await client.step())
+        await client.learn(3, 4)
         assert await client.weights() == weights
 
 
-@awaited
 async def test_models_take_turns_and_do_not_mix(tmp_path):
     async with Running(tmp_path / "a") as apart:
         expected = []
@@ -155,8 +148,7 @@ async def work(client: Training, steps: int) -> None:
 
 @pytest.mark.parametrize("state_every", [1, 3, 1000])
 @pytest.mark.parametrize("seed", range(4))
-@shortened(models, LIVES=100)  # the kills come from outside
-@awaited
+@patch.object(models, "LIVES", 100)  # the kills come from outside
 async def test_acknowledged_requests_survive_kills_and_happen_once(tmp_path, state_every, seed):
     """Kills of the server and of the trainer, anywhere in a training: the weights and the results
     are those of one without.

@@ -1,6 +1,7 @@
 """Processes for a test, which end with it."""
 
 import asyncio
+import contextlib
 
 import monarch.actor
 import pytest
@@ -10,30 +11,28 @@ from rl.types import Place
 
 
 @pytest.fixture
-def with_procs(tmp_path):
-    """Return a function that runs ``work(spawn)``; ``spawn(name)`` returns a mesh of processes. All
-    meshes end with ``work``.
+def procs(tmp_path):
+    """Return a context that yields ``spawn(name)``, which returns a mesh of processes. All meshes
+    end with the context.
     """
 
     # not undone: Monarch notices a death seconds later and would interrupt the next test
     monarch.actor.unhandled_fault_hook = lambda failure: None
 
-    def run(work):
-        async def started():
-            meshes = []
+    @contextlib.asynccontextmanager
+    async def started():
+        meshes = []
 
-            def spawn(name, ranks=2):
-                meshes.append(Hosts(tmp_path).spawn(name, Place(ranks=ranks), env={}))
-                return meshes[-1]
+        def spawn(name, ranks=2):
+            meshes.append(Hosts(tmp_path).spawn(name, Place(ranks=ranks), env={}))
+            return meshes[-1]
 
-            try:
-                await work(spawn)
-            finally:
-                await asyncio.gather(*map(stop, meshes))
+        try:
+            yield spawn
+        finally:
+            await asyncio.gather(*map(stop, meshes))
 
-        asyncio.run(started())
-
-    return run
+    return started
 
 
 async def stop(mesh):

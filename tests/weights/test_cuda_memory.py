@@ -13,7 +13,6 @@ from rl.model.shards import Shard
 from rl.weights import cuda_memory, packed, shared_memory, transport
 from rl.weights.cuda_memory import DeviceMemory
 from rl.weights.transport import copy_all, open_publisher, open_subscriber, side_stream
-from tests.loops import in_a_loop
 from tests.weights.network import RANKS, initial, live_parts, same, trainer_parts, transfer
 
 GPU = torch.device("cuda", 3)
@@ -119,7 +118,6 @@ def on_gpu(streams: Streams):
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "tcp"])
-@in_a_loop
 async def test_all_pushes_copy_on_one_stream_beside_the_work_of_the_others(monkeypatch, transport):
     """torch keeps memory for the casts of each stream, and vLLM computes on a stream of its own."""
     streams = Streams(monkeypatch)

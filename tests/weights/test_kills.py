@@ -90,13 +90,11 @@ class Generator:
         pytest.param("tcp", 200, marks=pytest.mark.long),
     ],
 )
-def test_no_push_is_wrong_or_hangs_while_generators_are_killed(transport, pushes, monkeypatch):
+async def test_no_push_is_wrong_or_hangs_while_generators_are_killed(
+    transport, pushes, monkeypatch
+):
     monkeypatch.setattr(streams, "PIECE_BYTES", 64)
     monkeypatch.setattr(collective, "STALL_S", STALL_S)
-    asyncio.run(push_and_kill(transport, pushes))
-
-
-async def push_and_kill(transport: str, pushes: int) -> None:
     rng = random.Random(pushes)
     weights = weights_of(0)
     moved = transfer(generators=GENERATORS, timeout_s=WAIT_S, transport=transport)

@@ -1,5 +1,6 @@
 """Pushes over each network between real processes, also if some of them have died."""
 
+import contextlib
 import inspect
 
 import pytest
@@ -24,26 +25,21 @@ from tests.weights.ranks import (
 )
 
 
-@pytest.fixture
-def run(with_procs):
-    """Run ``work(spawn)``, while a store is open if the transport needs it."""
-
-    def run(transport, work):
-        async def opened(spawn):
-            await store.open_store(spawn("store", 1))
-            try:
-                await work(spawn)
-            finally:
-                await store.close_store()
-
-        with_procs(opened if transport == "store" else work)
-
-    return run
+@contextlib.asynccontextmanager
+async def opened(transport, spawn):
+    """Keep a store open inside the block if the transport needs it."""
+    if transport == "store":
+        await store.open_store(spawn("store", 1))
+    try:
+        yield
+    finally:
+        if transport == "store":
+            await store.close_store()
 
 
 @pytest.mark.parametrize("transport", ["tcp", "collective", "rdma", "store"])
-def test_every_version_arrives_bit_for_bit(run, transport):
-    async def work(spawn):
+async def test_every_version_arrives_bit_for_bit(procs, transport):
+    async with procs() as spawn, opened(transport, spawn):
         trainer = spawn("trainer")
         generator = spawn("generator")
         await check_pushes(trainer, generator, transport, range(5))
@@ -53,8 +49,6 @@ def test_every_version_arrives_bit_for_bit(run, transport):
             blobs = sum(map(len, plan_blobs(*layouts(SHAPES))))
             # headers, blobs and deltas
             assert len(keys) <= RANKS + SLOTS * 2 * blobs
-
-    run(transport, work)
 
 
 @pytest.mark.parametrize(
@@ -66,21 +60,19 @@ def test_every_version_arrives_bit_for_bit(run, transport):
         pytest.param("store", "", marks=pytest.mark.long),
     ],
 )
-def test_a_killed_reader_does_not_block_and_its_successor_fetches_whole_blobs(
-    run, transport, failure
+async def test_a_killed_reader_does_not_block_and_its_successor_fetches_whole_blobs(
+    procs, transport, failure
 ):
-    async def work(spawn):
+    async with procs() as spawn, opened(transport, spawn):
         publishers, readers = await check_a_killed_reader(spawn, transport)
         if failure:  # a store keeps the values
             await call(publishers.close)
             with pytest.raises(ActorError, match=failure):
                 await call(readers.pull, 5)
 
-    run(transport, work)
 
-
-def test_a_read_fails_after_its_timeout_and_can_be_repeated(run):
-    async def work(spawn):
+async def test_a_read_fails_after_its_timeout_and_can_be_repeated(procs):
+    async with procs() as spawn:
         publishers = spawn("trainer").spawn("publishers", TrainerRank, "rdma", 60.0)
         readers = spawn("generator").spawn("readers", GeneratorRank, "rdma")
         await call(readers.connect, await call(publishers.open))
@@ -92,8 +84,6 @@ def test_a_read_fails_after_its_timeout_and_can_be_repeated(run):
         assert isinstance(error.value.exception, TransferFailed)
         await call(readers.be_patient, 60.0)
         assert await call(readers.pull, 0) == [(True, 0)] * 2
-
-    run("rdma", work)
 
 
 @pytest.mark.parametrize("used", [1, FIRST_CHUNK, FIRST_CHUNK + 1, 700_001, 1_000_000])

@@ -9,7 +9,6 @@ from rl.model.shards import Box, Region, Shard
 from rl.weights.packed import PackedSubscriber
 from rl.weights.routes import plan_blobs
 from rl.weights.transport import Sent, TransferFailed, VersionGone
-from tests.loops import in_a_loop
 from tests.weights.network import (
     RANKS,
     MemoryPublisher,
@@ -64,7 +63,6 @@ def test_blobs_are_disjoint_and_have_one_set_of_readers_each():
     ] == [[everyone]]
 
 
-@in_a_loop
 async def test_versions_arrive_cast_in_any_order():
     weights = initial()
     publishers, subscribers = make(weights)
@@ -77,7 +75,6 @@ async def test_versions_arrive_cast_in_any_order():
         assert holds(subscribers, expected)
 
 
-@in_a_loop
 async def test_only_changes_are_read_if_they_are_smaller():
     weights = initial()
     publishers, subscribers = make(weights, delta=True, timeout_s=0.0)
@@ -109,7 +106,6 @@ async def test_only_changes_are_read_if_they_are_smaller():
     assert holds(subscribers, weights)
 
 
-@in_a_loop
 async def test_a_missing_version_is_refused_with_the_versions_that_exist():
     weights = initial()
     publishers, subscribers = make(weights)
@@ -128,7 +124,6 @@ async def test_a_missing_version_is_refused_with_the_versions_that_exist():
         subscribers[0].pull(1)
 
 
-@in_a_loop
 async def test_a_fetch_over_a_slow_link_fails_after_its_patience():
     weights = initial()
     publishers, _ = make(weights)
@@ -147,7 +142,6 @@ async def test_a_fetch_over_a_slow_link_fails_after_its_patience():
     assert same(subscriber.shards, weights, 0)
 
 
-@in_a_loop
 async def test_a_cancelled_publish_does_not_write_into_the_next_one():
     weights = initial()
     publishers, subscribers = make(weights)
@@ -175,7 +169,6 @@ async def test_a_cancelled_publish_does_not_write_into_the_next_one():
     assert same(subscribers[0].shards, expected, 0)
 
 
-@in_a_loop
 async def test_a_publish_cancelled_at_its_end_is_not_confused_with_the_next_one():
     weights = initial()
     publishers, (subscriber, _) = make(weights)
@@ -196,7 +189,6 @@ async def test_a_publish_cancelled_at_its_end_is_not_confused_with_the_next_one(
     assert same(subscriber.shards, weights, 0)
 
 
-@in_a_loop
 async def test_a_restarted_publisher_is_not_confused_with_the_previous_one():
     weights = initial()
     publishers, (subscriber, _) = make(weights, delta=True)
@@ -211,7 +203,6 @@ async def test_a_restarted_publisher_is_not_confused_with_the_previous_one():
         change(weights, 0.01, seed=1)
 
 
-@in_a_loop
 async def test_a_pull_in_the_middle_of_a_fetch_is_refused():
     weights = initial()
     publishers, (subscriber, _) = make(weights)

@@ -21,7 +21,6 @@ from rl.weights import collective, streams, tcp
 from rl.weights.streams import Address, Buffer, Link, Server, SharedBuffers, ask
 from rl.weights.tcp import RelayTree
 from rl.weights.transport import VersionGone
-from tests.loops import in_a_loop
 from tests.warm import FORK
 from tests.weights.network import (
     RANKS,
@@ -109,7 +108,6 @@ def hold(generators, weights) -> bool:
 
 
 @pytest.mark.parametrize("delta", [False, True])
-@in_a_loop
 async def test_bytes_out_of_the_trainer_do_not_depend_on_the_number_of_generators(opened, delta):
     for hosts in ([2], [2, 3, 4, 5], [2, 2, 3, 3]):
         weights = initial()
@@ -123,7 +121,6 @@ async def test_bytes_out_of_the_trainer_do_not_depend_on_the_number_of_generator
         assert await sent_in_all(publishers, expected) == expected
 
 
-@in_a_loop
 async def test_with_a_fan_out_the_trainer_sends_to_as_many_hosts(opened):
     weights = initial()
     publishers, generators = opened(weights, [2, 3, 4, 5], fan_out=3)
@@ -133,7 +130,6 @@ async def test_with_a_fan_out_the_trainer_sends_to_as_many_hosts(opened):
     assert await sent_in_all(publishers, 3 * size) == 3 * size
 
 
-@in_a_loop
 async def test_a_reader_of_an_older_version_is_not_served_a_newer_one(opened):
     weights = initial()
     publishers, (first, second) = opened(weights, [2, 3], timeout_s=0.0)
@@ -162,7 +158,6 @@ def half_served(publisher) -> SharedBuffers:
     return half
 
 
-@in_a_loop
 async def test_a_version_that_is_overwritten_during_a_fetch_is_gone(opened):
     publishers, ((subscriber, _),) = opened(initial(), [2], timeout_s=0.0)
     subscriber._timeout_s = WAIT_S
@@ -179,7 +174,6 @@ async def test_a_version_that_is_overwritten_during_a_fetch_is_gone(opened):
 
 
 @pytest.mark.parametrize("fate", [signal.SIGKILL, signal.SIGSTOP])
-@in_a_loop
 async def test_readers_after_one_that_ends_or_hangs_get_the_whole_version(opened, transport, fate):
     weights = initial()
     publishers, _ = opened(weights, [], generators=3)

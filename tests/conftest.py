@@ -1,6 +1,4 @@
-"""Selection and order of the tests, processes that start warm, and the last lines of a test run:
-which tests did not run, and why.
-"""
+"""Selection and order of the tests, warm processes, and the list of tests that did not run."""
 
 import asyncio
 import gc
@@ -87,9 +85,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 @pytest.fixture
 def behind_proxy(monkeypatch):
-    """Have HTTP clients ask a proxy that does not answer, except for hosts that the user excludes.
-    Assert that these stay excluded.
-    """
+    """Have HTTP clients ask a proxy that does not answer. Assert that exceptions stay."""
     excluded = "judge.corp,10.0.0.0/8"
     for name in ("HTTP_PROXY", "http_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")

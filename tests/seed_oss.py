@@ -1,6 +1,4 @@
-"""A family in a module of one's own: Seed-OSS, whose projections all have a bias with random
-weights.
-"""
+"""A family in a module of one's own: Seed-OSS, whose projections all have a bias."""
 
 from dataclasses import replace
 

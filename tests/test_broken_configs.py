@@ -22,9 +22,7 @@ from rl.tasks.copy_digits import CopyDigits
 
 @pytest.fixture
 def module(tmp_path, monkeypatch):
-    """Write a user's module of a fresh name; returns a function of its source that returns the
-    name.
-    """
+    """Write a user's module of a fresh name; returns a function of its source."""
     monkeypatch.syspath_prepend(tmp_path)
     name = f"broken_{tmp_path.name}".replace("-", "_")
 

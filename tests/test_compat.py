@@ -193,9 +193,7 @@ def is_private(name: str) -> bool:
 
 
 def private_uses(code: str, known: set[str]) -> list[str]:
-    """Return "line: name" of each private name of a foreign package in ``code``, and of each of the
-    ``known`` names.
-    """
+    """Return "line: name" of each private name of a foreign package in ``code``."""
     tree = ast.parse(code)
     foreign = set()
     uses = []

@@ -74,9 +74,7 @@ def tekken() -> PreTrainedTokenizerFast:
 
 @cache
 def mistral() -> PreTrainedTokenizerFast:
-    """Return a tokenizer as SentencePiece's, which begins a text with a space, with the tokens and
-    the template of Mistral 7B.
-    """
+    """Return a tokenizer as SentencePiece's, with the tokens and template of Mistral 7B."""
     bpe = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     bpe.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     space = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]

@@ -53,9 +53,7 @@ FORK.set_forkserver_preload(
 
 
 class Program:
-    """One ``python -m MODULE ARGUMENTS``, or ``python SCRIPT.py ARGUMENTS``, in a session of its
-    own.
-    """
+    """One ``python -m MODULE ARGUMENTS``, or ``python SCRIPT.py ARGUMENTS``."""
 
     def __init__(
         self,

@@ -22,9 +22,7 @@ DEADLINE_S = 20.0
 class Importing(Actor):
     @endpoint
     async def set_terminal(self) -> str:
-        """Set the terminals of this process to what they are, as vLLM's compilers do when they are
-        imported: a process of the background is stopped by that.
-        """
+        """Set the terminals of this process, which stops a process in the background."""
         for number in (0, *([os.open("/dev/tty", os.O_RDWR)] if has_terminal() else [])):
             if os.isatty(number):
                 termios.tcsetattr(number, termios.TCSANOW, termios.tcgetattr(number))

@@ -35,9 +35,7 @@ def scored(rewards, *, groups=None, lengths=None, **columns):
 
 
 def ragged(seed):
-    """Return nine unordered completions of three prompts, of one to eight tokens, with token
-    rewards and values.
-    """
+    """Return nine unordered completions of three prompts, with token rewards and values."""
     draw = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, 9, (9,), generator=draw).tolist()
     return scored(

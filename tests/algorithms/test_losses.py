@@ -72,9 +72,7 @@ def exactly(tokens):
 
 
 def one_by_one(cost, *names):
-    """Return the paper's cost of all tokens from the cost of one token, a function of ratio,
-    advantage, log-prob and the named columns.
-    """
+    """Return the paper's cost of all tokens from that of one: a function of its columns."""
 
     def costs(tokens):
         columns = [
@@ -314,9 +312,7 @@ def test_without_tokens_the_loss_is_empty_and_still_has_a_gradient(name):
 
 
 def test_distillation_descends_the_divergence_from_the_teacher():
-    """Over a small vocabulary, the expected gradient on tokens of another policy is the gradient of
-    KL(student || teacher).
-    """
+    """The expected gradient on tokens of another policy is that of KL(student || teacher)."""
     draw = torch.Generator().manual_seed(0)
     logits, teacher, sampler = torch.randn(3, 6, generator=draw, dtype=torch.float64)
     logits.requires_grad_()

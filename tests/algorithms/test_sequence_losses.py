@@ -46,9 +46,7 @@ def sigmoid(x: torch.Tensor) -> torch.Tensor:
 
 
 def by_pair(cost):
-    """Mean over the pairs (0, 1), (2, 3)... of the cost of four scores: chosen, rejected, theirs
-    of the reference.
-    """
+    """Mean over pairs (0, 1), (2, 3)... of the cost of four scores, two of the reference."""
 
     def mean(scores, reference):
         costs = [

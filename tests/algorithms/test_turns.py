@@ -91,9 +91,7 @@ def each_turn(rollouts, given):
 
 
 def gae_by_turn(turns, gamma, lam):
-    """Return advantages: within an answer rewards are summed, between answers gamma and lambda
-    act.
-    """
+    """Return advantages: rewards of an answer are summed; gamma and lambda act between answers."""
     advantages = []
     following = 0.0  # the critic's value at the begin of the next turn
     after = 0.0  # the advantage there

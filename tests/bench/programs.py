@@ -13,9 +13,7 @@ TIMEOUT_S = 300.0
 
 
 def python(program: str, *arguments: str | Path) -> str:
-    """Return the output of a script or a module that starts warm. Raises AssertionError if the
-    program fails.
-    """
+    """Return the output of a program that starts warm. Raises AssertionError if it fails."""
     done = warm.run(program, *arguments, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -1,6 +1,4 @@
-"""The benchmark against TRL, as far as it goes without TRL: our side, the ratios, and an
-environment that cannot be.
-"""
+"""The benchmark against TRL, as far as it goes without TRL."""
 
 import subprocess
 

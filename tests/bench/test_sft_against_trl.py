@@ -1,6 +1,4 @@
-"""The benchmark of SFT and DPO against TRL, as far as it goes without TRL: the same work, Tiller's
-side and the ratios.
-"""
+"""The benchmark of SFT and DPO against TRL, as far as it goes without TRL."""
 
 import json
 

@@ -84,9 +84,7 @@ LOSSES = "algorithms/test_losses.py::test_loss_and_gradient_match_the_papers"
 
 
 def acting(script) -> dict[str, str]:
-    """Return the test of each field that acts. A field of a loss without an entry acts on the
-    costs that are compared with the paper's.
-    """
+    """Return the test of each field that acts. A field of a loss without an entry acts on costs."""
     found: dict[str, str] = {}
     for line in ACTS.splitlines():
         words = line.split()
@@ -106,9 +104,7 @@ def acting(script) -> dict[str, str]:
 
 @cache
 def source_of(path: Path) -> str:
-    """Return the text of a test's file, its conftest and what it imports from ``tests``, with
-    underscores for the hyphens of the command line.
-    """
+    """Return the text of a test's file, its conftest and its imports, with underscores."""
     text = path.read_text()
     conftest = path.parent / "conftest.py"
     helpers = [

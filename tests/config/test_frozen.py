@@ -36,9 +36,7 @@ def test_the_frozen_copy_is_json_with_every_value_in_its_place():
 
 
 def every_kind_of_part() -> RLConfig:
-    """A config with parts of other kinds than its fields name, within lists, tuples and
-    dicts too.
-    """
+    """A config with parts of other kinds than its fields name, also within lists and dicts."""
     config = parse_line(
         "trainer.lora:on trainer.activation-checkpoint:selective --trainer.lora.rank 4"
     )

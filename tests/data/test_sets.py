@@ -1,6 +1,4 @@
-"""Several files, patterns and compressed files are one source; ShareGPT's rows and options of the
-chat template of a row are read.
-"""
+"""Several files are one source; ShareGPT's rows and options of the template are read."""
 
 import gzip
 import json

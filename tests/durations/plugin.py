@@ -1,6 +1,4 @@
-"""Costs of each test: ``--durations-json FILE`` writes them, ``python -m tests.durations`` shows
-them.
-"""
+"""Costs of each test: ``--durations-json FILE`` writes and ``-m tests.durations`` shows them."""
 
 import json
 import os
@@ -46,9 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class Meter:
-    """Counts what the tests of this process start. The cost of a fixture is that of the first test
-    that asks for it.
-    """
+    """Counts what tests start. A fixture's cost is that of the first test that asks for it."""
 
     def __init__(self, events: Path):
         self._events = events

@@ -21,9 +21,7 @@ PREAMBLE = [place % len(WORDS) for place in range(2 * BLOCK + 6)]
 
 
 class CopyAfterPreamble(CopyDigits):
-    """Copying digits after a preamble of more than two blocks of the KV cache, which all prompts
-    share.
-    """
+    """Copying digits after a preamble of several blocks of the KV cache, which prompts share."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(CopyDigits.Config):
@@ -60,9 +58,7 @@ def sampled_sft() -> SFTConfig:
 
 
 def many_models() -> RLConfig:
-    """PPO with a critic, held to a reference that follows, with four updates a step, on tokens of
-    cut distributions.
-    """
+    """PPO with a critic, a reference that follows, four updates a step, and cut distributions."""
     config = long_prompts()
     config.rollout.top_k = 12
     config.rollout.min_p = 0.02
@@ -77,9 +73,7 @@ def many_models() -> RLConfig:
 
 
 def guessing() -> RLConfig:
-    """Return a config of episodes that fill several blocks of the KV cache; ``model.hf_path`` has
-    to be given.
-    """
+    """Return a config of episodes of several blocks; ``model.hf_path`` has to be given."""
     config = long_prompts()
     config.steps = 6
     config.task = HeldGuessingGame.Config(max_turns=5, max_episode_tokens=12 * BLOCK)
@@ -107,9 +101,7 @@ def wild_tools() -> RLConfig:
 
 
 def agents() -> RLConfig:
-    """Return a config of agents of OpenAI's SDK, whose histories are rewritten once;
-    ``model.hf_path`` has to be given.
-    """
+    """Return a config of agents that rewrite their history; needs ``model.hf_path``."""
     config = guessing()
     config.steps = 3
     config.task = Guesser.Config(max_turns=5, max_episode_tokens=24 * BLOCK)
@@ -137,9 +129,7 @@ def skyrl_sums() -> RLConfig:
 
 
 def verifiers_sums() -> RLConfig:
-    """Return a config of ten steps of a taskset of verifiers; ``task.path`` and ``task.address``
-    have to be given.
-    """
+    """Return a config of a taskset of verifiers; needs ``task.path`` and ``task.address``."""
     from rl.environments.verifiers import VerifiersTask
 
     config = agents()

@@ -22,9 +22,7 @@ from tests.trainers.tiny_chat import chat_rows, preference_rows, tiny_chat_model
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory) -> Callable[..., Run]:
-    """Function that returns a run with the given arguments, without interference; each is made
-    once.
-    """
+    """Function that returns an undisturbed run with the given arguments, made once."""
     runs: dict[tuple[str, ...], Run] = {}
 
     def run(*arguments: str) -> Run:
@@ -51,9 +49,7 @@ def inputs(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def demonstrations(tmp_path_factory) -> tuple[str, ...]:
-    """Arguments of supervised fine-tuning on tool calls, with a checkpoint and a validation after
-    step 35.
-    """
+    """Arguments of fine-tuning on tool calls, with a checkpoint and a validation after step 35."""
     return (
         *words("--config tool_demonstrations --steps 60 --examples_per_step 8"),
         *(LR, "6e-3", "--task.held_out_fraction", "0.05", "--validate_every", "35"),

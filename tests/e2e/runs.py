@@ -43,9 +43,7 @@ OF_TIMING = (
 
 
 class Run:
-    """One ``python -m rl.train``. Its processes are known by their parents, or by a mark in their
-    environment.
-    """
+    """One ``python -m rl.train``, whose processes are known by parent or by a variable."""
 
     def __init__(self, *arguments: str, folder: Path, pythonpath: Path | None = None):
         self.folder = folder
@@ -112,9 +110,7 @@ class Run:
         os.killpg(self.process.pid, signal.SIGINT)
 
     def strike(self, actor: str, number: signal.Signals) -> int | None:
-        """Send a signal to rank 0 of an actor, not to its guard; its process, None if it has none
-        just now.
-        """
+        """Send a signal to rank 0 of an actor; return its process, None if it has none."""
         for pid in sorted(self.processes()):
             with contextlib.suppress(OSError):  # it ended while we looked
                 if Path(f"/proc/{pid}/comm").read_text() == f"{actor}-0\n":
@@ -173,9 +169,7 @@ class Run:
             return False
 
     def _note_shared_memory(self) -> None:
-        """Remember what of /dev/shm this run's processes map: other programs use it at the same
-        time.
-        """
+        """Remember what of /dev/shm this run's processes map: other programs use it too."""
         for pid in self.processes():
             try:
                 maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
@@ -268,9 +262,7 @@ def drops(run: Run) -> dict[int, str]:
 
 
 def trained(run: Run) -> list[dict]:
-    """Return the rows of the ledger without what depends on how far sampling is ahead at the time
-    of a step.
-    """
+    """Return the rows of the ledger without what depends on how far sampling is ahead."""
     of_progress = ("submitted", "waiting", "running", "finished", "dropped", "dropped_now")
     rows = run.lines("ledger.jsonl")
     return [{k: v for k, v in row.items() if k not in of_progress} for row in rows]
@@ -306,9 +298,7 @@ def check_ledger(run: Run, steps: int, groups: int, bound: int) -> dict[int, str
 
 
 def strike(run: Run, actor: str, number: signal.Signals) -> bool:
-    """Send the signal and wait until the run has named the actor. Return False if the run ended
-    first.
-    """
+    """Send the signal and wait for the actor's name. Return False if the run ended first."""
 
     def told() -> int:
         return run.stdout.count(f"\nwarning: {actor} rank 0, ")

@@ -44,9 +44,7 @@ def test_on_one_host_no_process_of_a_run_listens_beyond_loopback(trained):
 
 @pytest.mark.long
 def test_an_agent_of_openais_sdk_trains_through_the_gateway(trained):
-    """Log-probs of all turns are the trainer's, after changes of the weights; each agent rewrites
-    its history once.
-    """
+    """Log-probs of all turns are the trainer's; each agent rewrites its history once."""
     rows = trained.metrics()
     assert len(rows) == 3
     assert max(row["logprob/error_max"] for row in rows) <= 1e-5

@@ -18,9 +18,7 @@ def rise(run: Run) -> tuple[float, float]:
 
 @pytest.fixture(scope="module")
 def replicas(tmp_path_factory) -> Run:
-    """A run in lockstep of two generators, of which one is killed; a third joins, and all but one
-    leave.
-    """
+    """A lockstep run of two generators: one is killed, a third joins, all but one leave."""
     # any generator answers any prompt
     free = ("--generator.replicas", "2", "--rollout.pipeline", "asynchronous")
     run = Run(*QUICKSTART, *free, folder=tmp_path_factory.mktemp("learning") / "run")

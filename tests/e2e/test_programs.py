@@ -50,9 +50,7 @@ def answer_of(name: str, run: Path, folder: Path, *arguments: str) -> tuple[Prog
 def accepted(
     main: Callable[[list[str]], int], run: Path, refused: dict[str, str]
 ) -> dict[str, str]:
-    """Return the options that ``main`` does not refuse with the message that belongs to them, each
-    with what it answers.
-    """
+    """Return the options that ``main`` does not refuse with their message, and its answers."""
     found = {}
     for options, message in refused.items():
         said = io.StringIO()

@@ -1,6 +1,4 @@
-"""The README's examples: your own model and data, exported for transformers; your own task, loss
-and algorithm.
-"""
+"""The README's examples: your own model, data, task, loss and algorithm."""
 
 from pathlib import Path
 

@@ -86,9 +86,7 @@ def copied(recorded, tmp_path):
 
 
 def test_a_rollout_that_was_changed_is_found_by_its_step_and_token(copied, tmp_path):
-    """Prompts share tokens, so that a changed one alters the rounding of others: the first is
-    changed.
-    """
+    """The first prompt is changed: another one shares tokens, whose rounding changes."""
     folder = copied()
     path = folder / "rollouts" / "step-3.parquet"
     (chunk,) = read_rollouts(path)

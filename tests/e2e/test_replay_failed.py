@@ -81,9 +81,7 @@ ARGUMENTS = (
 
 @pytest.fixture(scope="module")
 def failed(tmp_path_factory):
-    """Function that returns a run of the user's module that fails in the third step; each is made
-    once.
-    """
+    """Function that returns a run of a module that fails in the third step, made once."""
     home = tmp_path_factory.mktemp("failed")
     (home / "my_run.py").write_text(textwrap.dedent(USERS))
     runs: dict[tuple[str, ...], Run] = {}

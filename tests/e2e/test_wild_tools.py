@@ -1,6 +1,4 @@
-"""Tools that misbehave, and environment workers that die and hang: every episode is accounted for,
-and no process is left.
-"""
+"""Tools and workers that misbehave: every episode is accounted for, and no process is left."""
 
 import signal
 

@@ -49,9 +49,7 @@ elif verb == "exec":
 
 @pytest.fixture
 def home(tmp_path, monkeypatch) -> Path:
-    """Folder of the engine, with the file ``log`` and the folder ``containers``. What the file
-    ``broken`` names fails.
-    """
+    """Folder of the engine, with ``log`` and ``containers``. What ``broken`` names fails."""
     home = tmp_path / "engine"
     home.mkdir()
     program = home / "docker"

@@ -1,6 +1,4 @@
-"""An EnvServer of verifiers, in a Python environment of its own: verifiers' packages exclude
-Tiller's.
-"""
+"""An EnvServer of verifiers, in an environment of its own: its packages exclude Tiller's."""
 
 import contextlib
 import os

@@ -69,9 +69,7 @@ def two_ranks():
 
 @pytest.fixture(scope="session")
 def interpreted_rank():
-    """One rank whose vLLM runs the model runner of GPUs; Triton interprets its kernels. It records
-    the experts of each token.
-    """
+    """One rank of the model runner of GPUs, with Triton interpreted, which records experts."""
     config = GeneratorConfig(**SMALL, max_running_requests=8, record_experts=True)
     ranks = GeneratorRanks(config, EXPERTS, **INTERPRETED)
     yield ranks

@@ -32,9 +32,7 @@ NARROW = replace(EXPERTS, n_kv_heads=1, vocab_size=65, tie_embeddings=False)
 
 
 class Policy:
-    """torchtitan's own model with random weights, ``scale`` times the usual ones: some tokens are
-    then more likely than others.
-    """
+    """torchtitan's own model with random weights, ``scale`` times the usual ones."""
 
     def __init__(self, config: ModelConfig, seed: int, *, scale: float = 3.0):
         self.config = config
@@ -64,9 +62,7 @@ class Policy:
     def logprobs(
         self, prompt: list[int], tokens: list[int], temperature: float = 1.0
     ) -> torch.Tensor:
-        """Return log_softmax(logits / temperature) of each of ``tokens`` after ``prompt``, float32
-        [len(tokens)].
-        """
+        """Return log_softmax(logits / temperature) of each of ``tokens`` after ``prompt``."""
         logits = self.logits(prompt, tokens)
         return (
             torch.log_softmax(logits / temperature, -1)
@@ -108,9 +104,7 @@ def logprobs_of_swaps(
 
 
 def over_older(caches: dict, layer: str, end: int, _module, args: tuple[torch.Tensor, ...]):
-    """Replace keys and values [B, L, N, H] before position ``end`` by those of the previous pass;
-    keep the queries.
-    """
+    """Replace keys and values before position ``end`` by those of the previous pass."""
     queries, *own = args
     if end:
         own = [

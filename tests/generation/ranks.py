@@ -94,9 +94,7 @@ class GeneratorRanks:
         return [value for _, value in replies]
 
     def rebuild(self, model: ModelConfig, **changes) -> None:
-        """Close the engine of every rank and build one for ``model`` in the same processes, with a
-        new port and ``changes`` of the config.
-        """
+        """Build an engine for ``model`` in every rank's process, with ``changes`` of the config."""
         store = loopback_store()
         for pipe in self.pipes:
             pipe.send((GeneratorRanks.rebuild, (model, store.port), changes))

@@ -1,6 +1,4 @@
-"""Random schedules of requests with what disturbs them: chunks, preemption, shared prefixes, new
-weights.
-"""
+"""Random schedules of requests with chunks, preemption, shared prefixes and new weights."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,6 +1,4 @@
-"""Tokens of cut distributions have the ids that they were drawn from, and the log-probs over
-these.
-"""
+"""Tokens of cut distributions have the ids that they were drawn from and their log-probs."""
 
 import math
 
@@ -68,9 +66,7 @@ def test_an_aborted_request_leaves_no_masks_to_record(generator):
 
 
 def ids_kept(row: torch.Tensor, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0):
-    """The sorted ids of ``row``, scaled logits [V], that are left by min-p, top-k and top-p in
-    this order; None for all.
-    """
+    """The ids of ``row`` that are left by min-p, top-k and top-p in this order; None for all."""
     probs = row.softmax(0)
     probs = torch.where(probs < min_p * probs.max(), 0.0, probs)
     order = probs.argsort(descending=True)[: top_k or None]

@@ -17,9 +17,7 @@ PARTS = ["é", "한", "ab", "a\n", "\n\n", " é", "한국", "Human:", " ", "b"]
 
 
 def pieces() -> PreTrainedTokenizerFast:
-    """Return a tokenizer of 64 byte-level tokens: bytes, parts of characters with text before or
-    after them, and words.
-    """
+    """Return a tokenizer of 64 byte-level tokens: bytes, parts of characters, and words."""
     shown = bytes_to_unicode()
     texts = [bytes([byte]) for byte in b"abH\n :mun"]
     texts += [part.encode() for part in PARTS]

@@ -1,6 +1,4 @@
-"""Answers of a given form: only tokens that go on with it are sampled, and the sampling mask and
-the log-probs say so.
-"""
+"""Answers of a given form: only tokens that go on with it are sampled and counted."""
 
 import json
 

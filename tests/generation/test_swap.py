@@ -38,9 +38,7 @@ def test_every_token_in_flight_has_its_version_and_that_versions_logprob(
 
 @pytest.mark.parametrize("swap", ["recompute", "continue"])
 def test_other_requests_see_no_key_or_value_of_older_weights(one_or_two_ranks, other_policy, swap):
-    """The older ones are those of finished requests, and those that requests in flight fill before
-    or after the swap.
-    """
+    """Requests that have finished, and requests in flight before and after the swap, fill it."""
     asked, completions = one_or_two_ranks.run(
         share_prefixes_across_a_swap, swap, other_policy.weights
     )[0]

@@ -40,9 +40,7 @@ class Pointer:
 
 
 def launches(engine: Any, requests: list[Any]) -> list[tuple[str, tuple, dict[str, Any]]]:
-    """Return what Triton's interpreter launches while ``engine`` computes ``requests``: the name of
-    the kernel and its arguments.
-    """
+    """Return the kernels that Triton's interpreter launches for ``requests``, with arguments."""
     from triton.runtime.interpreter import GridExecutor
 
     from tests.generation.ranks import generate
@@ -119,9 +117,7 @@ def main(file: Path) -> None:
 
 
 def attend(heads: int, kv_heads: int, size: int) -> None:
-    """Attend in float32 to a KV cache: one token of each sequence, or a prompt. vLLM's attention in
-    bfloat16 is no Triton kernel.
-    """
+    """Attend in float32 to a KV cache: one token of each sequence, or a prompt."""
     from vllm.v1.attention.ops.triton_reshape_and_cache_flash import triton_reshape_and_cache_flash
     from vllm.v1.attention.ops.triton_unified_attention import unified_attention
 

@@ -25,9 +25,7 @@ SMALL = [*TINY, "--rollout.reward_workers", "0"]
 
 @pytest.fixture
 def launch(monkeypatch, capsys):
-    """Return a function that runs the launcher in this process, without Slurm, and returns its exit
-    code, output and errors.
-    """
+    """Return a function that runs the launcher here: exit code, output and errors."""
     monkeypatch.setenv("PATH", "/nowhere")
 
     def run(*arguments: str) -> tuple[int, str, str]:

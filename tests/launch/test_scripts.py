@@ -1,6 +1,4 @@
-"""Scripts and manifests that clusters get, the frozen files, the following of a job, and the worker
-of a node. No cluster is needed.
-"""
+"""Files that clusters get, the following of a job, and the worker of a node."""
 
 import json
 import os

@@ -1,6 +1,4 @@
-"""Each token goes through its own experts, in the precision it comes in; experts without tokens
-learn nothing.
-"""
+"""Each token goes through its own experts, in its precision; unused experts learn nothing."""
 
 import copy
 from dataclasses import replace

@@ -1,6 +1,4 @@
-"""The table covers every parameter of every form of the model, and a generator's ranks hold all of
-each.
-"""
+"""The table covers every parameter of every model, and the ranks hold all of each."""
 
 import pytest
 import torch

@@ -12,9 +12,7 @@ from rl.types.sampling_mask import SamplingMask
 
 
 def sequence(given: int, sampled: int) -> Sequence:
-    """Return a sequence; those of more than two sampled tokens have a sampling mask and
-    experts of three layers.
-    """
+    """Return a sequence; from three sampled tokens on with a sampling mask and experts."""
     ids = [np.array([n, *range(n)], dtype=np.int32) for n in range(sampled)]
     kind = np.uint8 if sampled % 2 else np.uint16
     experts = np.arange((given + sampled) * 6, dtype=kind).reshape(-1, 3, 2)

@@ -67,9 +67,7 @@ def test_a_span_that_raises_counts(clock):
 
 
 def test_hidden_is_the_time_that_overlap_saves(clock):
-    """train 0 to 6, generate 1 to 4, push 3 to 8: fourteen seconds' work from 0 to 8, and a wait of
-    no stage.
-    """
+    """train 0 to 6, generate 1 to 4, push 3 to 8: fourteen seconds' work from 0 to 8."""
     watch = Stopwatch()
     spans = {"train": (0, 6), "generate": (1, 4), "push": (3, 8), "push_wait": (6, 8)}
     entered = {name: watch.span(name) for name in spans}

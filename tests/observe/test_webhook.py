@@ -48,9 +48,7 @@ def hook(monkeypatch):
 
 @pytest.fixture
 def run(tmp_path, warnings):
-    """Function that sends the events of ``emit`` to a webhook and another sink, and returns the
-    other one's events.
-    """
+    """Function that sends events to a webhook and another sink; returns the other's events."""
 
     def run(url, emit):
         lines = Lines.Config().build()

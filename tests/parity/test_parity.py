@@ -162,9 +162,7 @@ def test_the_config_chooses_the_bits_of_both_sides(parity, tmp_path):
 
 
 def invented(lengths: list[int], rng: np.random.Generator) -> Batch:
-    """Return a batch of prompts of these ``lengths`` and answers of half of them, without a
-    generator.
-    """
+    """Return a batch of prompts of these ``lengths`` and answers of half of them."""
     requests = requests_of("none", lengths, 1, rng)
     answers = [prompt_of(n // 2, rng) for n in lengths]
     given: Any = {"finish_reason": "length"}

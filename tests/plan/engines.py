@@ -92,9 +92,7 @@ def storages(tensors: Any) -> int:
 
 
 def grown(config: RLConfig, folder: str) -> dict[str, int]:
-    """Return the growth of a process's private memory, in bytes, after backward, after a step, and
-    by a publisher.
-    """
+    """Return the growth of private memory after backward, after a step, by a publisher."""
     before = resident("RssAnon")
     engine = engine_of(config, "trainer", folder)
     accumulate(engine, config, "trainer")

@@ -72,9 +72,7 @@ def collect(
     fewest=0,
     **fields,
 ):
-    """Return the outcome of each prompt, and the rollouter with its warnings. ``host(task)`` holds
-    the environments.
-    """
+    """Return the outcome of each prompt, and the rollouter with its warnings."""
     fields = {"max_episode_tokens": LONGEST, "step_s": 5.0} | fields
     task = task(task.Config(**fields), seed=0, model=model)
     environments = host(task)

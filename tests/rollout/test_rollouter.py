@@ -46,9 +46,7 @@ async def score(prompt, completions):
 
 
 class Recorder:
-    """Generator of completions of one token, ten times the prompt_id plus the sample, in the order
-    of the requests.
-    """
+    """Generator of completions of one token: ten times the prompt_id plus the sample."""
 
     def __init__(self):
         self.requests = []

@@ -22,9 +22,7 @@ LONG = Limits(wall_s=60, cpu_s=20)
 
 
 class Fusion(Server):
-    """Server of SandboxFusion's protocol. It fails as ``faults`` say, and then runs programs in the
-    sandbox of this host.
-    """
+    """Server of SandboxFusion's protocol, which fails as ``faults`` say and then runs programs."""
 
     def __init__(self):
         super().__init__(Programs)
@@ -172,9 +170,7 @@ with tempfile.TemporaryDirectory() as folder:
 
 @pytest.fixture
 def engine(tmp_path, monkeypatch):
-    """Program in the place of ``docker`` that runs the command of a container in a folder, and a
-    file of its arguments.
-    """
+    """Program in place of ``docker`` that runs a container's command in a folder."""
     log = tmp_path / "log"
     path = tmp_path / "docker"
     path.write_text(ENGINE.format(python=sys.executable, log=str(log)))

@@ -127,9 +127,7 @@ class Players:
         return [await self.session.trained_digests(adapter=name) for name in NAMES]
 
     async def scored(self, games, player: int, **source) -> float:
-        """Return the largest difference of the log-probs of the player's answers from ``forward``
-        with the weights of ``source``.
-        """
+        """Return the largest error of an answer's log-probs under the weights of ``source``."""
         batch = make_batch([each for each in self.parts(games)[0] if each.players == (player,)])
         outputs = await self.session.forward(batch, **source)
         found = (outputs["logprobs"] - batch.columns["behaviour_logprobs"])[batch.loss_mask]

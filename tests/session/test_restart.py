@@ -1,6 +1,4 @@
-"""A mesh that lost a rank names it at once, ends all its processes, and restarts with the same
-results.
-"""
+"""A mesh that lost a rank names it, ends its processes, and restarts with equal results."""
 
 import asyncio
 import os
@@ -36,9 +34,7 @@ BOTH = TRAINER | {"generator": GeneratorConfig(tensor_parallel_degree=2, kv_cach
     ids=["trainer", "both"],
 )
 def session(sessions, request):
-    """Two trainer ranks, and in the long case the two ranks of a generator, each with a heartbeat
-    of a few seconds.
-    """
+    """Two trainer ranks, and in the long case two generator ranks, with short heartbeats."""
     deadlines = replace(DEADLINES, heartbeat=8.0)
     return sessions.run(sessions.start(**request.param, deadlines=deadlines))
 
@@ -63,9 +59,7 @@ async def computed(session) -> tuple[torch.Tensor, list[Completion]]:
 
 
 async def lose(mesh, call, signal_number: int) -> list[ActorFailure]:
-    """Return the failures of a call that is pending when rank 1 gets the signal, of the mesh, and
-    of a later call.
-    """
+    """Return failures of a pending call when rank 1 gets the signal, and of a later one."""
     stop(pids_of(mesh)[1])  # so that the call is pending for certain
     pending = asyncio.ensure_future(failure_of(call))
     await asyncio.sleep(0.2)

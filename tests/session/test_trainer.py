@@ -19,9 +19,7 @@ def trainer(common):
 
 
 async def on_policy(trainer):
-    """Return a batch whose log-probs of the behaviour are those of the present weights, so that no
-    ratio is clipped.
-    """
+    """Return a batch with the log-probs of the present weights: no ratio is clipped."""
     given = batch()
     given.columns["behaviour_logprobs"] = (await trainer.forward(given))["logprobs"]
     return given
@@ -44,9 +42,7 @@ async def test_outputs_are_in_the_batchs_order(sessions, trainer):
 
 @on_its_loop
 async def test_each_part_of_a_batch_is_sent_once(sessions, trainer):
-    """Four ranks, two data-parallel: the second of each tensor-parallel pair gets its part from the
-    first.
-    """
+    """Four ranks, two data-parallel: each second rank gets its part from the first."""
     await trainer.call(OpenTrainer.watch_payloads)
     await trainer.forward(batch())
     payloads = await trainer.call(OpenTrainer.payloads)

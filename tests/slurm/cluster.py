@@ -15,9 +15,7 @@ PATIENCE_S = 120.0  # for what takes seconds on an idle machine
 
 
 class Cluster:
-    """One Slurm, whose state is in ``folder``: it must have a short path, and the script
-    makes it.
-    """
+    """One Slurm, whose state is in ``folder``, which must have a short path."""
 
     def __init__(self, folder: Path, nodes: int = 3):
         self.folder = folder
@@ -87,9 +85,7 @@ class Cluster:
         return state
 
     def start_now(self, job: str) -> None:
-        """Spare a requeued job its wait, all but the second in which nodes still refuse its revoked
-        credential.
-        """
+        """Spare a requeued job its wait, except for the second in which nodes refuse it."""
         self.ask("scontrol", "update", f"jobid={job}", "StartTime=now+2")
 
     def holder(self) -> int:
@@ -111,9 +107,7 @@ class Cluster:
         return found
 
     def traces(self, network: str) -> list[str]:
-        """Return the traces of the cluster with this network: processes, addresses, mounts, hosts,
-        files.
-        """
+        """Return the cluster's traces: processes, addresses, mounts, hosts, files."""
         lines = subprocess.check_output(["ip", "-oneline", "address"], text=True).splitlines()
         for path in ("/proc/self/mounts", "/etc/hosts"):
             lines += Path(path).read_text().splitlines()

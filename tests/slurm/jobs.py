@@ -24,9 +24,7 @@ class Job:
     """A job of ``python -m rl.launch slurm`` with these arguments, and the folder of its run."""
 
     def __init__(self, cluster: Cluster, folder: Path, *arguments: str, wait: float = 0.0):
-        """``wait`` is how many seconds the launcher may stay until the run has ended; 0 has it
-        leave at once.
-        """
+        """``wait`` is how long the launcher stays for the end of the run, in seconds."""
         self.cluster = cluster
         self.folder = folder
         launch = (sys.executable, "-m", "rl.launch", "slurm", *(["--wait"] if wait else []))

@@ -102,9 +102,7 @@ OPTIONS = {
 
 @pytest.fixture(scope="module")
 def jobs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, Path]]:
-    """A job of each of RUNS and its folder, side by side: what is started again waits for seconds
-    first.
-    """
+    """A job of each of RUNS and its folder, side by side: restarts wait for seconds."""
     folders = {name: tmp_path_factory.mktemp("jobs") / "a run" for name in RUNS}
     found = {}
     for name, folder in folders.items():

@@ -1,6 +1,4 @@
-"""A mixture shows each task as often as it should, each goes through its own prompts, and each
-scores its own.
-"""
+"""A mixture shows each task as often as it should, with its own prompts and scores."""
 
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -23,9 +21,7 @@ from rl.types import Completion, Prompt
 
 
 class Numbers(Task):
-    """Task whose prompts are the numbers from ``first`` on, the ``held_out`` first of them for
-    evaluation too.
-    """
+    """Task of the numbers from ``first`` on, the ``held_out`` first of them for evaluation."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Task.Config):

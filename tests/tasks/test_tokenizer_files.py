@@ -1,6 +1,4 @@
-"""Damaged tokenizer files of a model folder are a ConfigError that names the file and says what is
-wrong.
-"""
+"""Damaged tokenizer files of a model folder are a ConfigError that names the file."""
 
 import json
 import shutil

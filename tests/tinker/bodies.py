@@ -49,9 +49,7 @@ def request(data: Data, loss: str = "cross_entropy", only: bool = False, **confi
 
 
 def answer_of(data: bytes) -> tuple[list[np.ndarray], dict[str, float]]:
-    """Return the log-probs of each datum and the metrics of a message ForwardBackwardOutput, as the
-    SDK reads it.
-    """
+    """Return the log-probs of each datum and the metrics of a ForwardBackwardOutput."""
     message = pb.ForwardBackwardOutput()
     message.ParseFromString(data)
     found = []

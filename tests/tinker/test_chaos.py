@@ -32,9 +32,7 @@ SIZES = {"model.vocab_size": 64, "model.max_seq_len": 128, "generator.kv_cache_g
 
 
 class Remote(Running):
-    """Server that is a program, whose clients repeat requests until they are answered, as the SDK
-    does.
-    """
+    """Server that is a program, whose clients repeat requests until they are answered."""
 
     def __init__(self, folder):
         self._folder = folder

@@ -11,9 +11,7 @@ SEQUENCE = torch.tensor([0, 0, 0, 0, 1, 1, 2, 2, 2])
 
 
 def tokens_of(**more: torch.Tensor | float) -> Tokens:
-    """Tokens of three sequences, with ratios on both sides of every clip range. Numbers become
-    columns.
-    """
+    """Tokens of three sequences, with ratios on both sides of clip ranges, and ``more``."""
     draw = torch.Generator().manual_seed(0)
     columns = {
         name: torch.randn(COUNT, generator=draw, dtype=torch.float64)

@@ -150,9 +150,7 @@ async def work(client: Training, steps: int) -> None:
 @pytest.mark.parametrize("seed", range(4))
 @patch.object(models, "LIVES", 100)  # the kills come from outside
 async def test_acknowledged_requests_survive_kills_and_happen_once(tmp_path, state_every, seed):
-    """Kills of the server and of the trainer, anywhere in a training: the weights and the results
-    are those of one without.
-    """
+    """Kills of the server and of the trainer, anywhere in a training, change nothing."""
     async with Running(tmp_path / "calm") as running:
         client = await running.train()
         await work(client, 8)

@@ -1,6 +1,4 @@
-"""Print the routes, messages and fields of the installed Tinker SDK as JSON. Runs in its
-environment, without Tiller.
-"""
+"""Print routes, messages and fields of the Tinker SDK as JSON, in its own environment."""
 
 import ast
 import dataclasses

@@ -68,9 +68,7 @@ def examples_config(chat_model, tmp_path):
 
 
 class Loop:
-    """RL loop over meshes that compute nothing. A call runs the loop, and returns the log of calls
-    and the rows of metrics.
-    """
+    """RL loop over meshes that compute nothing. A call runs it; returns calls and metrics."""
 
     def __init__(self, folder):
         self._folder = folder

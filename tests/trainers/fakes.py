@@ -183,9 +183,7 @@ class Trainer(Mesh):
             return self.update_metrics(self._steps)
 
     def update_metrics(self, number: int) -> Metrics:
-        """Return metrics of optimizer step ``number``, from 1: a mean of four tokens, a maximum and
-        counts.
-        """
+        """Return metrics of optimizer step ``number``: a mean of four tokens, a maximum, counts."""
         return Metrics(
             {
                 "loss/mean": Value(self.losses.get(number, 0.0), "mean", weight=4.0),

@@ -154,9 +154,7 @@ def watched(base: type[Trainer[Any]], run: Run) -> type[Trainer[Any]]:
 
 
 def random_outputs(run: Run, folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log-probs of random tokens, or scores of a reward model, by the trainer and by
-    transformers from ``folder``.
-    """
+    """Return log-probs or scores of random tokens, by the trainer and by transformers."""
     scores = run.kind == "reward model"
     auto = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
     model = auto.from_pretrained(folder).float()
@@ -186,9 +184,7 @@ def descendants() -> set[int]:
 
 
 def temporary_files(processes: set[int]) -> set[Path]:
-    """Return the files of shared memory and Tiller's files in the temporary folder that
-    ``processes`` map or have open.
-    """
+    """Return the files of shared memory and of Tiller that ``processes`` map or have open."""
     found = set[Path]()
     for pid in processes:
         process = Path(f"/proc/{pid}")

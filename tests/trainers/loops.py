@@ -112,9 +112,7 @@ def dropped(record: RunRecord) -> list[tuple[str, int]]:
 
 
 def results(record: RunRecord) -> tuple[list, list, list, list]:
-    """Return what a deterministic run determines: metrics, prompts of each step, drops and
-    evaluations.
-    """
+    """Return what a deterministic run determines: metrics, prompts, drops and evaluations."""
     prompts = [row["trained_now"] for row in ledger_of(record)]
     rows = without_times(record.read_metrics())
     return rows, prompts, dropped(record), record.read_evaluations()

@@ -70,9 +70,7 @@ def train(examples_config):
 def test_scores_that_were_computed_once_give_the_loss_of_those_of_each_step(
     train, examples_config, dataset_cache, monkeypatch, tmp_path, rows, held_out, fields
 ):
-    """The 16 examples of the steps are more than an epoch. The cached run is left before its first
-    step and goes on.
-    """
+    """The 16 examples are more than an epoch. The cached run is left at once and goes on."""
     is_table = isinstance(rows, str)
     if is_table:
         rows = str(tmp_path / rows)

@@ -177,9 +177,7 @@ def test_an_exception_without_text_is_printed_by_type(ended):
 
 
 def test_the_place_is_the_innermost_frame_of_the_users_own_code(monkeypatch):
-    """The place is that of the exception if no frame is the user's, and may be in another
-    process.
-    """
+    """The place is the exception's if no frame is the user's; it may be in another process."""
     # json is a library: the frame that called it is the user's.
     error = raised_by("import json\ndef read(): json.loads('{')\nread()", "/home/me/my_task.py")
     assert users_code.place_of(error) == "/home/me/my_task.py, line 2, in read"

@@ -19,9 +19,7 @@ def raised(actor="trainer", kind="raised"):
 
 
 def failing_in_step_3(kind="raised"):
-    """Return a function that has the trainer fail in step 3. The loss of ``cancels`` is found while
-    the call hangs.
-    """
+    """Return a function that has the trainer fail in step 3; ``cancels`` hangs meanwhile."""
 
     def prepare(trainer, *generators):
         async def learn():

@@ -30,9 +30,7 @@ def prompt_ids(groups: list[Group]) -> list[int]:
 
 
 class Run(RuleBasedStateMachine):
-    """A trainer at ``version`` and generators that hold ``held``, which follows at a pace of its
-    own.
-    """
+    """A trainer at ``version`` and generators that hold ``held``, which follows later."""
 
     GROUPS: ClassVar[list[int]] = [1, 2, 3, 5]
 

@@ -79,9 +79,7 @@ def test_the_trainer_computes_its_side_of_the_checks_once_for_all_generators(run
 
 @pytest.mark.parametrize("checks", [NO_CHECKS, CANARY], ids=["no checks", "canary"])
 def test_one_step_stale_a_pull_slower_than_the_step_changes_no_order(run, checks):
-    """The next version is published before the generator holds this one, which it generates with
-    all the same.
-    """
+    """The next version is published before the generator holds this one."""
 
     def prepare(trainer, generator):
         generator.pull_takes = 0.02

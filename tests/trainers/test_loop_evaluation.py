@@ -1,6 +1,4 @@
-"""Evaluations of the loop at its start, during training and at its end, over meshes that compute
-nothing.
-"""
+"""Evaluations of the loop at its start, in training and at its end, without real meshes."""
 
 import asyncio
 import json
@@ -17,9 +15,7 @@ from tests.trainers.loops import EACH_PIPELINE, calls, evaluating, results, whil
 
 
 def evaluation_calls(generators) -> list[tuple[list[str], bool]]:
-    """Return the requests of each call to any generator that evaluates, and whether the prefix
-    cache was reset before.
-    """
+    """Return requests of each evaluation call, and whether prefixes were forgotten before."""
     every = (call for generator in generators for call in generator.calls)
     return [call for call in every if call[0][0].startswith("eval")]
 
@@ -315,9 +311,7 @@ def test_leaving_in_the_last_evaluation_is_quick_and_resumable(run, pipeline):
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_lost_actors_do_not_change_a_repeated_evaluation(run, staleness):
-    """The trainer is lost in an evaluation; a generator in the evaluation that is made again for
-    it.
-    """
+    """The trainer is lost in an evaluation; a generator while the evaluation is repeated."""
     options = {"steps": 6, "staleness": staleness, "save_every": 1, "replicas": 2}
     run(**options, fields=evaluating(), folder="whole")
     evaluated = run.record.read_evaluations()

@@ -1,6 +1,4 @@
-"""Batches of the loop and the time at which their groups are requested, over meshes that compute
-nothing.
-"""
+"""Batches of the loop and the time at which their groups are requested, without meshes."""
 
 import asyncio
 import random

@@ -1,6 +1,4 @@
-"""Batches that the groups of a step become, with the columns of the loss and the config's number of
-updates.
-"""
+"""Batches that the groups of a step become, with the loss's columns and their updates."""
 
 import json
 import math

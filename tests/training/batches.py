@@ -87,9 +87,7 @@ def with_experts(batch: Batch, count: int = 4) -> Batch:
 
 
 def with_targets(batch: Batch, *shape: int) -> Batch:
-    """The batch with other targets than its tokens, int64 [T, *shape], some of them twice or none,
-    and weights of them of any sign.
-    """
+    """The batch with other targets than its tokens, int64 [T, *shape], and signed weights."""
     draw = torch.Generator().manual_seed(0)
     shape = (len(batch.tokens), *shape)
     columns = batch.columns | {"weights": torch.randn(shape, generator=draw)}

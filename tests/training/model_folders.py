@@ -60,9 +60,7 @@ class Folder:
     """Function that changes the folder at the end."""
 
     def write(self, folder: Path) -> Path:
-        """Save the model with random weights that are large enough to matter, and change it;
-        returns ``folder``.
-        """
+        """Save the model with random weights that matter, and change it; return ``folder``."""
         key = repr((self.sizes, self.experts, self.family, self.dtype, self.max_shard_size))
         if key not in _saved:
             _saved[key] = tempfile.TemporaryDirectory()

@@ -35,9 +35,7 @@ def on_ranks(
 
 
 def in_layout(function: Callable[..., Any], model: str, layout: str, *args: Any) -> list[Any]:
-    """Return the results of ``function(model, layout, *args)`` on the ranks of the layout; one rank
-    is this process.
-    """
+    """Return ``function(model, layout, *args)`` of each rank; one rank is this process."""
     ranks = LAYOUTS[layout].ranks
     if ranks == 1:
         return [function(model, layout, *args)]
@@ -45,9 +43,7 @@ def in_layout(function: Callable[..., Any], model: str, layout: str, *args: Any)
 
 
 class Ranks:
-    """``function(*args)`` running on ``count`` ranks; a context manager that leaves no process
-    behind.
-    """
+    """``function(*args)`` running on ``count`` ranks; a context that leaves no process."""
 
     def __init__(self, count: int, function: Callable[..., Any], *args: Any):
         self._store = loopback_store()

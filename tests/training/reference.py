@@ -1,6 +1,4 @@
-"""The same mathematics in float64, one sequence at a time; of Tiller only losses, which have tests
-of their own.
-"""
+"""The same mathematics in float64, one sequence at a time; of Tiller only losses."""
 
 import re
 from collections import defaultdict
@@ -47,9 +45,7 @@ class Qwen3:
         return x / (x.pow(2).mean(-1, keepdim=True) + self.eps).sqrt() * weight
 
     def __call__(self, tokens: list[int], experts: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits [len(tokens), vocabulary]. ``experts`` of each token in each layer are given,
-        [len(tokens), layers, top_k]; -1 is none.
-        """
+        """Logits [len(tokens), vocabulary], with given ``experts`` [len(tokens), layers, top_k]."""
         self.routed: list[torch.Tensor] = []  # probabilities of the experts in each layer
         embedding = self.weights["tok_embeddings.weight"]
         x = embedding[tokens]
@@ -104,9 +100,7 @@ class Qwen3:
     def _mix(
         self, w: dict[str, torch.Tensor], h: torch.Tensor, given: torch.Tensor | None
     ) -> torch.Tensor:
-        """The ``top_k`` likeliest experts of each token, or those ``given``, by their share of the
-        probability of these.
-        """
+        """The ``top_k`` likeliest experts of each token, or those ``given``, by their share."""
         probs = linear(w, "moe.router.gate", h).softmax(-1)
         self.routed.append(probs)
         choice = probs + w.get("moe.router.expert_bias", 0.0)
@@ -126,9 +120,7 @@ class Qwen3:
         return (outputs @ share.unsqueeze(-1)).squeeze(-1)
 
     def balance_loss(self, count: int) -> torch.Tensor:
-        """Balance loss of the first ``count`` tokens that were computed last: arXiv:2412.19437,
-        eqs. 17 to 20.
-        """
+        """Balance loss (arXiv:2412.19437, eqs. 17 to 20) of the first tokens of the last call."""
         total = torch.tensor(0.0, dtype=torch.float64)
         for probs in (each[:count] for each in self.routed):
             experts = probs.shape[1]

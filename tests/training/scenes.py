@@ -215,9 +215,7 @@ def logits_of(engine: TrainingEngine, tokens: torch.Tensor) -> torch.Tensor:
 def accumulate(
     engine: TrainingEngine, *batches: Batch, loss: PolicyLoss.Config = LOSS
 ) -> dict[str, Any]:
-    """Gradients of ``batches``, one call each, what the calls returned, and what a step makes of
-    it.
-    """
+    """Gradients, outputs and metrics of a call for each of ``batches``, and of a step."""
     calls = [
         engine.forward_backward(share(engine, batch), loss.build(), temperature=TEMPERATURE)
         for batch in batches
@@ -373,9 +371,7 @@ def stale_parts(engine: TrainingEngine, shards: Shards) -> list[str]:
 
 
 def held(model: ModelConfig, layout: Layout, folder: str, **trainer: Any) -> dict[str, Any]:
-    """Return digests of a rank's weights, and the whole gradient of a batch of five rows and of one
-    more.
-    """
+    """Return digests of a rank's weights, and the whole gradient of batches of 5 rows and 1."""
     engine = engine_of(model, folder=folder, layout=layout, **trainer)
     of_parts = digests(engine.shards().values())
     batch = ragged_batch()

@@ -1,6 +1,4 @@
-"""A checkpoint of any layout resumes exactly in any other layout; incomplete ones are ignored
-(C6).
-"""
+"""A checkpoint of any layout resumes exactly in any other; incomplete ones are ignored (C6)."""
 
 import dataclasses
 import os
@@ -82,9 +80,7 @@ def test_a_resumed_engine_steps_with_the_learning_rate_and_decay_of_its_own_conf
 
 
 def test_weights_are_saved_as_they_are_held(folder):
-    """No copy, no q, k and v made from a fused weight, a tied one once; buffers that cannot be
-    computed again.
-    """
+    """No copy, no q, k and v of a fused weight, a tied one once, and buffers that persist."""
     engine = engine_of(TIED_FUSED, folder=folder)
     engine.model.register_buffer("load_bias", torch.tensor([1.0, 2.0]))
     engine.model.register_buffer("load_count", torch.tensor([3.0]), persistent=False)

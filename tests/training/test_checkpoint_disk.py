@@ -78,9 +78,7 @@ def save_and_step_on(model: str, layout: str, folder: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def held_writes(name: str) -> Iterator[Callable[[], None]]:
-    """DCP writes no data into the folder of that name before the end of the block, or before the
-    call of the result.
-    """
+    """DCP writes no data into the folder before the end of the block or a call of the result."""
     end = threading.Event()
     write = FileSystemWriter.write_data
 

@@ -1,6 +1,4 @@
-"""A mixture of experts is the same trainer in every layout, only its gradient changes it, and its
-routing is measured.
-"""
+"""A mixture of experts is the same trainer in every layout, and its routing is measured."""
 
 from dataclasses import replace
 from functools import partial
@@ -95,9 +93,7 @@ def test_ranks_hold_the_parts_of_one_model_and_learn_the_same(alone, folder, nam
 
 
 def assert_routes(shape: ModelShape, whole: dict[str, Box], held: list[dict[str, Box]]) -> None:
-    """Generators of one and of two ranks can be filled from what trainer ranks hold, each element
-    once.
-    """
+    """Generators of one and of two ranks can be filled from what trainer ranks hold."""
     sources = [
         tuple(Region(name, whole[name].shape, box) for name, box in boxes.items()) for boxes in held
     ]

@@ -28,9 +28,7 @@ def described(tmp_path: Path, model: ModelConfig, stops: Sequence[int]) -> tuple
 
 
 def end_after_three(tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """Logits that choose a digit at first and ``<eos>`` as the third token of a completion
-    of two.
-    """
+    """Logits that choose a digit at first, and ``<eos>`` as the third token."""
     chosen = EOS if tokens.shape[1] == 4 else TOKEN["7"]
     return torch.full_like(scores, -1e9).index_fill(1, torch.tensor([chosen]), 0.0)
 

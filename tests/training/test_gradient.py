@@ -1,6 +1,4 @@
-"""One gradient (C1): however the batch is cut, it equals the float64 gradient of each sequence
-alone.
-"""
+"""One gradient (C1): however a batch is cut, it is the float64 gradient of each sequence."""
 
 import contextlib
 import itertools

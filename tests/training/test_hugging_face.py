@@ -1,6 +1,4 @@
-"""Exports are models that transformers loads; ranks read and write their own shards piece by
-piece.
-"""
+"""Exports are models that transformers loads; ranks read and write their own shards."""
 
 import contextlib
 import shutil
@@ -192,9 +190,7 @@ class CountedSlice:
 
 
 def adopt_and_count(folder: str, layout: str, export: str) -> dict[str, Any]:
-    """``adopted``, and the elements of every piece that this rank reads from a Hugging Face folder
-    and writes to one.
-    """
+    """``adopted``, and the elements of each piece that this rank reads and writes."""
     read: list[int] = []
     written: list[int] = []
 

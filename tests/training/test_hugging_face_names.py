@@ -1,6 +1,4 @@
-"""The pieces of any box of a parameter equal the parts that torchtitan's adapter makes of the
-whole.
-"""
+"""The pieces of any box of a parameter are the parts that torchtitan's adapter makes."""
 
 from itertools import pairwise, product
 from types import SimpleNamespace
@@ -52,9 +50,7 @@ def parameters_of(config: Qwen3Model.Config) -> dict[str, torch.Tensor]:
 def by_the_adapter(
     config: Qwen3Model.Config, parameters: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """torchtitan's own way: qkv is split by the module's hook, then the adapter renames and
-    unstacks.
-    """
+    """torchtitan's own way: its hook splits qkv, then its adapter renames and unstacks."""
     state = dict(parameters)
     fused = SimpleNamespace(head_dim=HEADS["head_dim"], heads_per_kv=3, r_dim=5)
     for layer in range(SIZES["n_layers"]):

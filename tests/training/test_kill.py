@@ -1,6 +1,4 @@
-"""kill -9 at any moment, restart: the run ends bit for bit where the uninterrupted one does (C4,
-C6).
-"""
+"""kill -9 at any moment, restart: the run ends bit for bit where it would have (C4, C6)."""
 
 import json
 import os
@@ -70,9 +68,7 @@ def kill_at(ranks: Ranks, folder: str, step: int, delay: float) -> None:
 
 
 def kill_in_a_save(ranks: Ranks, folder: str, step: int) -> str | None:
-    """Kill while a checkpoint at ``step`` or later is being written; its name, None if it became
-    complete.
-    """
+    """Kill while a checkpoint is being written; its name, None if it became complete."""
     folders = StepFolders(Path(folder) / "checkpoints")
 
     def being_written() -> int | None:
@@ -95,9 +91,7 @@ def wait_for(ranks: Ranks, happened: Callable[[], Any]) -> Any:
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    """Digests of the weights and moments that a run ends with which is not killed, and saves
-    nothing.
-    """
+    """Digests of the weights and moments at the end of a run that is not killed."""
 
     @cache
     def ends(layout: str, steps: int) -> dict[str, str]:

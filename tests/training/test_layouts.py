@@ -103,9 +103,7 @@ def test_steps_do_not_depend_on_the_layout_and_a_non_finite_gradient_skips_one(p
 
 
 def test_parts_are_live_shards_from_before_the_first_forward_on(pair):
-    """A publisher takes them once. FSDP keeps the head gathered after a forward without a backward:
-    a copy that no step changes.
-    """
+    """A publisher takes them once. FSDP's gathered copy of the head changes with no step."""
     alone, answers, _ = pair
     for answer in (alone, *answers):
         assert answer["stale_parts"] == answer["moved_parts"] == []

@@ -41,9 +41,7 @@ def weigh(logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
 def sharded_logprobs(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, options: dict
 ) -> list[torch.Tensor]:
-    """Log-probs, entropy and the whole gradients of a sum of both, from weights split over the
-    vocabulary.
-    """
+    """Log-probs, entropy and whole gradients of both, with weights split over the vocabulary."""
     init_device_mesh("cpu", (2,))
     mine = weight.chunk(2)[dist.get_rank()].requires_grad_()
     hidden.requires_grad_()

@@ -169,9 +169,7 @@ def plays(once):
     ]
 )
 def pair(request, plays):
-    """(what one rank answered, what each rank of the layout answered, the model, the layout's
-    folder).
-    """
+    """(what one rank answered, what each rank answered, the model, the layout's folder)."""
     model, layout = request.param
     (alone,), _ = plays(model, "alone")
     return alone, *plays(model, layout)
@@ -255,9 +253,7 @@ def test_gradients_and_steps_do_not_depend_on_the_layout(pair):
 
 
 def test_parts_are_the_merged_weights_from_before_the_first_step_on(pair):
-    """Bit for bit where the shapes of the products are; the same on all ranks; in tensors that a
-    publisher keeps.
-    """
+    """Bit for bit where the shapes of products are equal, in tensors that a publisher keeps."""
     alone, answers, _ = pair
     assert alone["merge_error"] == 0.0
     assert all(answer["merge_error"] <= 1e-6 for answer in answers)

@@ -45,9 +45,7 @@ def choice_of_a_rank() -> str:
 
 
 def worst_errors() -> tuple[set[str], set[str], set[str], float, float]:
-    """Return operations of a product before oneDNN, with it and after it, its errors in float32,
-    and changes of other products.
-    """
+    """Return operations before, with and after oneDNN, its errors, and other changes."""
     before = operations()
     exact = product(torch.float64)
     coarse = product(torch.bfloat16)
@@ -73,9 +71,7 @@ def operations() -> set[str]:
 
 
 def product(dtype: torch.dtype) -> list[torch.Tensor]:
-    """Products of each shape with matrices that lie by rows and by columns, with gradients, and
-    into a given result.
-    """
+    """Products of each shape, with matrices by rows and by columns, and gradients."""
     draw = torch.Generator().manual_seed(0)
     found = []
     for rows, inner, columns in SHAPES:

@@ -1,6 +1,4 @@
-"""However a batch is cut, every token is predicted once, in a document of its own, within the
-budget.
-"""
+"""However a batch is cut, every token is predicted once, in its document and the budget."""
 
 from dataclasses import replace
 
@@ -33,9 +31,7 @@ CUTTINGS = st.builds(
 
 
 def batch_of(lengths: list[int]) -> Batch:
-    """Every token is its own place in the batch, and its weight too: the first of each sequence has
-    none.
-    """
+    """Every token is its place in the batch, and its weight too, except for first tokens."""
     places = torch.arange(sum(lengths))
     first = torch.cat([torch.arange(length) == 0 for length in lengths])
     return Batch(

@@ -299,9 +299,7 @@ class SecondRaises:
 
 
 def learned_after_a_failure(folder: str, fails: bool, layout: str = "alone") -> ShardDigests:
-    """Return this rank's weights after a step of one batch. With ``fails``, a call before it
-    raises.
-    """
+    """Return this rank's weights after a step. With ``fails``, a call before it raises."""
     engine = engine_of(TIED_FUSED, folder=folder, layout=LAYOUTS[layout])
     batch = share(engine, ragged_batch())
     if fails:

@@ -1,6 +1,4 @@
-"""Parameters and optimizer state go to host memory and come back bit for bit; meanwhile nothing
-uses them.
-"""
+"""Parameters and optimizer state go to host memory and come back bit for bit."""
 
 import pytest
 import torch

@@ -12,9 +12,7 @@ from rl.types import Place
 
 @pytest.fixture
 def procs(tmp_path):
-    """Return a context that yields ``spawn(name)``, which returns a mesh of processes. All meshes
-    end with the context.
-    """
+    """Return a context that yields ``spawn(name)``; all meshes end with the context."""
 
     # not undone: Monarch notices a death seconds later and would interrupt the next test
     monarch.actor.unhandled_fault_hook = lambda failure: None

@@ -87,9 +87,7 @@ def push_all(cases: list[tuple[str, str]], folder: str) -> list[Layout]:
 
 
 def push(model: ModelConfig, layout: scenes.Layout, folder: str) -> Layout:
-    """Push two versions to all generators; return the layout of this rank. The trainer's ranks are
-    the generators' ranks too.
-    """
+    """Push two versions to all generators from ranks that are theirs too; return the layout."""
     engine = scenes.engine_of(model, folder=folder, layout=layout)
     held = list(engine.shards().values())
     places = [(layouts, rank) for layouts in generators(model) for rank in range(len(layouts))]

@@ -114,9 +114,7 @@ async def call(endpoint: Any, *args: Any) -> list[Any]:
 async def check_pushes(
     trainer: ProcMesh, generator: ProcMesh, transport: str, versions: range
 ) -> None:
-    """Check that every version arrives bit for bit on every rank, and as a delta if the version is
-    close to the previous one.
-    """
+    """Check that every version arrives bit for bit on every rank, as a delta if it is close."""
     publishers = trainer.spawn("publishers", TrainerRank, transport, 3600.0)
     readers = generator.spawn("readers", GeneratorRank, transport)
     await call(readers.connect, await call(publishers.open))

@@ -1,6 +1,4 @@
-"""Any trainer layout pushes to any generator layout bit for bit, and layouts can be planned without
-ranks.
-"""
+"""Any trainer layout pushes to any generator layout bit for bit; layouts need no ranks."""
 
 import resource
 
@@ -58,9 +56,7 @@ def planned(model: str, layout: str) -> tuple[Layout, ...]:
     ],
 )
 def pushed(request, tmp_path_factory) -> dict[tuple[str, str], list[Layout]]:
-    """Return the layouts of all ranks by (model, trainer layout), after they have pushed to all
-    generators and compared.
-    """
+    """Return the layouts of all ranks by (model, trainer layout), after checked pushes."""
     cases = request.param
     folder = str(tmp_path_factory.mktemp("pushed"))
     ranks = on_ranks(TRAINERS[cases[0][1]].ranks, push_all, cases, folder)
@@ -100,9 +96,7 @@ def test_adapters_do_not_change_the_layout():
 
 
 def test_a_large_plan_takes_little_memory_and_balances_replicas():
-    """30 billion parameters, HSDP2x8 with TP4 and EP8, to eight ranks with whole experts, two ranks
-    for each kv head.
-    """
+    """30 billion parameters, HSDP2x8 with TP4 and EP8, to eight ranks with whole experts."""
     parallelism = TrainerLayout(replicate=2, shard=8, tp=4, ep=8).parallelism
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     held = trainer_layout(TrainerConfig(parallelism=parallelism), LARGE)

@@ -26,9 +26,7 @@ SHARES = st.sampled_from([0.0, 0.01, 0.05, 0.5])
 
 
 class Pushes(RuleBasedStateMachine):
-    """Publishers and readers that stop at any step, are cancelled, die and restart; none waits
-    for another.
-    """
+    """Publishers and readers that stop at any step, are cancelled, die and restart."""
 
     @initialize(use_delta=st.booleans())
     def start(self, use_delta):

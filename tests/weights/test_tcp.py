@@ -1,6 +1,4 @@
-"""Push over TCP and through communicators: readers serve each other, and what arrives is exact
-whatever happens to them.
-"""
+"""Push over TCP and communicators: readers serve each other, and what arrives is exact."""
 
 import asyncio
 import os

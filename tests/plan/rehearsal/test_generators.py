@@ -1,6 +1,4 @@
-"""The generators' models run on a GPU as vLLM captures them in CUDA graphs, with the memory that
-the plan computes.
-"""
+"""Generators run as vLLM captures them in CUDA graphs, with the memory of the plan."""
 
 import pytest
 

@@ -29,9 +29,7 @@ def test_the_last_rank_runs_too(rehearsals):
 
 
 def check_run(found: dict) -> None:
-    """Raise AssertionError unless a rehearsal went as planned and the host waited at known lines
-    only.
-    """
+    """Raise AssertionError unless a rehearsal went as planned and waited at known lines only."""
     assert found["error"] is None
     check_memory(found)
     check_collectives(found)

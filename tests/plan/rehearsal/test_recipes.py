@@ -1,6 +1,4 @@
-"""Every shipped recipe runs on GPUs at its full size as planned. Those on examples train a tiny
-model, since theirs is the user's.
-"""
+"""Every shipped recipe runs on GPUs at its full size as planned."""
 
 import pytest
 

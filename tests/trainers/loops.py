@@ -81,14 +81,27 @@ def left(run, version: int = 2) -> Prepare:
     return prepare
 
 
-def while_evaluating(generator, begun: Callable[[int], Awaitable[None]]) -> None:
-    """Have ``generator`` await ``begun(version)`` in the middle of each evaluation."""
+def during(**hooks: Callable[..., Awaitable[None]]) -> Prepare:
+    """Return a function that has calls of the trainer, or of the first generator, await hooks."""
 
-    async def generate(request):
-        if request.startswith("eval"):
-            await begun(generator.version)
+    def prepare(trainer, first, *_):
+        first.during = hooks.get("generate")
+        trainer.during |= hooks
 
-    generator.during = generate
+    return prepare
+
+
+def while_evaluating(begun: Callable[[int], Awaitable[None]]) -> Prepare:
+    """Return a function that has the first generator await ``begun(version)`` in evaluations."""
+
+    def prepare(trainer, first, *_):
+        async def generate(request):
+            if request.startswith("eval"):
+                await begun(first.version)
+
+        first.during = generate
+
+    return prepare
 
 
 def calls(log: list[str], *kinds: str) -> list[str]:

@@ -9,7 +9,7 @@ from rl.errors import RunError
 from rl.model.shards import Box
 from rl.observe.checkpoint_folders import ROLLOUTS
 from rl.observe.rollout_files import read_groups
-from tests.trainers.loops import calls, evaluating, results
+from tests.trainers.loops import calls, during, evaluating, results
 
 CANARY = {"weights.digests": False}
 NO_CHECKS = CANARY | {"weights.canary_tolerance": 0.0}
@@ -93,33 +93,30 @@ def test_one_step_stale_a_pull_slower_than_the_step_changes_no_order(run, checks
 def test_one_step_stale_generating_training_and_publishing_are_behind_each_other(run, checks):
     """Each of the three starts before any of them ends."""
 
-    def prepare(trainer, generator):
-        training = asyncio.Event()
-        generating = asyncio.Event()
-        publishing = asyncio.Event()
+    training = asyncio.Event()
+    generating = asyncio.Event()
+    publishing = asyncio.Event()
 
-        async def train():
-            if trainer.version in (1, 2):
-                training.set()
-                await publishing.wait()
-                await generating.wait()
-                for event in (training, generating, publishing):
-                    event.clear()
+    async def train():
+        if run.trainer.version in (1, 2):
+            training.set()
+            await publishing.wait()
+            await generating.wait()
+            for event in (training, generating, publishing):
+                event.clear()
 
-        async def generate(request):
-            if generator.version in (1, 2):
-                generating.set()
-                await training.wait()
+    async def generate(request):
+        if run.generators[0].version in (1, 2):
+            generating.set()
+            await training.wait()
 
-        async def publish():
-            if trainer.version in (1, 2):
-                publishing.set()
-                await training.wait()
+    async def publish():
+        if run.trainer.version in (1, 2):
+            publishing.set()
+            await training.wait()
 
-        trainer.during |= {"forward_backward": train, "push_weights": publish}
-        generator.during = generate
-
-    _, rows = run(prepare, staleness=1, fields=checks)
+    hooks = during(push_weights=publish, forward_backward=train, generate=generate)
+    _, rows = run(hooks, staleness=1, fields=checks)
     assert [row["rollout/staleness_max"] for row in rows] == [0, 1, 1, 1]
     assert all(row["timing/hidden"] > 0 for row in rows[1:3])
 
@@ -131,28 +128,26 @@ def test_an_optimizer_step_waits_for_the_push_and_what_was_waited_for_is_not_hid
     now = [0.0]
     monkeypatch.setattr("rl.observe.spans.time.perf_counter", lambda: now[0])
 
-    def prepare(trainer, generator):
-        published = set()
-        trained = set()
+    published = set()
+    trained = set()
 
-        async def train():
-            while trainer.version not in published:
+    async def train():
+        while run.trainer.version not in published:
+            await asyncio.sleep(0)
+        now[0] += 1.0
+        trained.add(run.trainer.version)
+
+    async def publish():
+        published.add(run.trainer.version)
+        if run.trainer.version in (1, 2):
+            while run.trainer.version not in trained:
                 await asyncio.sleep(0)
-            now[0] += 1.0
-            trained.add(trainer.version)
+            for _ in range(20):  # until the loop waits
+                await asyncio.sleep(0)
+            now[0] += 5.0
 
-        async def publish():
-            published.add(trainer.version)
-            if trainer.version in (1, 2):
-                while trainer.version not in trained:
-                    await asyncio.sleep(0)
-                for _ in range(20):  # until the loop waits
-                    await asyncio.sleep(0)
-                now[0] += 5.0
-
-        trainer.during |= {"forward_backward": train, "push_weights": publish}
-
-    _, rows = run(prepare, staleness=1, fields={"weights.canary_tolerance": 0.0})
+    hooks = during(push_weights=publish, forward_backward=train)
+    _, rows = run(hooks, staleness=1, fields={"weights.canary_tolerance": 0.0})
     assert [row["timing/push_wait"] for row in rows] == [0, 5, 5, 0]
     assert [row["timing/hidden"] for row in rows[1:3]] == [1, 1]
     assert [row["timing/step"] for row in rows] == [1, 6, 6, 1]
@@ -250,36 +245,29 @@ def test_rollouts_of_weights_older_than_the_bound_are_never_trained_on(run):
 def test_a_version_that_generators_still_pull_is_not_overwritten(run, staleness):
     """The trainer could be done with three steps while the generator is busy with one batch."""
 
-    def prepare(trainer, generator):
-        async def generate(request):
-            await asyncio.sleep(0.05 if int(request.split("/")[1]) >= 2 * staleness else 0)
+    async def generate(request):
+        await asyncio.sleep(0.05 if int(request.split("/")[1]) >= 2 * staleness else 0)
 
-        generator.during = generate
-
-    run(prepare, steps=8, staleness=staleness)
+    run(during(generate=generate), steps=8, staleness=staleness)
     assert calls(run.log, "generate") == [f"generate {max(0, k - staleness)}" for k in range(8)]
 
 
 def test_weights_that_arrive_while_the_trainer_leaves_them_are_not_compared(run):
-    def prepare(trainer, generator):
-        stepping = asyncio.Event()
+    stepping = asyncio.Event()
 
-        async def step():
-            if trainer.version == 1:
-                stepping.set()
-                while "canary 1" not in run.log:
-                    await asyncio.sleep(0)
-                for _ in range(10):
-                    await asyncio.sleep(0)
+    async def step():
+        if run.trainer.version == 1:
+            stepping.set()
+            while "canary 1" not in run.log:
+                await asyncio.sleep(0)
+            for _ in range(10):
+                await asyncio.sleep(0)
 
-        async def generate(request):
-            if request.startswith("train/4/"):
-                await stepping.wait()
+    async def generate(request):
+        if request.startswith("train/4/"):
+            await stepping.wait()
 
-        trainer.during["optim_step"] = step
-        generator.during = generate
-
-    log, _ = run(prepare, steps=5, staleness=2)
+    log, _ = run(during(optim_step=step, generate=generate), steps=5, staleness=2)
     assert log.index("canary 1") < log.index("publish 2")
     compared = [entry.removeprefix("forward ") for entry in calls(log, "forward")]
     assert "1" not in compared

@@ -10,6 +10,7 @@ from rl.errors import ActorFailure, RunError
 from tests.trainers.loops import (
     EACH_PIPELINE,
     calls,
+    during,
     evaluating,
     generator_lost_once,
     left,
@@ -142,30 +143,24 @@ def test_a_failed_start_of_one_mesh_starts_no_other_mesh_twice(run):
 
 
 def test_an_exception_of_an_actor_ends_the_run_at_once(run):
-    def prepare(trainer, generator):
-        async def die():
-            raise ActorFailure(
-                "trainer rank 0: broken", actor="trainer", rank=0, call="step", kind="raised"
-            )
-
-        trainer.during["forward_backward"] = die
+    async def die():
+        raise ActorFailure(
+            "trainer rank 0: broken", actor="trainer", rank=0, call="step", kind="raised"
+        )
 
     with pytest.raises(ActorFailure, match="broken"):
-        run(prepare)
+        run(during(forward_backward=die))
     assert run.trainer.starts == 1
 
 
 @EACH_PIPELINE
 def test_generators_join_and_leave_during_a_run(run, pipeline, replicas):
-    def prepare(trainer, generator):
-        async def train():
-            if trainer.version in (2, 6):
-                replicas({2: 2, 6: 1}[trainer.version])
-            await asyncio.sleep(0.02)
+    async def train():
+        if run.trainer.version in (2, 6):
+            replicas({2: 2, 6: 1}[run.trainer.version])
+        await asyncio.sleep(0.02)
 
-        trainer.during["forward_backward"] = train
-
-    _, rows = run(prepare, steps=12, staleness=1, pipeline=pipeline)
+    _, rows = run(during(forward_backward=train), steps=12, staleness=1, pipeline=pipeline)
     first, second = run.generators
     assert (first.starts, second.starts, second.is_running) == (1, 1, False)
     assert second.number == 1
@@ -270,12 +265,10 @@ def test_an_alarm_that_fails_ends_the_run_after_writing_metrics(run):
 
 
 def test_a_run_that_stands_still_is_ended_by_the_watchdog(run):
-    def prepare(trainer, generator):
-        generator.during = lambda request: asyncio.sleep(60)
 
     said = r"stalled: no step was done for \d+ s, watchdog.stalled_s=0.5"
     with pytest.raises(RunError, match=said):
-        run(prepare, fields={"watchdog.stalled_s": 0.5})
+        run(during(generate=lambda request: asyncio.sleep(60)), fields={"watchdog.stalled_s": 0.5})
 
 
 def test_a_rank_that_dies_while_a_complete_run_closes_is_a_warning(run):

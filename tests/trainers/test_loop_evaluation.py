@@ -95,7 +95,7 @@ def test_a_generator_lost_in_an_evaluation_changes_no_score(run):
 @pytest.mark.parametrize("on_the_way", [True, False])
 def test_evaluation_and_export_are_no_stall(run, pipeline, time_passes, on_the_way):
     def prepare(trainer, generator):
-        while_evaluating(generator, time_passes)
+        while_evaluating(time_passes)(trainer, generator)
         if not on_the_way:
             trainer.during["export_hf"] = time_passes
 
@@ -107,16 +107,13 @@ def test_evaluation_and_export_are_no_stall(run, pipeline, time_passes, on_the_w
 
 @EACH_PIPELINE
 def test_a_failed_last_evaluation_leaves_export_and_summary(run, pipeline):
-    def prepare(trainer, generator):
-        async def begun(version):
-            raise ActorFailure(
-                "generator-0: no", actor="generator-0", rank=0, call="generate", kind="raised"
-            )
-
-        while_evaluating(generator, begun)
+    async def begun(version):
+        raise ActorFailure(
+            "generator-0: no", actor="generator-0", rank=0, call="generate", kind="raised"
+        )
 
     with pytest.raises(RunError, match="generator-0: no"):
-        run(prepare, steps=2, pipeline=pipeline, fields=evaluating(every=0))
+        run(while_evaluating(begun), steps=2, pipeline=pipeline, fields=evaluating(every=0))
     export = run.record.folder / "export"
     assert (export / "tokenizer.json").exists()
     assert "eos_token_id" in json.loads((export / "generation_config.json").read_text())
@@ -130,15 +127,13 @@ def test_an_asynchronous_evaluation_names_its_weights_and_skipped_steps(run, eve
     """Each evaluation takes three steps at least. Those on the way end before the run does."""
     exported = []
 
-    def prepare(trainer, generator):
-        async def begun(version):
-            while generator.version < min(version + 3, 12):
-                await asyncio.sleep(0.001)
-            exported.append("export" in run.log)
+    async def begun(version):
+        while run.generators[0].version < min(version + 3, 12):
+            await asyncio.sleep(0.001)
+        exported.append("export" in run.log)
 
-        while_evaluating(generator, begun)
-
-    run(prepare, steps=12, staleness=1, pipeline="asynchronous", fields=evaluating(every=every))
+    fields = evaluating(every=every)
+    run(while_evaluating(begun), steps=12, staleness=1, pipeline="asynchronous", fields=fields)
     rows = run.record.read_evaluations()
     steps = [row["step"] for row in rows]
     assert [row["eval/version_min"] for row in rows] == steps
@@ -154,14 +149,11 @@ def test_an_asynchronous_evaluation_names_its_weights_and_skipped_steps(run, eve
 def test_a_deterministic_evaluation_is_of_the_weights_of_its_step(run, staleness):
     exported = []
 
-    def prepare(trainer, generator):
-        async def begun(version):
-            await asyncio.sleep(0.01)
-            exported.append("export" in run.log)
+    async def begun(version):
+        await asyncio.sleep(0.01)
+        exported.append("export" in run.log)
 
-        while_evaluating(generator, begun)
-
-    run(prepare, steps=7, staleness=staleness, fields=evaluating(every=1))
+    run(while_evaluating(begun), steps=7, staleness=staleness, fields=evaluating(every=1))
     names = ("step", "eval/version_min", "eval/version_max", "eval/skipped")
     named = [tuple(row[name] for name in names) for row in run.record.read_evaluations()]
     assert named == [(step, step, step, 0) for step in range(1, 7)]
@@ -213,7 +205,7 @@ def test_a_disturbed_run_evaluates_the_initial_weights_once(run, pipeline, distu
         if disturbance == "kill in the first step":
             trainer.during["forward_backward"] = kill
         else:
-            while_evaluating(generator, begun)
+            while_evaluating(begun)(trainer, generator)
 
     run(**options, folder="whole")
     evaluated, whole = run.record.read_evaluations(), results(run.record)
@@ -248,23 +240,20 @@ def test_a_run_that_ends_in_an_evaluation_repeats_it_from_the_same_weights(
     run(**options, folder="whole")
     whole = results(run.record)
 
-    def prepare(trainer, generator):
-        async def begun(version):
-            if version == 2:
-                while ends == "killed" and trainer.version < 2 + ahead:
+    async def begun(version):
+        if version == 2:
+            while ends == "killed" and run.trainer.version < 2 + ahead:
+                await asyncio.sleep(0.001)
+            for _ in range(50):  # in which a trainer that is killed would save
+                if ends == "killed" or run.trainer.version < 2 + ahead:
                     await asyncio.sleep(0.001)
-                for _ in range(50):  # in which a trainer that is killed would save
-                    if ends == "killed" or trainer.version < 2 + ahead:
-                        await asyncio.sleep(0.001)
-                if ends == "killed":
-                    raise ZeroDivisionError("killed")
-                run.loop.leave()
-                await asyncio.sleep(60)
-
-        while_evaluating(generator, begun)
+            if ends == "killed":
+                raise ZeroDivisionError("killed")
+            run.loop.leave()
+            await asyncio.sleep(60)
 
     with pytest.raises(ZeroDivisionError, match="killed") if ends == "killed" else nullcontext():
-        run(prepare, **options)
+        run(while_evaluating(begun), **options)
     assert [row["step"] for row in run.record.read_evaluations()] == [1]
     assert max(run.saved) == 2 <= run.loop.step
     run(**options, saved=run.saved)
@@ -272,15 +261,12 @@ def test_a_run_that_ends_in_an_evaluation_repeats_it_from_the_same_weights(
 
 
 def test_leaving_does_not_wait_for_an_asynchronous_evaluation(run):
-    def prepare(trainer, generator):
-        async def begun(version):
-            run.loop.leave()
-            await asyncio.sleep(60)
-
-        while_evaluating(generator, begun)
+    async def begun(version):
+        run.loop.leave()
+        await asyncio.sleep(60)
 
     options = {"steps": 9, "pipeline": "asynchronous", "fields": evaluating()}
-    run(prepare, **options)
+    run(while_evaluating(begun), **options)
     assert run.summary is None
     assert run.record.read_evaluations() == []
     resumed = max(run.saved)
@@ -291,16 +277,13 @@ def test_leaving_does_not_wait_for_an_asynchronous_evaluation(run):
 
 @EACH_PIPELINE
 def test_leaving_in_the_last_evaluation_is_quick_and_resumable(run, pipeline):
-    def prepare(trainer, generator):
-        async def begun(version):
-            if version == 3:
-                run.loop.leave()
-                await asyncio.sleep(60)
-
-        while_evaluating(generator, begun)
+    async def begun(version):
+        if version == 3:
+            run.loop.leave()
+            await asyncio.sleep(60)
 
     options = {"steps": 3, "pipeline": pipeline, "fields": evaluating()}
-    _, rows = run(prepare, **options)
+    _, rows = run(while_evaluating(begun), **options)
     assert run.summary is None
     assert max(run.saved) == 3
     log, resumed = run(**options, saved=run.saved)
@@ -316,19 +299,16 @@ def test_lost_actors_do_not_change_a_repeated_evaluation(run, staleness):
     run(**options, fields=evaluating(), folder="whole")
     evaluated = run.record.read_evaluations()
 
-    def prepare(trainer, first, second):
-        async def begun(version):
-            if version == 2 and trainer.starts == 1:
-                while trainer.version < 3:
-                    await asyncio.sleep(0.001)
-                trainer.lose()
-                await asyncio.sleep(60)
-            elif version == 2 and first.starts == 1:
-                first.lose("generate")
+    async def begun(version):
+        if version == 2 and run.trainer.starts == 1:
+            while run.trainer.version < 3:
+                await asyncio.sleep(0.001)
+            run.trainer.lose()
+            await asyncio.sleep(60)
+        elif version == 2 and run.generators[0].starts == 1:
+            run.generators[0].lose("generate")
 
-        while_evaluating(first, begun)
-
-    run(prepare, **options, fields=evaluating())
+    run(while_evaluating(begun), **options, fields=evaluating())
     assert (run.trainer.starts, run.generators[0].starts) == (2, 2)
     assert run.record.read_evaluations() == evaluated
 

@@ -13,6 +13,7 @@ from tests.trainers.loops import (
     EACH_PIPELINE,
     calls,
     dropped,
+    during,
     ledger_of,
     trained,
     without_times,
@@ -133,21 +134,18 @@ def test_an_asynchronous_run_trains_every_prompt_once_within_the_bound(run, stal
 
 
 def test_training_begins_while_the_rest_of_the_batch_is_generated(run):
-    def prepare(trainer, generator):
-        begun = asyncio.Event()
+    begun = asyncio.Event()
 
-        async def train():
-            begun.set()
+    async def train():
+        begun.set()
 
-        async def generate(request):
-            if request.startswith("train/1/"):
-                await begun.wait()
+    async def generate(request):
+        if request.startswith("train/1/"):
+            await begun.wait()
 
-        trainer.during["forward_backward"] = train
-        generator.during = generate
-
+    hooks = during(forward_backward=train, generate=generate)
     chunks = {"rollout.stream_chunks": 2}
-    log, _ = run(prepare, steps=1, pipeline="asynchronous", fields=chunks)
+    log, _ = run(hooks, steps=1, pipeline="asynchronous", fields=chunks)
     wanted = ["generate 0", "generate 0", "train 0 on 0", "train 0 on 0", "step"]
     assert calls(log, "generate", "train", "step") == wanted
 
@@ -155,15 +153,12 @@ def test_training_begins_while_the_rest_of_the_batch_is_generated(run):
 def test_a_long_rollout_delays_no_step_within_its_bound(run):
     """Prompt 0 goes on until two steps are done, and is trained on at the last moment."""
 
-    def prepare(trainer, generator):
-        async def generate(request):
-            if request.startswith("train/0/"):
-                while trainer.version < 2:
-                    await asyncio.sleep(0.001)
+    async def generate(request):
+        if request.startswith("train/0/"):
+            while run.trainer.version < 2:
+                await asyncio.sleep(0.001)
 
-        generator.during = generate
-
-    run(prepare, staleness=2, pipeline="asynchronous")
+    run(during(generate=generate), staleness=2, pipeline="asynchronous")
     ledger = ledger_of(run.record)
     assert [row["trained_now"][0] for row in ledger].index(0) == 2
     assert ledger[2]["staleness"]["2"] > 0

@@ -10,6 +10,7 @@ from tests.trainers.loops import (
     EACH_PIPELINE,
     calls,
     dropped,
+    during,
     ledger_of,
     lost_once,
     results,
@@ -64,15 +65,12 @@ def test_an_unfinished_checkpoint_is_ignored(run, pipeline, staleness):
     run(**options)
     whole = results(run.record)
 
-    def prepare(trainer, *_):
-        async def die():
-            if trainer.version == 4 and trainer.starts == 1:
-                assert run.loop.run.checkpoints.incomplete() == [4]
-                raise trainer.lose("save_checkpoint")
+    async def die():
+        if run.trainer.version == 4 and run.trainer.starts == 1:
+            assert run.loop.run.checkpoints.incomplete() == [4]
+            raise run.trainer.lose("save_checkpoint")
 
-        trainer.during["save_checkpoint"] = die
-
-    log, _ = run(prepare, **options, folder="other")
+    log, _ = run(during(save_checkpoint=die), **options, folder="other")
     assert run.trainer.starts == 2
     assert calls(log, "save") == ["save 2", "save 4", "save 4", "save 6"]
     assert run.loop.run.checkpoints.complete() == [2, 4, 6]
@@ -110,13 +108,10 @@ def test_a_pull_from_a_dead_trainer_is_no_failure_of_the_generator(run, pipeline
 
 
 def test_a_trainer_that_is_lost_repeatedly_ends_the_run(run):
-    def prepare(trainer, generator):
-        async def die():
-            if trainer.version == 2:
-                raise trainer.lose("forward_backward")
-
-        trainer.during["forward_backward"] = die
+    async def die():
+        if run.trainer.version == 2:
+            raise run.trainer.lose("forward_backward")
 
     with pytest.raises(ActorFailure, match="trainer rank 0, forward_backward: the process died"):
-        run(prepare, save_every=1)
+        run(during(forward_backward=die), save_every=1)
     assert run.trainer.starts == 4

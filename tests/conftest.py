@@ -69,7 +69,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run an async test on an event loop of its own."""
+    """Run an async test on the loop of the fixture ``runner``, or on a loop of its own."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     names = inspect.signature(pyfuncitem.obj).parameters
@@ -79,7 +79,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         async with asyncio.timeout(longest):
             await pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names})
 
-    asyncio.run(bounded())
+    runner = pyfuncitem.funcargs.get("runner")
+    (runner.run if runner else asyncio.run)(bounded())
     return True
 
 

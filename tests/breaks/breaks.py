@@ -498,7 +498,7 @@ rl/validation/rl_runs.py
 rl/cli/program.py
   return _report(str(error), EXIT_CONFIG)
   return _report(str(error), EXIT_FAILED)
-  e2e/test_endings.py cli/test_program.py config
+  cli/test_training_run.py
 rl/config/frozen.py
   return [frozen(v) for v in value]
   return [*value]

@@ -209,15 +209,6 @@ def test_a_folder_that_another_run_writes_to_is_refused(
         assert {path.name for path in tmp_path.iterdir()} == before
 
 
-def test_a_broken_config_json_of_a_run_is_refused(tmp_path, capsys):
-    path = tmp_path / "config.json"
-    path.write_text("[]")
-    arguments = ["--config", "quickstart", "--resume", "--output-dir", str(tmp_path)]
-    assert main(arguments) == 2
-    said = capsys.readouterr().err
-    assert said == f"error: --resume: {path}: holds []; it must be the config.json of a run\n"
-
-
 def test_the_quickstart_runs_where_its_caller_stands(tmp_path):
     repository = tmp_path / "repository"
     here = tmp_path / "here"

@@ -1,8 +1,5 @@
 """Each end of a run has its message and exit code, and leaves no process behind."""
 
-import contextlib
-import io
-import json
 import os
 import re
 import signal
@@ -13,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from rl.train import main
 from tests.e2e.runs import PATIENCE_S, TINY, Run
 
 
@@ -73,45 +69,3 @@ def test_a_signal_during_the_start_leaves_nothing(tmp_path, signals, code):
     run.assert_nothing_left()
     said = f"interrupted by {signals[0].name} after step 0; nothing is saved; start again with: "
     assert len(signals) > 1 or said in run.stderr
-
-
-@pytest.mark.long
-def test_a_generator_that_hangs_is_found_and_named(tmp_path):
-    arguments = [*TINY, "--steps", "100000", "--deadlines.heartbeat", "6", "--max-restarts", "0"]
-    run = Run(*arguments, folder=tmp_path / "run")
-    run.until_step(2)
-    run.strike("generator-0", signal.SIGSTOP)
-    run.until(lambda: (run.folder / "failure.json").exists())
-    assert run.wait() == 1
-    run.assert_nothing_left()
-    failure = run.json("failure.json")
-    assert (failure["actor"], failure["rank"], failure["call"]) == ("generator-0", 0, "heartbeat")
-    assert failure["error"] == "generator-0 rank 0, heartbeat: no answer within 6 s"
-    assert (failure["cause"], failure["again"]) == ("deadline", "")
-    assert f"failed after step {failure['step']}: {failure['error']}" in run.stderr
-
-
-QUICK = "--config quickstart"
-INVALID = {
-    "--config gsm8k_jsonl --model.hf_path MODEL": "has no *.safetensors",
-    "--config gsm8k_jsonl": "model.hf_path",
-    f"{QUICK} --trainer.parallelism.tensor_parallel_degree 3": "degree is 3; it must divide",
-    f"{QUICK} --resume": "--resume: output_dir",
-    "--config quikstart": "did you mean quickstart or tool_quickstart?",
-}
-
-
-def test_an_invalid_config_is_refused_before_any_process_starts(tmp_path):
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": 8}))
-    folder = tmp_path / "run"
-    found = {}
-    for arguments, message in INVALID.items():
-        words = arguments.replace("MODEL", str(model)).split()
-        said = io.StringIO()
-        with contextlib.redirect_stderr(said):
-            code = main([*words, "--output-dir", str(folder)])
-        if code != 2 or folder.exists() or message not in said.getvalue():
-            found[arguments] = f"exit code {code}: {said.getvalue()}"
-    assert found == {}

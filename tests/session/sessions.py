@@ -1,8 +1,7 @@
 """Real sessions on small models, and inputs for them."""
 
 import asyncio
-import functools
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -68,16 +67,6 @@ class Sessions:
 
     def _hosts(self) -> Hosts:
         return Hosts(self._folder / "logs")
-
-
-def on_its_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Run an async test on the event loop of its ``sessions``."""
-
-    @functools.wraps(test)
-    def run(**fixtures: Any) -> None:
-        fixtures["sessions"].run(test(**fixtures))
-
-    return run
 
 
 def config_of(**fields: Any) -> SessionConfig:

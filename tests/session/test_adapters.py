@@ -16,7 +16,7 @@ from rl.training.trainer_config import AdapterConfig
 from rl.types import Batch, GenerationRequest, Sampling
 from tests.actors.processes import pids_of
 from tests.generation.policies import EXPERTS
-from tests.session.sessions import PROMPTS, batch, config_of, on_its_loop, trainer_config
+from tests.session.sessions import PROMPTS, batch, config_of, trainer_config
 
 LOSS = grpo(entropy_coef=0.01)
 SAMPLING = Sampling(max_tokens=12, temperature=0.7, stop_token_ids=(0,))
@@ -63,8 +63,7 @@ async def difference(session, held, name: str, **scored) -> float:
     )
 
 
-@on_its_loop
-async def test_samples_have_the_log_probs_of_their_snapshot(sessions, session, tmp_path):
+async def test_samples_have_the_log_probs_of_their_snapshot(session, tmp_path):
     """While adapters and the policy train on, and calls for different weights come at once."""
     push = session._push
     async with session.running():
@@ -108,10 +107,7 @@ async def test_samples_have_the_log_probs_of_their_snapshot(sessions, session, t
         await session.drop_adapter(name)
 
 
-@on_its_loop
-async def test_a_state_brings_an_adapter_back_after_the_trainer_was_lost(
-    sessions, session, tmp_path
-):
+async def test_a_state_brings_an_adapter_back_after_the_trainer_was_lost(session, tmp_path):
     await session.create_adapter("a", CONFIG)
     await train(session, "a")
     await session.save_state(tmp_path / "state", adapter="a")
@@ -138,8 +134,7 @@ async def test_a_state_brings_an_adapter_back_after_the_trainer_was_lost(
     await session.connect()
 
 
-@on_its_loop
-async def test_the_state_of_the_policy_is_pushed_after_it_was_loaded(sessions, session, tmp_path):
+async def test_the_state_of_the_policy_is_pushed_after_it_was_loaded(session, tmp_path):
     async with session.running():
         await session.save_state(tmp_path / "policy")
         await train(session, None)
@@ -156,8 +151,7 @@ async def test_the_state_of_the_policy_is_pushed_after_it_was_loaded(sessions, s
     await session.export_hf(tmp_path / "export", adapter=None)
 
 
-@on_its_loop
-async def test_what_a_session_cannot_do_with_adapters_is_refused(sessions, session, common):
+async def test_what_a_session_cannot_do_with_adapters_is_refused(session, common):
     refused = {
         "the trainer has no adapters; set it": common.forward(batch(), weights="base"),
         "cannot have the name 'base'": session.create_adapter("base", CONFIG),
@@ -172,7 +166,6 @@ async def test_what_a_session_cannot_do_with_adapters_is_refused(sessions, sessi
             await call
 
 
-@on_its_loop
 async def test_snapshots_are_sampled_side_by_side(sessions, tmp_path):
     """More of them than a generator holds, one of which is missing, and after its loss. The weights
     under them are pushed once.

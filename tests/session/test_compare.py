@@ -13,7 +13,7 @@ from rl.compare.comparison import Comparison, Example, comparable, stale_cache_f
 from rl.generation.generator_config import GeneratorConfig
 from rl.types import GenerationRequest, Prompt, Rollout, Sampling, Sequence
 from tests.session import faults
-from tests.session.sessions import config_of, model_config, on_its_loop, trainer_config
+from tests.session.sessions import config_of, model_config, trainer_config
 
 EXPERTS = {"num_experts": 4, "experts_per_token": 2, "moe_hidden_dim": 48, "expert_bias": True}
 PROMPT = [*range(3, 43)]
@@ -85,12 +85,10 @@ async def changed(mesh, fault, mended):
         await ask(mesh, "change", mended)
 
 
-@on_its_loop
 async def test_models_without_a_fault_are_equal(sessions, dense):
     assert await found(dense) == []
 
 
-@on_its_loop
 async def test_log_probs_that_were_recorded_in_bfloat16_may_be_rounded(sessions, dense):
     example = await sampled(dense)
     rounded = replace(example.sequence, logprobs=example.sequence.logprobs + 0.05)
@@ -105,7 +103,6 @@ async def test_log_probs_that_were_recorded_in_bfloat16_may_be_rounded(sessions,
 
 
 @pytest.mark.long
-@on_its_loop
 async def test_models_of_experts_without_a_fault_are_equal(sessions, experts):
     assert await found(experts) == []
 
@@ -126,7 +123,6 @@ IN_GENERATOR = {
 }
 
 
-@on_its_loop
 async def test_a_fault_of_a_generator_is_named(sessions, dense):
     (generator,) = dense.pool.meshes
     for fault, (broken, mended, *expected) in IN_GENERATOR.items():
@@ -137,14 +133,12 @@ async def test_a_fault_of_a_generator_is_named(sessions, dense):
     assert await found(dense) == []
 
 
-@on_its_loop
 async def test_a_trainer_without_a_mask_is_named(sessions, dense):
     async with changed(dense.trainer, faults.drop_mask, faults.restore_mask):
         first, *_ = await found(dense)
     assert (first.kind, first.module) == ("attention", "layers.0.attention.inner_attention")
 
 
-@on_its_loop
 async def test_a_parameter_that_was_not_pushed_is_named(sessions, dense):
     name = "layers.0.attention.qkv_linear.wqkv.weight"
     example = await sampled(dense)
@@ -156,7 +150,6 @@ async def test_a_parameter_that_was_not_pushed_is_named(sessions, dense):
     assert await found(dense) == []
 
 
-@on_its_loop
 async def test_an_output_head_that_is_not_the_embedding_is_named(sessions, dense):
     example = await sampled(dense)
     (generator,) = dense.pool.meshes
@@ -167,7 +160,6 @@ async def test_an_output_head_that_is_not_the_embedding_is_named(sessions, dense
 
 
 @pytest.mark.parametrize("is_broken", [False, True])
-@on_its_loop
 async def test_keys_of_older_weights_are_named(sessions, dense, is_broken):
     example = await sampled(dense)
     comparison = Comparison(dense, example, temperature=1.0)
@@ -183,7 +175,6 @@ async def test_keys_of_older_weights_are_named(sessions, dense, is_broken):
     assert [each.kind for each in findings] == ["prefix cache"] * is_broken
 
 
-@on_its_loop
 async def test_another_temperature_is_named(sessions, dense):
     (first,) = await found(dense, await sampled(dense, temperature=0.7))
     assert first.kind == "sampling settings"
@@ -191,7 +182,6 @@ async def test_another_temperature_is_named(sessions, dense):
 
 
 @pytest.mark.long
-@on_its_loop
 async def test_an_expert_that_is_not_the_chosen_one_is_named(sessions, experts):
     (generator,) = experts.pool.meshes
     async with changed(generator, faults.permute_experts, faults.restore_experts):

@@ -13,13 +13,12 @@ from rl.gateway.http import serving
 from rl.generation.generator_config import GeneratorConfig
 from rl.session.generators_page import generators_page
 from rl.types import GenerationRequest, Sampling
-from tests.session.sessions import batch, on_its_loop, trainer_config
+from tests.session.sessions import batch, trainer_config
 
 CLIENTS = 6
 TOKENS = 60
 
 
-@on_its_loop
 async def test_generators_join_and_leave_without_a_lost_request(sessions):
     generator = GeneratorConfig(kv_cache_gib=0.05)
     session = await sessions.start(trainer=trainer_config(), generator=generator)

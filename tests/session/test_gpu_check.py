@@ -10,7 +10,6 @@ from scripts.gpu_check.sessions import judge_offload, judge_parity, judge_push
 from scripts.gpu_check.setting import Setting
 from scripts.gpu_check.trained import judge_graphs
 from tests.session import faults
-from tests.session.sessions import on_its_loop
 
 pytestmark = pytest.mark.long  # tests/gpu_check has the arithmetic of the verdicts
 FIRST = "layers.0.feed_forward.w2.weight"
@@ -46,8 +45,7 @@ async def broken(mesh, fault, mended):
     await change(mended)
 
 
-@on_its_loop
-async def test_equal_sides_pass_every_check(sessions, session, setting):
+async def test_equal_sides_pass_every_check(session, setting):
     async with session.running():
         parity = await judge_parity(session, setting)
         assert (parity.wrong, parity.numbers["tokens"]) == ("", 96)
@@ -61,8 +59,7 @@ async def test_equal_sides_pass_every_check(sessions, session, setting):
         assert offload.said.endswith("memory not read: needs a GPU")
 
 
-@on_its_loop
-async def test_a_generator_that_leaves_out_a_norm_is_found(sessions, session, setting):
+async def test_a_generator_that_leaves_out_a_norm_is_found(session, setting):
     (generator,) = session.pool.meshes
     async with broken(generator, faults.drop_norm, faults.restore_norm), session.running():
         verdict = await judge_parity(session, setting)
@@ -74,8 +71,7 @@ def flip_a_bit(engine):
     parameter.view(torch.int32)[3, 5] ^= 1
 
 
-@on_its_loop
-async def test_a_flipped_bit_of_a_pushed_parameter_is_found(sessions, session, setting):
+async def test_a_flipped_bit_of_a_pushed_parameter_is_found(session, setting):
     (generator,) = session.pool.meshes
     push = session.push
 
@@ -90,16 +86,14 @@ async def test_a_flipped_bit_of_a_pushed_parameter_is_found(sessions, session, s
     assert verdict.wrong.endswith(f"differ from the trainer's; the first is {FIRST}")
 
 
-@on_its_loop
-async def test_memory_that_a_model_keeps_is_found(sessions, session, setting):
+async def test_memory_that_a_model_keeps_is_found(session, setting):
     readings = iter([30.0, 38.0])
     async with session.running():
         verdict = await judge_offload(session, setting, lambda: next(readings), 0.5, 30.0)
     assert verdict.wrong.startswith("38.0 GiB are used while the trainer alone has the GPU")
 
 
-@on_its_loop
-async def test_weights_that_are_not_pushed_are_found(sessions, session, setting):
+async def test_weights_that_are_not_pushed_are_found(session, setting):
     # the last test of the session, which publishes this parameter, then all, never again
     await session.trainer.call(session.trainer.actor.skip, FIRST)
     async with session.running():

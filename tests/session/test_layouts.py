@@ -14,7 +14,7 @@ from rl.generation.generator_config import GeneratorConfig
 from rl.model.digest import merge_digests
 from rl.types import Batch, GenerationRequest, Prompt, Rollout, Sampling
 from tests.session.open_actors import shards_of, whole
-from tests.session.sessions import PROMPTS, batch, model_config, on_its_loop, trainer_config
+from tests.session.sessions import PROMPTS, batch, model_config, trainer_config
 from tests.training.reference import Qwen3, given_experts, per_token
 
 
@@ -55,7 +55,6 @@ async def assert_equal_logprobs(session, temperature: float, tolerance: float) -
 
 
 @pytest.mark.parametrize("adapters", [False, True])
-@on_its_loop
 async def test_pushed_weights_and_logprobs_of_two_sharded_sides(sessions, common, adapters):
     """FSDP2 x TP2 without adapters, FSDP2 with them."""
     (generator,) = common.pool.meshes
@@ -80,7 +79,6 @@ async def test_pushed_weights_and_logprobs_of_two_sharded_sides(sessions, common
 
 
 @pytest.mark.long
-@on_its_loop
 async def test_a_token_is_trained_with_the_experts_that_it_was_sampled_with(sessions):
     """Also by newer weights, whose routers choose others."""
     model = replace(model_config(tied=True), num_experts=4, experts_per_token=2, moe_hidden_dim=48)

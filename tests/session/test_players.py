@@ -16,7 +16,7 @@ from rl.generation.generator_config import GeneratorConfig
 from rl.model.shape import ModelConfig
 from rl.session.session import Session
 from rl.training.trainer_config import AdapterConfig
-from tests.session.sessions import config_of, on_its_loop, trainer_config
+from tests.session.sessions import config_of, trainer_config
 from tests.tiny_tokenizers import make_model
 
 LORA = LoRAConverter.Config(rank=4, target_modules=["wqkv", "wo", "w1", "w2", "w3", "lm_head"])
@@ -135,7 +135,6 @@ class Players:
 
 
 @pytest.mark.parametrize("beside", [0, 2])
-@on_its_loop
 async def test_a_players_answers_are_those_of_its_policy(sessions, model, tmp_path, beside):
     """Whether generators hold one snapshot or both, and whoever begins."""
     players = await Players.start(sessions, model, tmp_path, max_loras=beside)
@@ -166,7 +165,6 @@ async def test_a_players_answers_are_those_of_its_policy(sessions, model, tmp_pa
     await players.session.stop()
 
 
-@on_its_loop
 async def test_players_with_opposite_aims_both_learn_and_do_so_again(sessions, model, tmp_path):
     runs = []
     for attempt in ("first", "again"):

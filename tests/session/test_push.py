@@ -15,7 +15,7 @@ from rl.session.session import Session
 from rl.types import GenerationRequest, Sampling
 from rl.weights.transport import WeightPushConfig
 from tests.session import faults
-from tests.session.sessions import DEADLINES, Sessions, batch, on_its_loop, trainer_config
+from tests.session.sessions import DEADLINES, Sessions, batch, trainer_config
 from tests.session.test_layouts import assert_equal_weights
 
 FIRST = "layers.0.feed_forward.w2.weight"
@@ -71,7 +71,6 @@ async def whole_digests(mesh) -> dict[str, str]:
     return merge_digests(await mesh.weight_digests())
 
 
-@on_its_loop
 async def test_answers_may_take_longer_than_the_deadline_of_a_call(sessions, generator):
     request = GenerationRequest(
         request_id="long", prompt_tokens=[1], seed=0, sampling=Sampling(max_tokens=16)
@@ -84,7 +83,6 @@ async def test_answers_may_take_longer_than_the_deadline_of_a_call(sessions, gen
     assert len(completion.tokens) == 16
 
 
-@on_its_loop
 async def test_push_metrics(sessions, trainer, generator):
     session = await connected(sessions, trainer, generator, BOTH)
     for _ in range(3):
@@ -98,7 +96,6 @@ async def test_push_metrics(sessions, trainer, generator):
     assert "push/update_kept" not in metrics  # generators in float32 get the whole update
 
 
-@on_its_loop
 async def test_collectives_outlast_the_deadlines_of_calls(sessions, trainer, generator):
     for mesh in (trainer, generator):
         timeouts = await ask(mesh, "collective_timeout")
@@ -107,7 +104,6 @@ async def test_collectives_outlast_the_deadlines_of_calls(sessions, trainer, gen
 
 @pytest.mark.parametrize("weights", [DIGESTS, CANARY], ids=["digests", "canary"])
 @pytest.mark.parametrize("fault", ["skipped parameter", "swapped slice"])
-@on_its_loop
 async def test_weights_that_differ_are_named(sessions, trainer, generator, fault, weights):
     session = await connected(sessions, trainer, generator, weights)
     await push(session)
@@ -128,7 +124,6 @@ async def test_weights_that_differ_are_named(sessions, trainer, generator, fault
 
 
 @pytest.mark.long
-@on_its_loop
 async def test_only_digests_find_old_weights_in_bf16(sessions, trainer):
     config = GeneratorConfig(dtype="bfloat16", kv_cache_gib=0.05)
     generator = await sessions.start_mesh(sessions.meshes(generator=config).generator(1))
@@ -150,7 +145,6 @@ async def test_only_digests_find_old_weights_in_bf16(sessions, trainer):
     await generator.close()
 
 
-@on_its_loop
 async def test_ranks_with_different_copies_are_found(sessions, trainer, generator):
     session = await connected(sessions, trainer, generator, DIGESTS)
     await ask(generator, "cross", NORM, OTHER_NORM, rank=1)
@@ -160,7 +154,6 @@ async def test_ranks_with_different_copies_are_found(sessions, trainer, generato
         await push(session)
 
 
-@on_its_loop
 async def test_canary_finds_a_stale_prefix_cache(sessions, trainer, generator):
     session = await connected(sessions, trainer, generator, BOTH)
     await push(session)
@@ -177,7 +170,6 @@ async def test_canary_finds_a_stale_prefix_cache(sessions, trainer, generator):
     await push(session)
 
 
-@on_its_loop
 async def test_generator_in_another_dtype_is_refused(sessions, trainer, generator):
     generator.dtype = torch.bfloat16  # the dtype that the trainer pushes
     wrong = "tok_embeddings.weight is torch.float32 in the generator and pushed as torch.bfloat16"
@@ -188,7 +180,6 @@ async def test_generator_in_another_dtype_is_refused(sessions, trainer, generato
         generator.dtype = torch.float32
 
 
-@on_its_loop
 async def test_offloaded_model_is_not_pushed(sessions, trainer, generator):
     await connected(sessions, trainer, generator, DIGESTS)
     await trainer.offload()
@@ -199,7 +190,6 @@ async def test_offloaded_model_is_not_pushed(sessions, trainer, generator):
 
 
 @pytest.mark.parametrize("first", ["push_weights", "forward_backward"])
-@on_its_loop
 async def test_publish_and_forward_backward_overlap(sessions, trainer, generator, first):
     """Each call ends only after the other has begun."""
     await connected(sessions, trainer, generator, DIGESTS)
@@ -213,7 +203,6 @@ async def test_publish_and_forward_backward_overlap(sessions, trainer, generator
     await trainer.optim_step()
 
 
-@on_its_loop
 async def test_optim_step_waits_for_a_publish(sessions, trainer, generator):
     """Calls that come later wait for the step."""
     await connected(sessions, trainer, generator, DIGESTS)
@@ -235,7 +224,6 @@ async def test_optim_step_waits_for_a_publish(sessions, trainer, generator):
     assert after == await whole_digests(trainer)
 
 
-@on_its_loop
 async def test_connecting_again_leaves_no_memory(sessions, trainer, generator):
     held = []
     for _ in range(3):
@@ -250,7 +238,6 @@ def request(name: str, prompt: list[int], *, most: int = 8) -> GenerationRequest
     return GenerationRequest(request_id=name, prompt_tokens=prompt, seed=0, sampling=sampling)
 
 
-@on_its_loop
 async def test_prefixes_are_forgotten_on_every_rank(sessions, trainer, generator):
     session = await connected(sessions, trainer, generator, DIGESTS)
     (first,) = await session.sample([request("first", list(range(40)))])
@@ -261,7 +248,6 @@ async def test_prefixes_are_forgotten_on_every_rank(sessions, trainer, generator
     assert same.tokens == first.tokens
 
 
-@on_its_loop
 async def test_an_abort_ends_one_request_alone(sessions, trainer, generator):
     session = await connected(sessions, trainer, generator, DIGESTS)
     (alone,) = await session.sample([request("alone", [1, 2, 3], most=90)])
@@ -278,7 +264,6 @@ async def test_an_abort_ends_one_request_alone(sessions, trainer, generator):
     assert len(again.tokens) == 8
 
 
-@on_its_loop
 async def test_a_generator_that_left_its_device_loads_its_version_again(
     sessions, trainer, generator
 ):
@@ -296,7 +281,6 @@ async def test_a_generator_that_left_its_device_loads_its_version_again(
     assert again == first
 
 
-@on_its_loop
 async def test_another_trainer_with_a_lower_version_takes_over(sessions, trainer, generator):
     session = await connected(sessions, trainer, generator, BOTH)
     await train(trainer)

@@ -15,7 +15,7 @@ from rl.errors import ActorFailure, RankLost
 from rl.generation.generator_config import GeneratorConfig
 from rl.types import Completion, GenerationRequest, Sampling
 from tests.actors.processes import assert_ended, pids_of, stop
-from tests.session.sessions import DEADLINES, PROMPTS, batch, on_its_loop, trainer_config
+from tests.session.sessions import DEADLINES, PROMPTS, batch, trainer_config
 
 SAMPLING = Sampling(max_tokens=16, temperature=1.0)
 REQUESTS = [
@@ -86,8 +86,7 @@ async def lose_all(session, signal_number: int) -> list[ActorFailure]:
     return [failures[0] for failures in lost]
 
 
-@on_its_loop
-async def test_restart_after_a_killed_rank(sessions, session):
+async def test_restart_after_a_killed_rank(session):
     before = await computed(session)
     ours, *theirs = await lose_all(session, signal.SIGKILL)
     assert str(ours).startswith("trainer rank 1, forward: the process died\n")
@@ -101,8 +100,7 @@ async def test_restart_after_a_killed_rank(sessions, session):
     assert after[1] == before[1]
 
 
-@on_its_loop
-async def test_stopped_ranks_are_named_and_ended(sessions, session):
+async def test_stopped_ranks_are_named_and_ended(session):
     left = [
         Path(f"/dev/shm/{generator._group.port}-tp:0-[0-1]-cpushm_1")
         for generator in session.pool.meshes

@@ -19,7 +19,6 @@ from rl.serve import api_of, make_gateway
 from rl.session.metrics_page import metrics_page
 from rl.types import Sampling
 from tests.gateway.agents import collected, joined
-from tests.session.sessions import on_its_loop
 from tests.tiny_tokenizers import qwen3
 
 
@@ -35,8 +34,7 @@ def test_the_start_names_only_what_is_served():
     assert api_of("http://a", dialect_or_text(words())).startswith("http://a/v1 (no chats: ")
 
 
-@on_its_loop
-async def test_a_text_ends_an_answer_without_a_tokenizer_of_the_model(sessions, common):
+async def test_a_text_ends_an_answer_without_a_tokenizer_of_the_model(common):
     gateway = make_gateway(
         common, dialect_or_text(words()), Sampling(max_tokens=12), model="policy"
     )
@@ -58,8 +56,7 @@ async def test_a_text_ends_an_answer_without_a_tokenizer_of_the_model(sessions, 
 @pytest.mark.parametrize(
     "options", [{}, {"stop": ["never"]}, {"echo": True, "logprobs": 2, "n": 3}]
 )
-@on_its_loop
-async def test_a_stream_has_the_tokens_of_the_engine_as_they_come(sessions, common, options):
+async def test_a_stream_has_the_tokens_of_the_engine_as_they_come(common, options):
     """With a text that ends it, an answer of a model without a tokenizer comes whole."""
     gateway = make_gateway(
         common, dialect_or_text(words()), Sampling(max_tokens=60), model="policy"
@@ -83,8 +80,7 @@ async def test_a_stream_has_the_tokens_of_the_engine_as_they_come(sessions, comm
     assert len(chunks) == 1 if "stop" in options else len(chunks) > 10
 
 
-@on_its_loop
-async def test_a_form_needs_the_tokenizer_of_the_model(sessions, common):
+async def test_a_form_needs_the_tokenizer_of_the_model(common):
     gateway = make_gateway(common, Qwen3Dialect(qwen3()), Sampling(max_tokens=3), model="policy")
     form = {"response_format": {"type": "json_object"}}
     body = {"messages": [{"role": "user", "content": "a"}], **form}
@@ -93,8 +89,7 @@ async def test_a_form_needs_the_tokenizer_of_the_model(sessions, common):
         await reply.choices
 
 
-@on_its_loop
-async def test_a_server_says_what_its_engines_do_to_clients_with_the_key(sessions, common):
+async def test_a_server_says_what_its_engines_do_to_clients_with_the_key(common):
     gateway = make_gateway(
         common, dialect_or_text(words()), Sampling(max_tokens=12), model="policy"
     )
@@ -122,8 +117,7 @@ async def test_a_server_says_what_its_engines_do_to_clients_with_the_key(session
     assert now["tiller_engine_policy_version"] == common.pool.meshes[0].version
 
 
-@on_its_loop
-async def test_what_the_generator_refuses_is_a_fault_of_the_request(sessions, common):
+async def test_what_the_generator_refuses_is_a_fault_of_the_request(common):
     gateway = make_gateway(common, Qwen3Dialect(qwen3()), Sampling(max_tokens=3), model="policy")
     beyond = {"model": "policy", "prompt": [common.config.model.vocab_size]}
     reply = await gateway.completions("", json.dumps(beyond).encode())

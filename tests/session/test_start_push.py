@@ -11,7 +11,7 @@ from rl.model.shape import ModelConfig
 from rl.training.start_weights import Start, StartWeights
 from rl.types import GenerationRequest, Sampling
 from tests.session import faults
-from tests.session.sessions import config_of, model_config, on_its_loop, trainer_config
+from tests.session.sessions import config_of, model_config, trainer_config
 from tests.training.model_folders import Folder
 
 GREEDY = Sampling(max_tokens=8, temperature=0.0)
@@ -35,7 +35,6 @@ async def answered(session) -> tuple[dict[str, str], list]:
 
 
 @pytest.mark.parametrize("kind", ["a folder, on two ranks", "random, rounded"])
-@on_its_loop
 async def test_weights_are_those_of_a_push(sessions, tmp_path, kind):
     trainer = trainer_config()
     if kind.startswith("a folder"):
@@ -64,7 +63,6 @@ async def test_weights_are_those_of_a_push(sessions, tmp_path, kind):
     await own.stop()
 
 
-@on_its_loop
 async def test_a_generator_that_computes_otherwise_than_the_first_is_found(sessions, monkeypatch):
     session = await sessions.start_as(
         config_of(trainer=None, generator=GeneratorConfig(kv_cache_gib=0.05))

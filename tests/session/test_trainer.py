@@ -10,7 +10,7 @@ from rl.model.digest import merge_digests
 from rl.observe.events import Events
 from rl.observe.spans import Stopwatch
 from tests.session.open_actors import OpenTrainer
-from tests.session.sessions import batch, on_its_loop
+from tests.session.sessions import batch
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,6 @@ async def on_policy(trainer):
     return given
 
 
-@on_its_loop
 async def test_outputs_are_in_the_batchs_order(sessions, trainer):
     together = await trainer.forward(batch(), temperature=0.7)
     trained, metrics = await trainer.forward_backward(batch(), grpo(), temperature=0.7)
@@ -40,7 +39,6 @@ async def test_outputs_are_in_the_batchs_order(sessions, trainer):
     assert metrics["entropy/mean"] > 0
 
 
-@on_its_loop
 async def test_each_part_of_a_batch_is_sent_once(sessions, trainer):
     """Four ranks, two data-parallel: each second rank gets its part from the first."""
     await trainer.call(OpenTrainer.watch_payloads)
@@ -50,7 +48,6 @@ async def test_each_part_of_a_batch_is_sent_once(sessions, trainer):
     assert sum(rank[0] for rank in payloads) == len(batch().tokens)
 
 
-@on_its_loop
 async def test_every_rank_reports_the_times_of_its_own_work(sessions, trainer):
     """The other tests use a session whose events are printed; this one listens to them."""
     events = []
@@ -66,7 +63,6 @@ async def test_every_rank_reports_the_times_of_its_own_work(sessions, trainer):
         assert began <= each["begin"] <= each["end"] <= ended + 0.001
 
 
-@on_its_loop
 async def test_options_and_residency_reach_every_rank(sessions, trainer):
     await trainer.forward_backward(batch(), grpo())
     before = merge_digests(await trainer.weight_digests())
@@ -80,7 +76,6 @@ async def test_options_and_residency_reach_every_rank(sessions, trainer):
     assert merge_digests(await trainer.weight_digests()) == before
 
 
-@on_its_loop
 async def test_eps_of_a_step_reaches_every_rank(sessions, trainer):
     digests = []
     for eps in (1e30, 1e-8):
@@ -91,7 +86,6 @@ async def test_eps_of_a_step_reaches_every_rank(sessions, trainer):
     assert digests == [True, False]
 
 
-@on_its_loop
 async def test_weight_of_a_batch_scales_its_gradient_alone(sessions, trainer):
     rows = []
     given = await on_policy(trainer)
@@ -104,7 +98,6 @@ async def test_weight_of_a_batch_scales_its_gradient_alone(sessions, trainer):
     assert len({row["trainer/weight"] for row in rows}) == 1
 
 
-@on_its_loop
 async def test_garbage_is_collected_every_gc_freq_steps_and_at_no_other_time(sessions, trainer):
     await trainer.call(OpenTrainer.watch_collections)
     first = trainer.version

@@ -72,7 +72,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Run an async test on the loop of the fixture ``runner``, or on a loop of its own."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
-    names = inspect.signature(pyfuncitem.obj).parameters
+    names = inspect.signature(pyfuncitem.obj).parameters.keys() & pyfuncitem.funcargs.keys()
     longest = None if pyfuncitem.get_closest_marker("long") else ASYNC_TEST_S
 
     async def bounded() -> None:

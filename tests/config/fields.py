@@ -67,8 +67,6 @@ data/test_sources.py
     SourceConfig dataset_config revision
 data/test_turns.py
   test_turns_apart_train_every_answer_once_with_its_thinking: ConversationsConfig turns
-e2e/test_endings.py
-  test_a_generator_that_hangs_is_found_and_named: DeadlineConfig heartbeat
 environments/test_adapters.py
   test_an_episode_of_openenv_is_a_session_with_the_seed_of_its_prompt: OpenEnvTask.Config url
 environments/test_harbor.py
@@ -158,6 +156,8 @@ session/test_placement.py
 session/test_push.py
   test_collectives_outlast_the_deadlines_of_calls: DeadlineConfig start call
   test_only_digests_find_old_weights_in_bf16: WeightPushConfig digests
+session/test_restart.py
+  test_stopped_ranks_are_named_and_ended: DeadlineConfig heartbeat
 session/test_trainer.py
   test_garbage_is_collected_every_gc_freq_steps_and_at_no_other_time: TrainingConfig gc_freq
 tasks/test_copy_digits.py

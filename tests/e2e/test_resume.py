@@ -115,7 +115,7 @@ def test_killed_at_ten_moments_a_run_is_the_undisturbed_one(tmp_path, finished, 
     command = arguments(kind, steps=300)  # those on examples are short
     whole = finished(*command)
     last = len(whole.metrics())
-    moments = [*["tool"] * 3, *MOMENTS[:-3]] if "tools" in kind else MOMENTS
+    moments = [*["tool"] * 3, *MOMENTS[:-3]] if "tools" in kind else [*MOMENTS]
     for step in sorted(rng.randrange(last - last // 3) for _ in moments):
         run = start(tmp_path, command)
         moment = moments.pop(rng.randrange(len(moments)))

@@ -117,14 +117,17 @@ CALLS = st.tuples(st.sampled_from(ROLES), st.sampled_from(list(NEEDS)))
     rounds=st.lists(st.lists(CALLS, max_size=6), max_size=6),
     pauses=st.lists(st.integers(0, 4), max_size=20),
 )
-async def test_concurrent_calls_get_the_device_one_role_at_a_time(rounds, pauses):
-    device = Device()
-    models = models_of(device, pauses)
-    await models.start_models()
-    for together in rounds:
-        answers = await asyncio.gather(*(call(models, *each) for each in together))
-        assert answers == [role for role, _ in together]
-        assert sum(bool(parts) for parts in device.holds.values()) <= 1
+def test_concurrent_calls_get_the_device_one_role_at_a_time(rounds, pauses):
+    async def play():
+        device = Device()
+        models = models_of(device, pauses)
+        await models.start_models()
+        for together in rounds:
+            answers = await asyncio.gather(*(call(models, *each) for each in together))
+            assert answers == [role for role, _ in together]
+            assert sum(bool(parts) for parts in device.holds.values()) <= 1
+
+    asyncio.run(play())
 
 
 async def test_components_that_a_call_does_not_need_stay_in_host_memory():

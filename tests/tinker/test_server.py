@@ -21,7 +21,8 @@ async def test_requests_run_in_the_order_of_their_numbers_and_once(tmp_path):
     async with Running(tmp_path / "a") as running, Running(tmp_path / "b") as other:
         expected = await other.train()
         for tokens in ((1, 2, 3), (4, 5)):
-            await expected.learn(*tokens)
+            await expected.done(await expected.backward(*tokens))
+        await expected.done(await expected.step())
         client = await running.train()
         bodies = [client.data(1, 2, 3, seq=1), client.data(4, 5, seq=2)]
         kind = {"content-type": "application/x-protobuf"}

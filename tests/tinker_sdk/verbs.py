@@ -27,8 +27,8 @@ CLOSE = 1e-4
 NORM = "trainer/grad_norm"
 
 
-def number_datums(tokenizer, count=7):
-    texts = [tokenizer.encode(f"number {number} is {number * number}") for number in range(count)]
+def number_datums(tokenizer):
+    texts = [tokenizer.encode(f"number {number} is {number * number}") for number in range(7)]
     return [datum(tokens) for tokens in texts]
 
 

@@ -25,9 +25,9 @@ VOCABULARY = 13
 CHUNKS = [1, 3, 10, 64]
 
 
-def random_head(dtype=torch.float32, scale=2.0):
+def random_head(dtype=torch.float32):
     draw = torch.Generator().manual_seed(0)
-    hidden = (torch.randn(TOKENS, WIDTH, generator=draw) * scale).to(dtype).requires_grad_()
+    hidden = (torch.randn(TOKENS, WIDTH, generator=draw) * 2).to(dtype).requires_grad_()
     weight = torch.randn(VOCABULARY, WIDTH, generator=draw).to(dtype).requires_grad_()
     return hidden, weight, torch.randint(VOCABULARY, (TOKENS,), generator=draw)
 

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -242,7 +243,7 @@ class GeneratorMesh(Mesh):
         self._is_empty = False
         self._calls = Gathered(self._exchange)  # calls of processes before still fail with theirs
         count = self.adapters.count if self.adapters is not None else 0
-        self._slots = AdapterSlots(count, self._load_adapter)
+        self._slots = AdapterSlots(count, partial(self.call, Generator.load_adapter))
         await super().start()
         self._group.watch(Generator.serve)
 
@@ -308,9 +309,6 @@ class GeneratorMesh(Mesh):
             else each
             for each in outcomes
         ]
-
-    async def _load_adapter(self, number: int, place: int, folder: Path) -> None:
-        await self.call(Generator.load_adapter, number, place, folder)
 
     async def activations(self, sequence: GivenSequence) -> Activations:
         """Return activations along the tokens of ``sequence``, which are computed as if they were

@@ -219,19 +219,16 @@ def shipped_configs() -> dict[str, Callable[[], RunConfig]]:
 
 def config_functions(module: ModuleType) -> dict[str, Callable[[], RunConfig]]:
     """Return the public functions that ``module`` defines and annotates as returning a config."""
-    own = {
-        name: each
-        for name, each in inspect.getmembers(module, inspect.isfunction)
-        if each.__module__ == module.__name__ and not name.startswith("_")
-    }
-    return {name: each for name, each in own.items() if _returns_config(each)}
-
-
-def _returns_config(function: Callable[..., Any]) -> bool:
-    kind = function.__annotations__.get("return")
-    if isinstance(kind, str):  # a module with postponed annotations
-        return kind.rpartition(".")[2] in {each.__name__ for each in _kinds(RunConfig)}
-    return isinstance(kind, type) and issubclass(kind, RunConfig)
+    kinds = {each.__name__: each for each in _kinds(RunConfig)}
+    functions: dict[str, Callable[[], RunConfig]] = {}
+    for name, each in inspect.getmembers(module, inspect.isfunction):
+        kind = each.__annotations__.get("return")
+        if isinstance(kind, str):  # a module with postponed annotations
+            kind = kinds.get(kind.rpartition(".")[2])
+        returns_config = isinstance(kind, type) and issubclass(kind, RunConfig)
+        if returns_config and each.__module__ == module.__name__ and not name.startswith("_"):
+            functions[name] = each
+    return functions
 
 
 def _kinds(kind: type[RunConfig]) -> Iterator[type[RunConfig]]:

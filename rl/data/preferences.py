@@ -79,7 +79,13 @@ def read_preferences(
 
     def make(row: Row) -> Iterator[Pair | None]:
         _refuse_weight(row, weight_of(row, row.value))
-        masked = [_up_to_its_end(row, each) for each in _both(row, encoder)]
+        masked = []
+        for tokens, factors in _both(row, encoder):
+            trained = factors > 0
+            _refuse_weight(row, *factors[trained])
+            # the chat template may write after the last token to train
+            end = len(tokens) - int(trained[::-1].argmax())
+            masked.append((tokens[:end], trained[:end]))
         prompt = _common_prompt(row, *masked)
         chosen, rejected = (encoder.example(row, each) for each in masked)
         if chosen is None or rejected is None or np.array_equal(chosen.tokens, rejected.tokens):
@@ -126,7 +132,12 @@ def _both(row: Row, encoder: Encoder) -> tuple[Masked, Masked]:
         raise row.error("fields 'chosen' and 'rejected' are equal; remove the row")
     prompt = row.value.get("prompt")
     if prompt is None:
-        chosen, rejected = map(_of_transcript, (chosen, rejected))
+        chosen, rejected = (  # texts of conversations, as Anthropic's HH-RLHF has them
+            [{"role": SPEAKERS[who], "content": said.strip()} for who, said in TURN.findall(each)]
+            if isinstance(each, str) and TURN.match(each)
+            else each
+            for each in (chosen, rejected)
+        )
     repeated = isinstance(prompt, str) and repeats(prompt, chosen) and repeats(prompt, rejected)
     if prompt is None or repeated:
         for name, value in (("chosen", chosen), ("rejected", rejected)):
@@ -142,16 +153,6 @@ def _both(row: Row, encoder: Encoder) -> tuple[Masked, Masked]:
     )
 
 
-def _of_transcript(answer: Any) -> Any:
-    """Return the messages of the text of a conversation, as Anthropic's HH-RLHF has them; other
-    answers as they are.
-    """
-    if not isinstance(answer, str) or not TURN.match(answer):
-        return answer
-    turns = TURN.findall(answer)
-    return [{"role": SPEAKERS[speaker], "content": text.strip()} for speaker, text in turns]
-
-
 def _refuse_weight(row: Row, *weights: float) -> None:
     """Raise ConfigError unless each factor of a loss is 1. A loss of sequences has none."""
     if any(weight != 1 for weight in weights):
@@ -159,15 +160,6 @@ def _refuse_weight(row: Row, *weights: float) -> None:
             "a loss of preferences has no weights of rows, and those of messages are 0 or 1; "
             "remove the row or the weight"
         )
-
-
-def _up_to_its_end(row: Row, masked: Masked) -> Masked:
-    """Return an answer without what the chat template writes after its last token to train."""
-    tokens, factors = masked
-    trained = factors > 0
-    end = len(tokens) - int(trained[::-1].argmax())
-    _refuse_weight(row, *factors[trained])
-    return tokens[:end], trained[:end]
 
 
 def _common_prompt(row: Row, chosen: Masked, rejected: Masked) -> int:

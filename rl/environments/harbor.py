@@ -123,9 +123,15 @@ class HarborEnvironment(ToolEnvironment):
         self._run(["timeout", f"{limit:g}", "bash", "/tests/test.sh"], limit)
         for path in REWARDS:
             code, text = self._run(["cat", path], ENGINE_S)
-            if not code:
-                reward = _reward_of(text, self._folder)
-                return Reply(reward=reward, correct=reward >= 1, done=True)
+            if code:
+                continue
+            try:  # a number, or an object with ``reward``
+                value = json.loads(text)
+                reward = float(value["reward"] if isinstance(value, dict) else value)
+            except (ValueError, TypeError, KeyError):
+                problem = f"the tests of {self._folder} wrote {text[:80]!r}, which is not a reward"
+                raise InfrastructureError(problem) from None
+            return Reply(reward=reward, correct=reward >= 1, done=True)
         raise InfrastructureError(f"the tests of {self._folder} wrote no {REWARDS[0]}")
 
     def close(self) -> None:
@@ -159,13 +165,3 @@ def _instruction(folder: Path) -> str:
         problem = f"{str(folder)!r} has no {name}"
         require((folder / name).is_file(), problem, field="task.path", fix=f"a task has {FORM}")
     return (folder / "instruction.md").read_text()
-
-
-def _reward_of(text: str, folder: Path) -> float:
-    """Return the reward that tests wrote: a number, or an object with ``reward``."""
-    try:
-        value = json.loads(text)
-        return float(value["reward"] if isinstance(value, dict) else value)
-    except (ValueError, TypeError, KeyError):
-        problem = f"the tests of {folder} wrote {text[:80]!r}, which is no reward"
-        raise InfrastructureError(problem) from None

@@ -76,8 +76,10 @@ class VerifiersTask(AgentTask):
 
     def _read(self, source: SourceConfig, field: str) -> Sequence[tuple[str, str]]:
         table = open_source(source, field)
-        read = read_rows(table, field=field, form='{"prompt": …, …}')
-        return kept(((_text_of(row.value), json.dumps(row.value)) for row in read), table)
+        rows = read_rows(table, field=field, form='{"prompt": …, …}')
+        read = ((row.value.get("prompt"), json.dumps(row.value)) for row in rows)
+        tasks = ((text if isinstance(text, str) else json.dumps(text), data) for text, data in read)
+        return kept(tasks, table)
 
     def prompt(self, prompt_id: int) -> Prompt:
         text, data = self._train[epoch_index(self.seed, prompt_id, len(self._train))]
@@ -210,9 +212,3 @@ class _EnvServer:
                 name, kind, data = await self._socket.recv_multipart()
                 if name in self._calls:  # it was not cancelled
                     self._calls[name].take(kind, msgspec.msgpack.decode(data))
-
-
-def _text_of(data: Mapping[str, Any]) -> str:
-    """Return the prompt of a task to look at."""
-    prompt = data.get("prompt")
-    return prompt if isinstance(prompt, str) else json.dumps(prompt)

@@ -230,7 +230,8 @@ class GenerationEngine:
         if (total := len(prompt) + new) > longest:
             lengths = f"{len(prompt)} prompt tokens and max_tokens {new}"
             return f"{lengths} make {total}, more than max_seq_len {longest}"
-        if request.adapter and not self._has_adapter(request.adapter):
+        adapters = self._model.adapters
+        if request.adapter and (adapters is None or not adapters.has(request.adapter)):
             return f"the generator does not hold adapter {request.adapter}"
         if min(prompt) < 0 or max(prompt) >= words:
             return f"a prompt token lies outside the vocabulary of {words}"
@@ -256,10 +257,6 @@ class GenerationEngine:
         if sampling.json_schema and not sampling.stop_token_ids:
             return "json_schema needs a stop token, which ends the answer; set stop_token_ids"
         return ""
-
-    def _has_adapter(self, number: int) -> bool:
-        adapters = self._model.adapters
-        return adapters is not None and adapters.has(number)
 
     def add(self, request: GenerationRequest) -> None:
         """Queue a request for the next step. Raises what ``check`` raises."""

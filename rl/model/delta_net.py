@@ -169,17 +169,13 @@ def delta_net_config(shape: ModelShape, inner: Module.Config | None) -> GatedDel
         wo=linear(values, dim),
         norm=GatedNorm.Config(dim=heads.value_dim, eps=shape.norm_eps, param_init=norm),
         inner=inner or DocumentDelta.Config(heads=heads),
-        param_init={"A_log": _draw_decay, "dt_bias": nn.init.ones_},
+        param_init={"A_log": lambda A: nn.init.uniform_(A, 1, 16).log_(), "dt_bias": nn.init.ones_},
     )
 
 
 def linear(columns: int, rows: int) -> Linear.Config:
     """Return the config of a projection with torchtitan's initializer of Qwen3."""
     return Linear.Config(in_features=columns, out_features=rows, param_init=NORMAL)
-
-
-def _draw_decay(tensor: torch.Tensor) -> torch.Tensor:
-    return nn.init.uniform_(tensor, 1, 16).log_()
 
 
 InnerDelta = Callable[[int], Module.Config]

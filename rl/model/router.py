@@ -52,7 +52,12 @@ class Router(TokenChoiceTopKRouter):
             self.on_choice(preferred, scores)
         chosen = preferred
         if self.given is not None:
-            given = _placed_like(self.given, chosen)
+            given = self.given
+            if isinstance(chosen, DTensor):  # each rank has all of ``given``
+                mesh = chosen.device_mesh
+                whole = [Replicate()] * mesh.ndim
+                given = DTensor.from_local(given, mesh, whole, run_check=False)
+                given = given.redistribute(placements=chosen.placements)
             chosen = torch.where(given < 0, chosen, given)
             weights = scores.gather(-1, chosen)
             if self.route_norm:
@@ -75,12 +80,3 @@ def give(routers: Sequence[Router], experts: torch.Tensor | None = None) -> None
     for layer, router in enumerate(routers):
         # a copy: views of one tensor have offsets, for each of which torch.compile compiles again
         router.given = None if experts is None else experts[:, :, layer].long()
-
-
-def _placed_like(whole: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return ``whole``, which each rank has, sharded as ``other``."""
-    if not isinstance(other, DTensor):
-        return whole
-    mesh = other.device_mesh
-    replicated = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return replicated.redistribute(placements=other.placements)

@@ -78,14 +78,6 @@ def _has_postscript(text: str, postscript_marker: str) -> bool:
     return bool(re.search(POSTSCRIPTS.get(marker, marker.lower()), text.lower()))
 
 
-def _highlights(text: str) -> int:
-    single = re.findall(r"\*[^\n\*]*\*", text)
-    double = re.findall(r"\*\*([^\n\*]*)\*\*", text)
-    return sum(bool(each.strip("*").strip()) for each in single) + sum(
-        bool(each.strip()) for each in double
-    )
-
-
 def _is_json(text: str) -> bool:
     text = text.strip()
     for fence in FENCES:
@@ -129,7 +121,9 @@ RULES: dict[str, Callable[..., bool]] = {
     ),
     "detectable_format:constrained_response": lambda text: any(each in text for each in CHOICES),
     "detectable_format:number_highlighted_sections": lambda text, num_highlights: (
-        _highlights(text) >= num_highlights
+        sum(bool(each.strip("*").strip()) for each in re.findall(r"\*[^\n\*]*\*", text))
+        + sum(bool(each.strip()) for each in re.findall(r"\*\*([^\n\*]*)\*\*", text))
+        >= num_highlights
     ),
     "detectable_format:multiple_sections": lambda text, section_spliter, num_sections: (
         len(re.findall(rf"\s?{section_spliter.strip()}\s?\d+\s?", text)) >= num_sections

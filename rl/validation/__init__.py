@@ -56,15 +56,13 @@ def checks(config: RunConfig) -> list[Callable[[Any], None]]:
     return [each for kind in reversed(type(config).__mro__) for each in CHECKS.get(kind, ())]
 
 
-def _validate_checkpoint(config: RunConfig) -> None:
+def _validate_checkpoints(config: RunConfig) -> None:
+    """Check the folder of checkpoints, and when the best one is looked for."""
     folder = config.trainer.checkpoint.folder
     taken = (*RESERVED, *(name for name in config.models() if name not in (*RESERVED, "trainer")))
     holds = bool(re.fullmatch(r"[\w-]+", folder)) and folder not in taken
     rule = f"a name of letters, digits, _ and -, and none of {', '.join(taken)}"
     check(config, "trainer.checkpoint.folder", holds, rule)
-
-
-def _validate_best(config: RunConfig) -> None:
     best = config.best
     if not best.metric:
         for name in ("mode", "keep", "patience", "min_delta"):
@@ -152,13 +150,6 @@ def _validate_schedules(config: RunConfig) -> None:
             require_value(total is None or total >= steps, name, total, rule)
 
 
-def _validate_watchdog(config: RunConfig) -> None:
-    low = config.watchdog.entropy_min
-    high = config.watchdog.entropy_max
-    holds = high == 0 or high > low
-    check(config, "watchdog.entropy_max", holds, f"0 or above entropy_min={low}")
-
-
 def _validate_slurm(config: RunConfig) -> None:
     slurm = config.slurm
     try:
@@ -170,14 +161,16 @@ def _validate_slurm(config: RunConfig) -> None:
     check(config, "slurm.warn_s", holds, rule, "each attempt would leave at once")
 
 
-def _validate_sinks(config: RunConfig) -> None:
+def _validate_observation(config: RunConfig) -> None:
+    """Check watchdog, sinks and profile."""
+    low = config.watchdog.entropy_min
+    high = config.watchdog.entropy_max
+    holds = high == 0 or high > low
+    check(config, "watchdog.entropy_max", holds, f"0 or above entropy_min={low}")
     for sink in config.sinks.all():
         sink.check()
     if config.sinks.prometheus:
         address_of(config.sinks.prometheus, "sinks.prometheus")
-
-
-def _validate_profile(config: RunConfig) -> None:
     profile = config.profile
     last = max(profile.steps, default=0)
     rule = f"at most steps={config.steps}"
@@ -245,9 +238,9 @@ def _validate_serving(config: ServeConfig) -> None:
 CHECKS: dict[type, list[Callable[[Any], None]]] = {
     RunConfig: [
         *(validate_types, validate_numbers, find_models, validate_unused, validate_folders),
-        *(validate_layouts, _validate_checkpoint, _validate_best, _validate_training_modes),
+        *(validate_layouts, _validate_checkpoints, _validate_training_modes),
         *(validate_optimizers, _validate_schedules, _validate_lora, _validate_balance),
-        *(_validate_watchdog, _validate_slurm, _validate_sinks, _validate_profile),
+        *(_validate_slurm, _validate_observation),
     ],
     DatasetRunConfig: [validate_nodes, validate_devices, validate_lengths, _validate_examples],
     SFTConfig: [_validate_supervision],

@@ -115,17 +115,14 @@ def _validate_episodes(config: RLConfig) -> None:
     check(config, "algorithm.overlong_buffer", holds, rule, fix)
 
 
-def _validate_router_replay(config: RLConfig) -> None:
-    """Check that the generators record the experts that the trainer computes with."""
+def _validate_parity(config: RLConfig) -> None:
+    """Check that the trainer can compute as the generators do, and with their experts."""
     field = "trainer.router_replay"
     free = config.trainer.router_replay == "none"
     rule = "'none' where model.num_experts is 0"
     check(config, field, free or shape_of(config.model).num_experts > 0, rule)
     rule = "'none' with generator.record_experts=False"
     check(config, field, free or config.generator.record_experts is not False, rule)
-
-
-def _validate_parity(config: RLConfig) -> None:
     config.session().check_parity()
     alarm = config.watchdog.parity
     holds = alarm is None or config.parity == "bitwise"
@@ -179,7 +176,6 @@ def _validate_roles(config: RLConfig) -> None:
 ROLLOUT_CHECKS: list[Callable[[Any], None]] = [
     *(validate_other_folders, validate_generator_layout, validate_nodes, validate_devices),
     *(validate_generator, validate_lengths, _validate_push, _validate_sampling),
-    *(_validate_algorithm, _validate_episodes, _validate_router_replay, _validate_roles),
-    _validate_parity,
+    *(_validate_algorithm, _validate_episodes, _validate_parity, _validate_roles),
 ]
 """Checks of RL runs, beside those of all runs."""

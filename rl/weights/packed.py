@@ -220,7 +220,14 @@ class PackedSubscriber:
 
     async def _fetch(self, version: int) -> None:
         rows = [_row(header, version, rank) for rank, header in enumerate(await self._headers())]
-        reads = [read for key in self._staged if (read := self._missing(*key, rows[key[0]]))]
+        reads = []
+        for (source, blob), (whole, code) in self._staged.items():
+            row = rows[source]
+            behind = row[_SEQUENCE] - self._held[source]
+            if behind:  # 2 for each push
+                size = row[_DELTAS + blob] if behind == 2 else 0
+                into = code if size else whole
+                reads.append(Read(source, blob, _slot(row), size, into, row[_SEQUENCE]))
         try:
             await self._read(reads)
             for rank, (header, row) in enumerate(zip(await self._headers(), rows, strict=True)):
@@ -264,15 +271,6 @@ class PackedSubscriber:
     def _drop(self) -> None:
         with self._pulling:  # not while a pull copies
             self._fetched = None
-
-    def _missing(self, source: int, blob: int, row: list[int]) -> Read | None:
-        """Return the read that updates a blob to the push ``row``; None if it is up to date."""
-        whole, code = self._staged[source, blob]
-        if self._held[source] == row[_SEQUENCE]:
-            return None
-        size = row[_DELTAS + blob] if self._held[source] == row[_SEQUENCE] - 2 else 0
-        into = code if size else whole
-        return Read(source, blob, _slot(row), size, into, row[_SEQUENCE])
 
     def _apply(self, reads: list[Read]) -> None:
         for read in reads:

@@ -427,8 +427,8 @@ rl/data/order.py
   seed, step, batch
   data
 rl/data/preferences.py
-  return tokens[:end], trained[:end]
-  return tokens, trained
+  (tokens[:end], trained[:end])
+  (tokens, trained)
   data
 rl/trainers/dataset.py
   stream_indices(config.seed, self.examples_seen, count, size)

@@ -93,9 +93,9 @@ class Adapters:
         for parameter_name, parameter in self._parameters.items():
             full = torch.zeros(parameter.shape)
             if ".lora_a." in parameter_name and config.adapts(parameter_name):
-                layer, own = self._adapted[adapted_weight(parameter_name)]
+                layer, side = self._adapted[adapted_weight(parameter_name)]
                 used = full[: config.rank] if full.ndim == 2 else full[..., : config.rank]
-                draw(used, initializers(layer.lora_a)[own], f"{config.seed}:{parameter_name}")
+                draw(used, initializers(layer.lora_a)[side], f"{config.seed}:{parameter_name}")
             weights.append(own_part(parameter, full).to(parameter.dtype, copy=True))
         moments: list[dict[Any, Any]] = [{} for _ in self._engine.optimizers]
         self._adapters[name] = _Adapter(config, weights, moments=moments)
@@ -159,7 +159,7 @@ class Adapters:
             return
         self._engine.require_resident("active_adapter", "model")
         self._release_parameters()
-        own = [each.clone() for each in self._local()]
+        active = [each.clone() for each in self._local()]
         config = self.worn
         try:
             if isinstance(source, Path):
@@ -171,7 +171,7 @@ class Adapters:
                 self._wear(adapter.weights, adapter.config)
             yield
         finally:
-            self._wear(own, config)
+            self._wear(active, config)
 
     def merge(self, source: Source) -> None:
         """Have ``engine.shards`` return the weights of ``source``: see ``active_adapter``.
@@ -206,8 +206,8 @@ class Adapters:
 
     def _wear(self, weights: Iterable[torch.Tensor], config: AdapterConfig | None) -> None:
         reshard(self._engine.model)
-        for own, values in zip(self._local(), weights, strict=True):
-            own.copy_(values)
+        for parameter, values in zip(self._local(), weights, strict=True):
+            parameter.copy_(values)
         self._set(config)
 
     def _set(self, config: AdapterConfig | None) -> None:

@@ -105,11 +105,11 @@ class Checkpointer:
         self._finish_saving()
         self._state.run_state = {}
         self.loaded = None
-        found, self.ignored = on_first_rank("looking for checkpoints", lambda: self._find(step))
-        if found is not None:
-            self.loaded = self._folders.path(found)
+        saved, self.ignored = on_first_rank("looking for checkpoints", lambda: self._find(step))
+        if saved is not None:
+            self.loaded = self._folders.path(saved)
             advice = f"; if it is damaged, deleting {self.loaded} goes back to the one before it"
-            self._load(self.loaded, found, self._folders.name(found), advice)
+            self._load(self.loaded, saved, self._folders.name(saved), advice)
         elif (path := self._config.initial_load_path) and not self._config.initial_load_in_hf:
             self._load(Path(path), -1, path)
             self.loaded = None if self._config.initial_load_model_only else Path(path)
@@ -260,8 +260,8 @@ class Checkpointer:
             raise RunError(f"there is no complete checkpoint {path}; there are {complete}")
         if step != -1:
             self._folders.forget_after(step)
-        found = max(complete, default=None) if step == -1 else step or None
-        return found, [self._folders.name(step) for step in self._folders.incomplete()]
+        newest = max(complete, default=None) if step == -1 else step or None
+        return newest, [self._folders.name(step) for step in self._folders.incomplete()]
 
     def _load(self, path: Path, step: int, name: str, advice: str = "") -> None:
         """Load checkpoint ``step`` from ``path``. Raises RunError if it is of another model."""
@@ -363,9 +363,9 @@ def _check_model(path: Path, saved: Shapes, ours: Shapes) -> None:
     if not differing:
         return
     name = differing[0]
-    found, own = ([*shapes[name]] if name in shapes else "absent" for shapes in (saved, ours))
+    stored, expected = ([*shapes[name]] if name in shapes else "absent" for shapes in (saved, ours))
     fused, fuse = (any(".wqkv." in each for each in shapes) for shapes in (saved, ours))
-    reason = f"is of another model: {name} is {found} in the checkpoint, {own} in this run"
+    reason = f"is of another model: {name} is {stored} in the checkpoint, {expected} in this run"
     if _has_adapters(ours) and not _has_adapters(saved):
         advice = "initial_load_path with initial_load_model_only=True"
         reason = f"was saved without trainer.lora; load it as trainer.checkpoint.{advice}"

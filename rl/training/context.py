@@ -33,11 +33,11 @@ class SequenceShard:
         first = next(iter(masks.values())) if isinstance(masks, dict) else masks
         dense = isinstance(first, torch.Tensor)
         order = torch.arange(rows[0].shape[1], device=rows[0].device).expand_as(rows[0])
-        (*mine, own), block_masks = cp_shard(
+        (*mine, places), block_masks = cp_shard(
             self._mesh, (*rows, order), None if dense else masks, self._balancer
         )
-        self._own = own
-        self._all = _all_gather(own.contiguous(), self._group)
+        self._own = places
+        self._all = _all_gather(places.contiguous(), self._group)
         if not dense:
             return mine, block_masks
         if isinstance(masks, dict):
@@ -50,9 +50,9 @@ class SequenceShard:
 
     def select(self, mask: SamplingMask) -> SamplingMask:
         """Return the part of ``mask``, which has B * L cells, for this rank's cells."""
-        own = self._own.cpu()
-        width = own.shape[1] * dist.get_world_size(self._group)
-        return mask.select((own + torch.arange(len(own)).unsqueeze(1) * width).flatten().numpy())
+        at = self._own.cpu()
+        width = at.shape[1] * dist.get_world_size(self._group)
+        return mask.select((at + torch.arange(len(at)).unsqueeze(1) * width).flatten().numpy())
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
         """Return the values of all cells, [B, L] or [B, L, K], from the ranks' parts of L / ranks
@@ -72,8 +72,8 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        (own,) = ctx.saved_tensors
-        return grad[_rows(own), own], None, None, None
+        (places,) = ctx.saved_tensors
+        return grad[_rows(places), places], None, None, None
 
 
 def _rows(columns: torch.Tensor) -> torch.Tensor:

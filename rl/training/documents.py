@@ -83,9 +83,9 @@ def _groups(positions: bytes, dtype: torch.dtype, window: int = 0) -> list[_Grou
 def _bitwise_groups(positions: bytes, window: int) -> list[parity.Group]:
     stretches = []
     for begin, length, document, shared in _pieces(positions).tolist():
-        own = np.arange(begin, begin + length)
+        cells = np.arange(begin, begin + length)
         trunk = np.arange(document, document + shared)
-        stretches.append(parity.Stretch(own, np.concatenate([trunk, own])))
+        stretches.append(parity.Stretch(cells, np.concatenate([trunk, cells])))
     return parity.groups_of(stretches, window)
 
 
@@ -127,9 +127,9 @@ def _group(pieces: np.ndarray, dtype: torch.dtype, window: int) -> _Group:
     place = np.arange(int(length.max()))
     query = np.minimum(place, length - 1)
     key = np.arange(int((shared + length).max()))
-    own = begin + np.minimum(key - shared, length - 1)
+    branch = begin + np.minimum(key - shared, length - 1)
     queries = torch.from_numpy((begin + query).ravel())
-    keys = torch.from_numpy(np.where(key < shared, document + key, own).ravel())
+    keys = torch.from_numpy(np.where(key < shared, document + key, branch).ravel())
     mask = repeated = None
     if shared.any() or window or (length < len(place)).any():
         near = key > (shared + query)[..., None] - (window or len(key))
@@ -164,8 +164,8 @@ def _attend(
     for group in _groups(cells, q.dtype):
         query = group.take(group.queries, q)
         key, value = (group.take(group.keys, each) for each in (k, v))
-        found = flash_attention(query, key, value, mask=group.mask, scale=scale)
-        for whole, part in zip(results, found, strict=True):
+        outputs = flash_attention(query, key, value, mask=group.mask, scale=scale)
+        for whole, part in zip(results, outputs, strict=True):
             whole.flatten(0, 1)[group.queries] = part.transpose(1, 2).flatten(0, 1)
     return results
 

@@ -107,8 +107,8 @@ class TrainingEngine:
         batch_mesh = self.dims.get_optional_mesh("batch")
         self._batch_group = batch_mesh.get_group() if batch_mesh else None
         self._sums = StepSums()
-        own = config.lora and AdapterConfig(config.lora.rank, config.lora.alpha)
-        self.adapters = Adapters(self, own)
+        adapter = config.lora and AdapterConfig(config.lora.rank, config.lora.alpha)
+        self.adapters = Adapters(self, adapter)
         self.work = WorkCount.of(self.model)
         """Operations of ``forward_backward`` on this rank's part of the batches."""
         self.dp_rank = batch_mesh.get_local_rank() if batch_mesh else 0
@@ -128,9 +128,9 @@ class TrainingEngine:
         may pass None.
         """
         if self._same_batch is not None:
-            held = [batch]
-            dist.broadcast_object_list(held, group=self._same_batch, group_src=0)
-            batch = held[0]
+            boxed = [batch]
+            dist.broadcast_object_list(boxed, group=self._same_batch, group_src=0)
+            batch = boxed[0]
         assert batch is not None
         return batch
 
@@ -192,8 +192,8 @@ class TrainingEngine:
                 with self._context(), torch.set_grad_enabled(trains):
                     self._routing.watch()
                     outputs = self._run(micro, temperature)
-                    own = {name: values[micro.loss_index] for name, values in outputs.items()}
-                    tokens = Tokens.of(micro.columns | own, micro.sequence, len(micro.lengths))
+                    computed = {name: values[micro.loss_index] for name, values in outputs.items()}
+                    tokens = Tokens.of(micro.columns | computed, micro.sequence, len(micro.lengths))
                     result = loss(tokens)
                     per_token, metrics = check_loss_result(loss, result, len(micro.loss_index))
                     balance = self._routing.count(micro, self._sums)
@@ -264,8 +264,8 @@ class TrainingEngine:
         routed = self._routing.metrics(self._sums)
         if math.isfinite(norm):
             before = gradient.rounding_elements(self.model)
-            given = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-            with gradient.overridden(self._groups, given):
+            overrides = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+            with gradient.overridden(self._groups, overrides):
                 self.optimizers.step()
                 self._routing.update_biases(self._sums)
             self.adapters.merge_again()
@@ -316,8 +316,8 @@ class TrainingEngine:
         loading the state of the optimizer, which contains those of its own run.
         """
         rates = [rate for each in self.schedule.schedulers for rate in each.get_last_lr()]
-        for group, own, rate in zip(self._groups, self._hyperparameters, rates, strict=True):
-            group.update(own | {"lr": rate})
+        for group, values, rate in zip(self._groups, self._hyperparameters, rates, strict=True):
+            group.update(values | {"lr": rate})
 
     def reset_optimizer(self) -> None:
         """Drop the gradients, the moments and the optimizer's own counts of steps."""

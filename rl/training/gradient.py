@@ -27,8 +27,8 @@ def divide_and_clip(parameters: Iterable[nn.Parameter], weight: float, max_norm:
     """
     gradients = [each.grad for each in parameters if each.grad is not None]
     norm = _norm(gradients) / weight
-    kept = min(max_norm / (norm + 1e-6), 1.0)
-    scale([local_tensor(each) for each in gradients], kept / weight)
+    factor = min(max_norm / (norm + 1e-6), 1.0)
+    scale([local_tensor(each) for each in gradients], factor / weight)
     return norm
 
 
@@ -64,14 +64,14 @@ def have_changed(before: list[torch.Tensor], after: list[torch.Tensor]) -> bool:
 
 
 @contextmanager
-def overridden(groups: list[dict[str, Any]], given: Mapping[str, Any]) -> Iterator[None]:
+def overridden(groups: list[dict[str, Any]], overrides: Mapping[str, Any]) -> Iterator[None]:
     """Replace hyperparameters of parameter groups inside the block by those of ``given`` that are
     not None.
     """
-    given = {name: value for name, value in given.items() if value is not None}
-    before = [{name: group[name] for name in given} for group in groups]
+    overrides = {name: value for name, value in overrides.items() if value is not None}
+    before = [{name: group[name] for name in overrides} for group in groups]
     for group in groups:
-        group.update(given)
+        group.update(overrides)
     yield
     for group, values in zip(groups, before, strict=True):
         group.update(values)
@@ -83,7 +83,7 @@ def _norm(gradients: list[torch.Tensor]) -> float:
     by_copies = defaultdict[int, list[torch.Tensor]](list)
     for gradient in gradients:
         by_copies[ranks // _shards(gradient)].append(local_tensor(gradient))
-    squares = [norms(own).double().square().sum() / copies for copies, own in by_copies.items()]
+    squares = [norms(parts).double().square().sum() / copies for copies, parts in by_copies.items()]
     total = torch.stack(squares).sum()
     if ranks > 1:
         dist.all_reduce(total)

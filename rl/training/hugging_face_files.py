@@ -76,8 +76,8 @@ def check_folder(
         if needs_head or SCORE in stored:
             wanted[SCORE] = (1, shape.dim)
     else:
-        found = f"{folder} holds {SCORE}: it is a reward model, from which no policy can start"
-        require(SCORE not in stored, f"{found}; name the folder of a language model")
+        problem = f"{folder} holds {SCORE}: it is a reward model, from which no policy can start"
+        require(SCORE not in stored, f"{problem}; name the folder of a language model")
         path = folder / "config.json"
         kind = reward_class(read_json("config.json", path))
         require(
@@ -131,12 +131,12 @@ def stored_tensors(
     holds = not one_file.is_file() or names == [ONE_FILE]
     require(holds, both, fix="remove the outdated one")
     stored: dict[str, StoredTensor] = {}
-    found: dict[str, str] = {}
+    files_by_tensor: dict[str, str] = {}
     for file in names:
         lacks = f"{folder} lacks {file}, which {INDEX} names"
         require((folder / file).is_file(), lacks, fix="copy or download the file again")
         for tensor in _read_header(folder / file):
-            found[tensor.name] = file
+            files_by_tensor[tensor.name] = file
             bare = tensor.name.removeprefix("model.").removeprefix("model.")
             if bare.startswith(family.left_out):
                 continue
@@ -145,11 +145,11 @@ def stored_tensors(
             for own, part in _by_expert(name, tensor, family.stacked):
                 first = stored.setdefault(own, part)
                 require(first is part, f"{folder}: {own} is in both {first.file} and {file}")
-    left_out = len(found) - len({each.name for each in stored.values()})
+    left_out = len(files_by_tensor) - len({each.name for each in stored.values()})
     if reports and left_out:
         _report_left_out(folder, left_out)
     for name, file in files.items():
-        own = found.get(name, "none of the files")
+        own = files_by_tensor.get(name, "none of the files")
         require(own == file, f"{index} says that {name} is in {file}; it is in {own}")
     if shape.tie_embeddings and EMBEDDING not in stored and HEAD in stored:
         stored[EMBEDDING] = stored[HEAD]
@@ -171,9 +171,9 @@ def _by_expert(
     rows //= len(parts)
     for expert in range(experts):
         for number, part in enumerate(parts):
-            own = f"{name.rpartition('.')[0]}.{expert}.{part}.weight"
+            part_name = f"{name.rpartition('.')[0]}.{expert}.{part}.weight"
             shape = (rows, columns)
-            yield own, tensor._replace(shape=shape, expert=expert, row=number * rows)
+            yield part_name, tensor._replace(shape=shape, expert=expert, row=number * rows)
 
 
 @cache

@@ -132,13 +132,13 @@ class HuggingFaceFolders:
                 f"{whole} holds something other than a model; name another folder to export to"
             )
         tensors = self._tensors(shards_of(self._model))
-        own = TORCH_DTYPE_MAP.get(dtype or self._shape.dtype, torch.float32)
-        dtypes = dict.fromkeys(tensors, own)
+        default = TORCH_DTYPE_MAP.get(dtype or self._shape.dtype, torch.float32)
+        dtypes = dict.fromkeys(tensors, default)
         files = {name: tensor.file for name, tensor in self._stored.items()}
         for name in tensors.keys() & files.keys() if not dtype else ():
-            dtypes[name] = _DTYPES.get(self._stored[name].dtype, own)
+            dtypes[name] = _DTYPES.get(self._stored[name].dtype, default)
         if not files.keys() >= tensors.keys():
-            files = _split(tensors, own)
+            files = _split(tensors, default)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         contents: dict[str, Shapes] = {}
@@ -250,11 +250,11 @@ def read_tensors(
         with safe_open(folder / file, framework="pt") as tensors:
             for piece, values in pieces:
                 name = stored[piece.tensor].name
-                found = tensors.get_slice(name)[stored[piece.tensor].place_of(piece.in_tensor)]
-                require_finite(folder / file, name, found)
+                numbers = tensors.get_slice(name)[stored[piece.tensor].place_of(piece.in_tensor)]
+                require_finite(folder / file, name, numbers)
                 if dither:
-                    found = dithered(found, piece.in_tensor, piece.tensor)
-                values.copy_(found.to(dtype or found.dtype))
+                    numbers = dithered(numbers, piece.in_tensor, piece.tensor)
+                values.copy_(numbers.to(dtype or numbers.dtype))
 
 
 def _by_file(

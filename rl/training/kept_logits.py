@@ -58,19 +58,19 @@ class KeptLogits:
         count = logits.shape[1]
         # The last column is for ids of other ranks.
         outside = self.listed[cells].unsqueeze(1).repeat(1, count + 1)
-        own = slice(self.id_ends[cells.start], self.id_ends[cells.stop])
-        ids = self.ids[own].long() - self.first
+        part = slice(self.id_ends[cells.start], self.id_ends[cells.stop])
+        ids = self.ids[part].long() - self.first
         ids = torch.where((ids >= 0) & (ids < count), ids, count)
-        outside[self.owners[own].long() - cells.start, ids] = False
-        own = slice(self.map_ends[cells.start], self.map_ends[cells.stop])
-        if own.start < own.stop:
+        outside[self.owners[part].long() - cells.start, ids] = False
+        part = slice(self.map_ends[cells.start], self.map_ends[cells.stop])
+        if part.start < part.stop:
             first = self.first // WORD
             last = -(-(self.first + count) // WORD)
-            words = self.maps[own, first:last].contiguous().view(torch.uint8)
+            words = self.maps[part, first:last].contiguous().view(torch.uint8)
             bits = torch.arange(8, dtype=torch.uint8, device=words.device)
             flags = (words.unsqueeze(2) >> bits).bitwise_and_(1).flatten(1)
             begin = self.first - first * WORD
-            rows = self.mapped[own].long() - cells.start
+            rows = self.mapped[part].long() - cells.start
             outside[rows, :count] = flags[:, begin : begin + count] == 0
         return logits.masked_fill_(outside[:, :count], FLOOR)
 

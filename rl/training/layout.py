@@ -33,8 +33,8 @@ def trainer_layout(
         dims = ParallelDims.from_config(config.parallelism, config.ranks)
         built = sharded_model(config, model, dims, head=head, folder="", shortened=True)
         of_some = named_weights(built) | (named_adapters(built) if adapters else {})
-        held = in_all_layers(of_some, shape_of(model).kinds)
-        regions = [_regions(name, parameter, config.ranks) for name, parameter in held.items()]
+        whole = in_all_layers(of_some, shape_of(model).kinds)
+        regions = [_regions(name, parameter, config.ranks) for name, parameter in whole.items()]
     finally:
         dist.destroy_process_group()
     return tuple(zip(*regions, strict=True))
@@ -59,5 +59,5 @@ def _boxes(
     since layers have equal shapes.
     """
     places = itertools.product(*map(range, mesh))
-    held = (part_at(shape, mesh, list(place), placements) for place in places)
-    return [Box(offset, local) for local, offset in held]
+    parts = (part_at(shape, mesh, list(place), placements) for place in places)
+    return [Box(offset, local) for local, offset in parts]

@@ -172,7 +172,7 @@ def _add_parameters(
     for parameter, weights in reversed(parameters.items()):
         a, b = zip(*weights, strict=True)
         rows = torch.cat(a, -1).mT.flatten(0, 1)
-        columns = torch.stack([torch.block_diag(*own) for own in zip(*b, strict=True)], -1)
+        columns = torch.stack([torch.block_diag(*blocks) for blocks in zip(*b, strict=True)], -1)
         name = ".".join([*module.split(".")[-2:], parameter])
         adapter.parameters[name] = len(rows) // columns.shape[-1]
         adapter.tensors[f"{wrapper}.lora_A.weight"] = rows.contiguous()
@@ -186,11 +186,11 @@ def _add_linear(adapter: PeftAdapter, blocks: list[Block], a: Tensor, b: Tensor)
     joined in, each weight has numbers of the rank of its own.
     """
     for tensor in dict.fromkeys(block.tensor for block in blocks):
-        own = [block for block in blocks if block.tensor == tensor]
+        parts = [block for block in blocks if block.tensor == tensor]
         layer = tensor.removesuffix(".weight")
-        expert = own[0].box.offset[: b.ndim - len(own[0].shape)]
-        rows = torch.zeros(own[0].shape)
-        for _, shape, box, offset in own:
+        expert = parts[0].box.offset[: b.ndim - len(parts[0].shape)]
+        rows = torch.zeros(parts[0].shape)
+        for _, shape, box, offset in parts:
             target = Box(offset, box.shape[len(expert) :]).slices_in(Box.whole(shape))
             rows[target] = b[box.slices_in(Box.whole(tuple(b.shape)))]
         for factor, part, dim in (("A", a[expert].mT, 0), ("B", rows, 1)):

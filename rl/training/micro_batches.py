@@ -116,8 +116,8 @@ def lay_out(
     place = torch.arange(len(owner)) - (part.lengths.cumsum(0) - part.lengths)[owner]
     first = place == 0
     trunk, shared, branch = _starts(rows, sizes, width)[:, owner]
-    own = place > shared
-    cells = torch.where(own, branch - shared, trunk) + place - 1
+    in_branch = place > shared
+    cells = torch.where(in_branch, branch - shared, trunk) + place - 1
     predicted = cells[~first]
     inputs = (~first).nonzero().squeeze(1) - 1
     shape = (max(len(rows), 1), width)
@@ -139,8 +139,8 @@ def lay_out(
     heads = cells[loss_index].unique() if weighted else None
     mask = part.sampling_mask
     if mask is not None:
-        mask = mask.select(own.nonzero().squeeze(1).numpy())
-        mask = mask.placed(cells[own].numpy(), shape[0] * width)
+        mask = mask.select(in_branch.nonzero().squeeze(1).numpy())
+        mask = mask.placed(cells[in_branch].numpy(), shape[0] * width)
         mask = mask if heads is None else mask.select(heads.numpy())
     experts = None
     if part.experts is not None:

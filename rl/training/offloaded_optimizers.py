@@ -140,8 +140,8 @@ class _Moment:
     def inside(self, memory: torch.Tensor) -> torch.Tensor:
         """Return the moment in ``memory``, laid out as the parameter."""
         local = local_tensor(self.parameter)
-        own = memory[self.start : self.start + local.numel() * self.dtype.itemsize]
-        return as_shard_of(self.parameter, own.view(self.dtype).view(local.shape))
+        part = memory[self.start : self.start + local.numel() * self.dtype.itemsize]
+        return as_shard_of(self.parameter, part.view(self.dtype).view(local.shape))
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,22 +155,22 @@ class _Part:
 
     def moments_in(self, memory: torch.Tensor) -> dict[nn.Parameter, dict[str, torch.Tensor]]:
         """Return the moments of each parameter as views of ``memory``, uint8 [bytes]."""
-        found: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
+        moments: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
         for moment in self.moments:
-            found.setdefault(moment.parameter, {})[moment.name] = moment.inside(memory)
-        return found
+            moments.setdefault(moment.parameter, {})[moment.name] = moment.inside(memory)
+        return moments
 
     def memory(self, optimizer: torch.optim.Optimizer) -> torch.Tensor:
         """Return the host memory of the part, uint8 [bytes]."""
         first = self.moments[0]
-        held = local_tensor(optimizer.state[first.parameter][first.name])
-        return torch.empty(0, dtype=torch.uint8).set_(held.untyped_storage())
+        state = local_tensor(optimizer.state[first.parameter][first.name])
+        return torch.empty(0, dtype=torch.uint8).set_(state.untyped_storage())
 
     def step(self, optimizer: torch.optim.Optimizer, memory: torch.Tensor) -> None:
         """Take a step on the parameters of the part alone, with the moments in ``memory``."""
         of_all = [group["params"] for group in optimizer.param_groups]
-        for group, own in zip(optimizer.param_groups, self.groups, strict=True):
-            group["params"] = own
+        for group, parameters in zip(optimizer.param_groups, self.groups, strict=True):
+            group["params"] = parameters
         at_home = {each.parameter: {**optimizer.state[each.parameter]} for each in self.moments}
         for parameter, moments in self.moments_in(memory).items():
             optimizer.state[parameter].update(moments)

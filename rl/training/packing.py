@@ -145,13 +145,13 @@ def _units(batch: Batch, limits: MicroBatchLimits) -> list[list[Tree]]:
     prompts = _prompts(batch) if shares else []
     units = []
     for first in range(0, len(batch), batch.together):
-        own = [*range(first, first + batch.together)]
+        together = [*range(first, first + batch.together)]
         if not limits.pack:
-            units.append([Tree([sequence], sizes[sequence]) for sequence in own])
+            units.append([Tree([sequence], sizes[sequence]) for sequence in together])
             continue
-        shared = prompts[first][1] if shares and len({prompts[i][0] for i in own}) == 1 else 0
-        cells = sum(sizes[sequence] for sequence in own) - shared * (len(own) - 1)
-        units.append([Tree(own, cells, shared)])
+        shared = prompts[first][1] if shares and len({prompts[i][0] for i in together}) == 1 else 0
+        cells = sum(sizes[sequence] for sequence in together) - shared * (len(together) - 1)
+        units.append([Tree(together, cells, shared)])
     return sorted(units, key=lambda unit: -max(tree.cells for tree in unit))
 
 

@@ -143,6 +143,6 @@ def _balance_losses(probabilities: torch.Tensor, top_k: int, micro: MicroBatch) 
     inputs = (micro.lengths - 1).clamp(min=1)
     is_own = owner == torch.arange(len(inputs), device=owner.device).unsqueeze(1)
     shares = (is_own & ~micro.first) / inputs.unsqueeze(1)  # of each token in its sequence, [N, T]
-    own = probabilities.flatten(0, 1)[micro.cells]
-    chosen = torch.zeros_like(own).scatter_(1, own.topk(top_k).indices, own.shape[1] / top_k)
-    return ((shares @ chosen) * (shares @ own)).sum(1)
+    probs = probabilities.flatten(0, 1)[micro.cells]
+    chosen = torch.zeros_like(probs).scatter_(1, probs.topk(top_k).indices, probs.shape[1] / top_k)
+    return ((shares @ chosen) * (shares @ probs)).sum(1)

@@ -71,10 +71,10 @@ class _Reader(FileSystemReader):
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         path = Path(self.path, ".metadata")
         with open(path, "rb") as file:
-            found: Metadata = _Unpickler(file, path).load()
-        found.storage_meta = found.storage_meta or metadata.StorageMeta()
-        found.storage_meta.load_id = self.load_id
-        return found
+            stored: Metadata = _Unpickler(file, path).load()
+        stored.storage_meta = stored.storage_meta or metadata.StorageMeta()
+        stored.storage_meta.load_id = self.load_id
+        return stored
 
 
 class _Planner(DefaultLoadPlanner):
@@ -87,8 +87,8 @@ class _Planner(DefaultLoadPlanner):
         try:
             entry = torch.load(value, weights_only=True)
         except pickle.UnpicklingError as error:
-            found = re.search(r"GLOBAL (\S+)", str(error))
-            what = found[1] if found else "more than plain data"
+            match = re.search(r"GLOBAL (\S+)", str(error))
+            what = match[1] if match else "more than plain data"
             raise _refused(self._folder, f"its entry {name}", what) from error
         set_element(self.original_state_dict, self.mappings[name], entry)
 
@@ -109,8 +109,8 @@ class _Unpickler(pickle.Unpickler):
             return _ALLOWED[module, name]
         if (module, name) == ("builtins", "getattr"):
             return self._member
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
-            return found
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
         raise _refused(self._path.parent, self._path.name, f"{module}.{name}")
 
     def _member(self, kind: Any, name: Any) -> Enum:

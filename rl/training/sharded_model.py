@@ -134,8 +134,8 @@ def sharded_model(
     def inner_attention(layer: int) -> Any:
         if not shape.masks_attention:
             return attention
-        own = {"window": shape.window_of(layer), "cap": shape.attention_cap}
-        return dataclasses.replace(attention, **own)
+        changes = {"window": shape.window_of(layer), "cap": shape.attention_cap}
+        return dataclasses.replace(attention, **changes)
 
     model_config = decoder_config(shape, fuse_qkv=model.fuse_qkv, inner_attention=inner_attention)
     if config.float8 is not None:

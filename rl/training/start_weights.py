@@ -64,12 +64,12 @@ class StartWeights:
 
     def digests(self, dtype: torch.dtype) -> ShardDigests:
         """Return the digests of the whole parameters in ``dtype``; one is in memory at a time."""
-        found: ShardDigests = {}
+        by_shard: ShardDigests = {}
         for name, shape in self._parameters.items():
             whole = Shard(Region(name, shape, Box.whole(shape)), torch.empty(shape, dtype=dtype))
             self.copy_into([whole])
-            found |= digests([whole])
-        return found
+            by_shard |= digests([whole])
+        return by_shard
 
     @torch.no_grad()
     def _draw(self, shards: Sequence[Shard], dtype: torch.dtype) -> None:
@@ -80,8 +80,8 @@ class StartWeights:
                 full = torch.empty(parameter.shape, dtype=torch.float32)
                 draw(full, init, f"{self.seed}:{name}")
             for shard in wanted:
-                own = full[shard.box.slices_in(Box.whole(shard.shape))]
-                shard.tensor.copy_(own.to(dtype))
+                part = full[shard.box.slices_in(Box.whole(shard.shape))]
+                shard.tensor.copy_(part.to(dtype))
 
     @cached_property
     def _folder(self) -> Path | None:

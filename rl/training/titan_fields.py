@@ -138,7 +138,7 @@ def titan_rules(kind: type) -> Rules:
         used |= HONOURED.get(each, {})
     defaults = defaults_of(kind) if declared else {}
     fix = "Tiller does not use this field of torchtitan"
-    fixes = {name: f"{fix}; set {own} instead" for name, own in INSTEAD.items()}
+    fixes = {name: f"{fix}; set {field} instead" for name, field in INSTEAD.items()}
     unused = {
         name: (COSMETIC, Fixed(default, fixes.get(name, fix)))
         for name, default in defaults.items()

@@ -73,13 +73,13 @@ def degrees_of(layout: str, *, option: str) -> dict[str, int]:
     """
     degrees = dict.fromkeys(DEGREES.values(), 1)
     for part in layout.split("-"):
-        found = re.fullmatch(rf"({'|'.join(DEGREES)})([1-9]\d*)", part)
-        if found is None:
+        match = re.fullmatch(rf"({'|'.join(DEGREES)})([1-9]\d*)", part)
+        if match is None:
             raise ConfigError(
                 f"{option} {layout}: {part!r} is not a degree; write one of {', '.join(DEGREES)} "
                 "and a number, such as fsdp2 or fsdp2-tp2"
             )
-        degrees[DEGREES[found[1]]] = int(found[2])
+        degrees[DEGREES[match[1]]] = int(match[2])
     return degrees
 
 

@@ -81,8 +81,8 @@ rl/training/routing.py
   (recorded.sort(-1).values != preferred.sort(-1).values)
   (recorded != preferred)
   training/test_experts.py
-  own.topk(top_k).indices, own.shape[1] / top_k
-  own.topk(top_k).indices, own.shape[1]
+  probs.topk(top_k).indices, probs.shape[1] / top_k
+  probs.topk(top_k).indices, probs.shape[1]
   training/test_gradient.py
   (load.mean() - load).sign()
   (load - load.mean()).sign()
@@ -100,8 +100,8 @@ rl/session/session_config.py
   return False
   plan/test_plan.py
 rl/training/micro_batches.py
-  own = place > shared
-  own = place >= shared
+  in_branch = place > shared
+  in_branch = place >= shared
   training/test_micro_batches.py
 rl/training/logprobs.py
   picked = z.gather(-1, index).masked_fill(~owned, 0.0)
@@ -115,8 +115,8 @@ rl/training/engine.py
   self.is_leader = dist.get_rank() == 0
   training/test_layouts.py
 rl/training/checkpoint.py
-  found = max(complete, default=None) if step == -1
-  found = min(complete, default=None) if step == -1
+  newest = max(complete, default=None) if step == -1
+  newest = min(complete, default=None) if step == -1
   training/test_checkpoint.py
 rl/training/adapters.py
   optimizer.state.update(state)
@@ -197,8 +197,8 @@ rl/compat/vllm_internals.py
   pass
   generation/test_structured.py
 rl/generation/requests.py
-  if len(kept) >= self._longest and text.endswith(kept):
-  if kept:
+  if len(tail) >= self._longest and text.endswith(tail):
+  if tail:
   generation/test_stop_texts.py
   vllm_internals.abort(self._engine, said)
   vllm_internals.abort(self._engine, [])
@@ -231,7 +231,7 @@ rl/model/hub.py
   "ignore_patterns": None
   model/test_hub.py
 rl/validation/folders.py
-  model.revision = kept.get("revision")
+  model.revision = saved.get("revision")
   pass
   model/test_hub.py
 # session
@@ -360,8 +360,8 @@ rl/rollout/rollouter.py
   if len(group) - len(errors) > needed:
   rollout
 rl/types/sequences.py
-  max(found, key=lambda each: len(each.tokens),
-  min(found, key=lambda each: len(each.tokens),
+  max(continued, key=lambda each: len(each.tokens),
+  min(continued, key=lambda each: len(each.tokens),
   types/test_sequences.py
 rl/tasks/judge.py
   if is_temporary(answer.status_code):
@@ -395,8 +395,8 @@ rl/serve.py
   if isinstance(refusal, ValueError):
   session/test_serve.py
 rl/gateway/answers.py
-  found[word] = max(each["logprob"], found.get(word, each["logprob"]))
-  found.setdefault(word, each["logprob"])
+  words[word] = max(each["logprob"], words.get(word, each["logprob"]))
+  words.setdefault(word, each["logprob"])
   gateway/test_answers.py
 rl/gateway/drafts.py
   if self._dialect.markup.is_bare and said.startswith(BARE_CALL):
@@ -447,8 +447,8 @@ rl/sandbox/elsewhere.py
   self._failed = 0
   sandbox/test_elsewhere.py
 rl/trainers/algorithm.py
-  own = own, *(part.reward for *_, part in by_player([rollout]))
-  own = own, 0.0
+  rewards = rewards, *(part.reward for *_, part in by_player([rollout]))
+  rewards = rewards, 0.0
   environments/test_self_play.py
   if has_bits and (batch.columns["versions"][batch.loss_mask] == session.version).all():
   if has_bits:
@@ -458,8 +458,8 @@ rl/model/parity.py
   more = (0, 0, 0, 0)
   parity/test_kernels.py
 rl/types/sequences.py
-  own = [each for each in self.sequences if each.player == player]
-  own = self.sequences
+  candidates = [each for each in self.sequences if each.player == player]
+  candidates = self.sequences
   environments/test_self_play.py
 rl/rollout/episodes.py
   episode.rewards[turn] += float(more)

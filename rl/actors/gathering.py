@@ -82,13 +82,13 @@ class Gathered(Generic[Asked, Answer]):
                 if number in self._hearers:  # what it raises is its own
                     asyncio.get_running_loop().call_soon(self._hearers[number], answer)
                 continue
-            own = self._in_flight.pop(number, None)
-            if own is None or own.done():  # its caller was cancelled
+            call = self._in_flight.pop(number, None)
+            if call is None or call.done():  # its caller was cancelled
                 continue
             if isinstance(answer, Exception):
-                own.set_exception(answer)
+                call.set_exception(answer)
             else:
-                own.set_result(answer)
+                call.set_result(answer)
         self._messages.discard(asyncio.current_task())  # type: ignore[arg-type]
         if not (self._messages or self._new):
             self._begin()
@@ -134,8 +134,8 @@ class Answers(Generic[Asked, Answer]):
     def _finish(self, number: int, answer: "asyncio.Future[Answer]") -> None:
         self._running.remove(number)
         error = answer.exception()
-        found: Answer | Exception = error if isinstance(error, Exception) else answer.result()
-        self._keep(Outcome(number, found))
+        outcome: Answer | Exception = error if isinstance(error, Exception) else answer.result()
+        self._keep(Outcome(number, outcome))
 
     def _hearer(self, number: int) -> Callable[[Any], object]:
         """Return what takes parts of an answer, in any thread."""

@@ -105,7 +105,7 @@ class Ranks:
         **kwargs: P.kwargs,
     ) -> list[R]:
         """Like ``call``, with a first argument for each rank."""
-        rows = {rank: (own, *args) for rank, own in zip(self.ranks, first, strict=True)}
+        rows = {rank: (part, *args) for rank, part in zip(self.ranks, first, strict=True)}
         return await self.group._answers(self, endpoint.name, rows, kwargs)
 
 

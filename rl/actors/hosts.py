@@ -131,7 +131,7 @@ class Hosts:
             base = default_bootstrap_cmd()
             host, local = divmod(point.rank, place.per_host)
             parent = self._nodes[place.first_host + host].pid if self._nodes else os.getpid()
-            own = {
+            variables = {
                 HOST: self._nodes[place.first_host + host].name if self._nodes else "127.0.0.1",
                 "RANK": str(point.rank),
                 "LOCAL_RANK": str(local),
@@ -139,7 +139,7 @@ class Hosts:
                 LOG: str(self.logs.resolve() / f"{name}-{point.rank}.log"),
             }
             arguments = ["-ISc", program, base.program, "-c", _RUN_MODULE, *base.args]
-            env = {**base.env, **common, **own}
+            env = {**base.env, **common, **variables}
             return BootstrapCommand(sys.executable, None, arguments, env)
 
         mesh = self._mesh
@@ -226,14 +226,14 @@ async def find_nodes(workers: Path, count: int, deadline: float) -> list[Node]:
         if all(_ended(workers, name) for name in late):
             break
         await asyncio.sleep(POLL_S)
-    found = [name for name in names if name not in late]
-    if names and len(found) < count:
+    started = [name for name in names if name not in late]
+    if names and len(started) < count:
         endings = {name: _ended(workers, name) for name in late}
         shown = ", ".join(f"{name} (it {how})" if how else name for name, how in endings.items())
         raise NodeLost(
             f"no worker came up within {deadline:.0f} s on {shown}; see the log of the node"
         )
-    told = {name: json.loads((workers / f"{name}.json").read_text()) for name in found[:count]}
+    told = {name: json.loads((workers / f"{name}.json").read_text()) for name in started[:count]}
     return [Node(name, each["address"], each["pid"]) for name, each in told.items()]
 
 

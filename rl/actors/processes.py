@@ -37,15 +37,15 @@ def ensure_runtime(log: Path, node: str = "") -> None:
     is_short = len(os.fsencode(tempfile.gettempdir())) <= LONGEST_FOLDER
     sockets = TemporaryFolder("tiller-", None if is_short else Path("/tmp"))
     before = os.environ.get("TMPDIR")
-    kept = os.dup(2)
+    stderr = os.dup(2)
     with log.open("a") as file:
         os.dup2(file.fileno(), 2)
     os.environ["TMPDIR"] = sockets.name
     try:
         this_host()
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+        os.dup2(stderr, 2)
+        os.close(stderr)
         del os.environ["TMPDIR"]
         if before is not None:
             os.environ["TMPDIR"] = before

@@ -172,8 +172,8 @@ class RewardWorkers:
         for key in keys:
             if (group := self._forget(key)) is not None:
                 homes.setdefault(group, []).append(key)
-        for group, own in homes.items():
-            self._create_task(self._close(group, own))
+        for group, members in homes.items():
+            self._create_task(self._close(group, members))
 
     def _require(self) -> None:
         if self._broken is not None:
@@ -205,12 +205,12 @@ class RewardWorkers:
             self._create_task(self._score(group, jobs))
 
     async def _score(self, group: ActorGroup, jobs: list[_Job]) -> None:
-        given = [(job.prompt, job.completions) for job in jobs]
+        work = [(job.prompt, job.completions) for job in jobs]
         limit = self.deadlines.reward
         answers: Sequence[Scored | Exception]
         try:
             worker = group.on(timeout_s=self._call_s)
-            (answers,) = await worker.call(RewardWorker.score, given, limit)
+            (answers,) = await worker.call(RewardWorker.score, work, limit)
         except RankLost as failure:
             answers = [self._lost(job, failure) for job in jobs if job.alone]
             for job in jobs:

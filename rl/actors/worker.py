@@ -117,16 +117,16 @@ class ModelWorker(Rank):
         from rl.training.checkpoint import Checkpointer
         from rl.training.engine import TrainingEngine
 
-        given = self.arguments
+        arguments = self.arguments
         bind_to_device()
-        self.engine = TrainingEngine(**vars(given), loads=True)
-        self.checkpointer = Checkpointer(self.engine, given.model, folder=given.folder)
+        self.engine = TrainingEngine(**vars(arguments), loads=True)
+        self.checkpointer = Checkpointer(self.engine, arguments.model, folder=arguments.folder)
         shards = self.engine.shards().values()
         whole = sum(math.prod(shard.shape) for shard in shards)
         here = sum(shard.box.numel for shard in shards)
         log_memory(
             f"rank {dist.get_rank()} of {dist.get_world_size()}, "
-            f"{short_layout(given.config.parallelism)}; {whole:,} "
+            f"{short_layout(arguments.config.parallelism)}; {whole:,} "
             f"parameters, of which {here:,} are here; CPU threads: {torch.get_num_threads()}, "
             f"products: {self.engine.matmul}"
         )

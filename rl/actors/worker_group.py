@@ -171,8 +171,8 @@ class Roles(dict[str, WorkerGroup]):
     """Worker groups by role. A role that is missing is a ConfigError."""
 
     def __missing__(self, role: str) -> WorkerGroup:
-        found = "this session trains no policy"
-        require(role != "trainer", f"{found}; set trainer in its config", field="trainer")
+        problem = "this session trains no policy"
+        require(role != "trainer", f"{problem}; set trainer in its config", field="trainer")
         raise ConfigError(f"no model has the role {role!r}; there are {[*self]}", field="role")
 
 

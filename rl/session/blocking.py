@@ -76,8 +76,8 @@ class BlockingSession:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name in LIFE_CYCLE:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        found = getattr(self._session, name)
-        return self._waiting(found) if inspect.ismethod(found) else found
+        attribute = getattr(self._session, name)
+        return self._waiting(attribute) if inspect.ismethod(attribute) else attribute
 
     def __dir__(self) -> list[str]:
         public = {name for name in dir(self._session) if not name.startswith("_")}

@@ -36,10 +36,10 @@ def generators_page(pool: GeneratorPool, key: str | None) -> Route:
                 pool.ask(wanted.replicas)
             except ConfigError as error:
                 raise ApiError(400, str(error), code="invalid_value", param="replicas") from None
-        own = {
+        generators = {
             mesh.name: {"state": mesh.state, "requests": mesh.load, "policy_version": mesh.version}
             for mesh in pool.meshes
         }
-        return JSONResponse({"replicas": pool.count_asked(), "generators": own})
+        return JSONResponse({"replicas": pool.count_asked(), "generators": generators})
 
     return Route("/generators", answer, methods=["GET", "PUT"])

@@ -84,13 +84,13 @@ FIGURES = ("memory_gib", "tflops", "memory_gb_s", "link_gb_s", "network_gb_s")
 
 def _known(name: str) -> DeviceName:
     """Return the device that the driver calls ``name``."""
-    found: list[DeviceName] = [known for known in DEVICES if known in name.lower()]
+    names: list[DeviceName] = [known for known in DEVICES if known in name.lower()]
     require(
-        bool(found),
+        bool(names),
         f"hardware.device is 'auto', and nothing is known of this host's {name}; name the nearest "
         f"of {list(DEVICES)} and what it has else, such as hardware.memory_gib",
     )
-    return found[0]
+    return names[0]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -175,14 +175,14 @@ class HardwareConfig:
             named = self.device
         else:
             named = _known(device_name()) if self.kind == "cuda" else "cpu"
-        given = {name: getattr(self, name) for name in FIGURES if getattr(self, name)}
+        configured = {name: getattr(self, name) for name in FIGURES if getattr(self, name)}
         device = DEVICES[named]
         if named == "cpu" and device_type() == "cpu":
             speed = cpu_speed()
             device = replace(device, tflops=speed.bfloat16_tflops, memory_gb_s=speed.memory_gb_s)
             if not self.tflops:
                 device = replace(device, float32_tflops=speed.float32_tflops)
-        return replace(device, **given)
+        return replace(device, **configured)
 
     @property
     def peak_tflops(self) -> float:

@@ -40,7 +40,7 @@ async def metrics_server(
     numbers = Numbers(name)
     events.subscribe(numbers.write)
     page = metrics_page(numbers, session, key)
-    given = f"sinks.prometheus {address}"
-    async with serving(None, host=host, port=port, key=key, more=[page], given=given) as url:
+    field = f"sinks.prometheus {address}"
+    async with serving(None, host=host, port=port, key=key, more=[page], given=field) as url:
         events.note(f"metrics for Prometheus on {url}/metrics")
         yield

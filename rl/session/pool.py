@@ -143,8 +143,8 @@ class GeneratorPool:
 
         running = [mesh for mesh in self.meshes if mesh.is_running]
         answers = await asyncio.gather(*map(ask, running), return_exceptions=True)
-        found = zip(running, answers, strict=True)
-        return {mesh.name: each for mesh, each in found if not isinstance(each, BaseException)}
+        answered = zip(running, answers, strict=True)
+        return {mesh.name: each for mesh, each in answered if not isinstance(each, BaseException)}
 
     async def connect(self) -> str:
         """Bring all generators the trainer's weights and send them requests; return the plan."""
@@ -172,8 +172,8 @@ class GeneratorPool:
 
     def ask(self, count: int) -> None:
         """Have ``run`` change the number of generators. Raises ConfigError if it cannot."""
-        given = isinstance(count, int) and 1 <= count <= self.most
-        require_value(given, "replicas", count, f"1 to {self.most}")
+        is_valid = isinstance(count, int) and 1 <= count <= self.most
+        require_value(is_valid, "replicas", count, f"1 to {self.most}")
         write_whole(self.asked, lambda file: file.write(b"%d" % count))
         self._changed.notify()
 

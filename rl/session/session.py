@@ -251,8 +251,8 @@ class Session(Models):
         source = self._source(None, weights)
         in_order = source is None or self.config.pushes == "in_order"
         require(in_order, 'sample: weights needs pushes="in_order" in the config of the session')
-        given = requests if isinstance(requests, list) else [requests]
-        if other := [each for each in given if not isinstance(each, GenerationRequest)]:
+        asked = requests if isinstance(requests, list) else [requests]
+        if other := [each for each in asked if not isinstance(each, GenerationRequest)]:
             raise RunError(
                 f"sample takes a list of rl.GenerationRequest, not {shown(other[0])}; encode text "
                 "with task.tokenizer, or call rollout(task, prompts, samples=...)"
@@ -260,7 +260,7 @@ class Session(Models):
         beside = source if self.config.max_loras and isinstance(source, Path) else None
         async with self._selector.of(BASE if beside is not None else source):
             return await self.router.generate(
-                given, affinity=affinity, alone=alone, adapter=beside, on_tokens=on_tokens
+                asked, affinity=affinity, alone=alone, adapter=beside, on_tokens=on_tokens
             )
 
     async def rollout(

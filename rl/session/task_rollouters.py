@@ -156,9 +156,9 @@ class TaskRollouters:
         groups: dict[int, list[Rollout] | GroupLost] = {}
         for places, answer in zip(rounds.values(), await asyncio.gather(*answers), strict=True):
             groups |= zip(places, answer, strict=True)
-        found = [groups[place] for place in range(len(prompts))]
-        kept = [group for group in found if not isinstance(group, GroupLost)]
-        return [each for group in kept for each in group if not each.abstained]
+        ordered = [groups[place] for place in range(len(prompts))]
+        scored = [group for group in ordered if not isinstance(group, GroupLost)]
+        return [each for group in scored for each in group if not each.abstained]
 
     def _is_started(self, task: Task) -> bool:
         """Whether the reward workers have the config and the code that ``task`` has now."""

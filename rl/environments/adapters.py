@@ -249,15 +249,15 @@ class _OpenEnvEpisode(MessageEnvironment):
             raise RunError(f"the connection to {self._url} ended: {error_text(error)}") from None
         try:
             answer = json.loads(text)
-            found = answer["data"]
+            content = answer["data"]
             if answer["type"] == "error":
-                fix = FIXES.get(found.get("code"), "")
-                raise RunError(f"the server at {self._url} failed: {found['message']}{fix}")
-            found["observation"]
+                fix = FIXES.get(content.get("code"), "")
+                raise RunError(f"the server at {self._url} failed: {content['message']}{fix}")
+            content["observation"]
         except (ValueError, KeyError, TypeError):
             message = f"the server at {self._url} answered {shown(text)} to {kind}"
             raise RunError(f"{message}; expected data with an observation") from None
-        return found
+        return content
 
     def _message(self, answer: Mapping[str, Any]) -> dict[str, str]:
         return {"role": "user", "content": self._task.show(answer["observation"])}

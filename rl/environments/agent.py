@@ -275,9 +275,9 @@ class AgentEpisode(TokenEnvironment):
         reply = agent.result()
         if not isinstance(reply, Reply):
             raise TypeError(f"agent returned {shown(reply)}, which is no Reply")
-        own: dict[str, Any] = {each.name: getattr(reply, each.name) for each in fields(Reply)}
-        own |= {"messages": (), "done": True, "metrics": {**counts, **reply.metrics}}
-        return TokenReply(**own, stop_reason=self._limit)
+        values: dict[str, Any] = {each.name: getattr(reply, each.name) for each in fields(Reply)}
+        values |= {"messages": (), "done": True, "metrics": {**counts, **reply.metrics}}
+        return TokenReply(**values, stop_reason=self._limit)
 
     def _limit_of(self, error: BaseException | None) -> EpisodeStop | None:
         """Return the limit whose error ``error`` is or wraps; None for any other failure."""
@@ -289,8 +289,8 @@ class AgentEpisode(TokenEnvironment):
         said = error_text(error)
         if isinstance(error, CommandFailed):  # its traceback ends with its exception
             said = said.splitlines()[-1]
-        found = (limit for text, limit in self._refusals.items() if text in said)
-        return next(found, None) or self._limit_of(error.__cause__)
+        matching = (limit for text, limit in self._refusals.items() if text in said)
+        return next(matching, None) or self._limit_of(error.__cause__)
 
 
 class _Server:

@@ -160,8 +160,8 @@ class Task(Configurable, ABC):
 
     def prompt_limit(self) -> tuple[int, str]:
         """Return the maximum length of a prompt, in tokens, and the field that sets it."""
-        own = self.config.max_prompt_tokens
+        limit = self.config.max_prompt_tokens
         longest = self.shape.max_seq_len
-        if own < longest - 1:
-            return own, f"task.max_prompt_tokens={own}"
+        if limit < longest - 1:
+            return limit, f"task.max_prompt_tokens={limit}"
         return longest - 1, f"model.max_seq_len={longest} with room for one token more"

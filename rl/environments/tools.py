@@ -90,7 +90,7 @@ class Tools:
             known = ", ".join(self._tools)
             return self._bounded(f"error: there is no tool {name!r}; the tools are {known}")
         try:
-            given = tool.arguments.model_validate_json(json.dumps(arguments), strict=True)
+            model = tool.arguments.model_validate_json(json.dumps(arguments), strict=True)
         except ValidationError as error:
             problems = [
                 f"argument {'.'.join(map(str, each['loc']))}: {each['msg']}, "
@@ -98,8 +98,8 @@ class Tools:
                 for each in error.errors()
             ]
             return self._bounded(f"error: {'; '.join(problems)}")
-        fields = type(given).model_fields.items()
-        values = {str(each.alias): getattr(given, key) for key, each in fields}
+        fields = type(model).model_fields.items()
+        values = {str(each.alias): getattr(model, key) for key, each in fields}
         try:
             result = tool.call(**values)
             if inspect.iscoroutine(result):
@@ -129,8 +129,8 @@ def _described(function: Callable[..., Any]) -> _Tool:
     name = name_of(function)
     bound = function.keywords if isinstance(function, partial) else {}
     inner = function.func if isinstance(function, partial) else function
-    own = inspect.isroutine(inner) or not type(inner).__call__.__doc__
-    description = inspect.getdoc(inner if own else type(inner).__call__)
+    on_object = inspect.isroutine(inner) or not type(inner).__call__.__doc__
+    description = inspect.getdoc(inner if on_object else type(inner).__call__)
     if not description:
         raise ConfigError(f"tool {name!r} has no docstring; write one for the policy to read")
     fields: dict[str, Any] = {}
@@ -161,8 +161,8 @@ def _untitled(schema: Any) -> Any:
         return [_untitled(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    kept = {key: each for key, each in schema.items() if key != "title" or isinstance(each, dict)}
-    return {key: _untitled(each) for key, each in kept.items()}
+    shown = {key: each for key, each in schema.items() if key != "title" or isinstance(each, dict)}
+    return {key: _untitled(each) for key, each in shown.items()}
 
 
 def code_tool(

@@ -127,8 +127,8 @@ class VerifiersTask(AgentTask):
             raise RunError(f"verifiers returned the rewards {shown(rewards)}; each needs a score")
         reward = sum(each["score"] * each["weight"] for each in rewards.values())
         metrics = {name: float(each["score"]) for name, each in rewards.items()}
-        given = trace.get("metrics") or {}
-        metrics |= {name: float(value) for name, value in given.items() if value is not None}
+        numbers = trace.get("metrics") or {}
+        metrics |= {name: float(value) for name, value in numbers.items() if value is not None}
         return Reply(reward=reward, correct=reward >= self.config.solved_at, metrics=metrics)
 
     async def _connected(self) -> "_EnvServer":

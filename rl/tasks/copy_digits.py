@@ -67,7 +67,7 @@ class CopyDigits(Task):
         the answer or the completion, whichever is longer. The answer includes ``<eos>``.
         """
         wanted = [*(TOKEN[digit] for digit in prompt.answer.split()), TOKEN["<eos>"]]
-        right = sum(given == want for given, want in zip(completion.tokens, wanted, strict=False))
+        right = sum(token == want for token, want in zip(completion.tokens, wanted, strict=False))
         reward = right / max(len(wanted), len(completion.tokens))
         return Score(reward=reward, correct=completion.tokens == wanted)
 

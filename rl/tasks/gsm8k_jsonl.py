@@ -72,12 +72,12 @@ class Gsm8kJsonl(ChatJsonl):
             before, question = read_question(row)
             answer, solutions = read_answer(row)
             for solution in solutions:
-                given, _ = final_answer(solution, answer)
-                if given == answer or compared > MOST_COMPARED:
+                final, _ = final_answer(solution, answer)
+                if final == answer or compared > MOST_COMPARED:
                     continue
-                compared += not (number(answer) and number(given or ""))
-                if given is None or not same_value(given, answer):
-                    wrong.append(f"{row.unit} {row.line} ({given} instead of {answer})")
+                compared += not (number(answer) and number(final or ""))
+                if final is None or not same_value(final, answer):
+                    wrong.append(f"{row.unit} {row.line} ({final} instead of {answer})")
             options = template_options(row)
             yield Problem(
                 number=row.line, question=question, answer=answer, before=before, options=options
@@ -99,11 +99,11 @@ def read_question(row: Row) -> tuple[list[dict[str, Any]], str]:
     conversation.
     """
     name = next((name for name in QUESTIONS if name in row.value), QUESTIONS[0])
-    given = row.value.get(name)
-    if not isinstance(given, list):
+    content = row.value.get(name)
+    if not isinstance(content, list):
         return [], row.text(name).strip()
     try:
-        *before, last = checked_messages(usual_messages(given))
+        *before, last = checked_messages(usual_messages(content))
     except ConversationError as error:
         raise row.error(f"field {name!r}: {error}") from None
     if last["role"] != "user":

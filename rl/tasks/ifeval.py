@@ -71,18 +71,18 @@ def read_instructions(row: Row) -> list[tuple[str, dict[str, Any]]]:
     ):
         problem = f"'instruction_id_list' is {shown(names)} and 'kwargs' {shown(options)}"
         raise row.error(f"{problem}; write two lists of one length")
-    found = []
-    for name, given in zip(names, options, strict=True):
+    instructions = []
+    for name, arguments in zip(names, options, strict=True):
         known = f"{nearest(str(name), RULES)}rl.tasks.instructions has all"
         require(name in RULES, f"{row.where}: no instruction {name!r}", field=row.field, fix=known)
-        kept = {key: value for key, value in (given or {}).items() if value is not None}
+        present = {key: value for key, value in (arguments or {}).items() if value is not None}
         try:
             for word in ("word", "WORD"):
-                follows(word, name, kept)
+                follows(word, name, present)
         except (ImportError, LookupError) as error:
             fix = "pip install 'tiller-rl[benchmarks]'; python -m nltk.downloader punkt_tab"
             raise row.error(f"{name} cannot be checked: {shown(str(error))}", fix=fix) from None
         except Exception as error:  # options of a wrong name, type or pattern
-            raise row.error(f"the options {shown(kept)} of {name}: {error}") from None
-        found.append((name, kept))
-    return found
+            raise row.error(f"the options {shown(present)} of {name}: {error}") from None
+        instructions.append((name, present))
+    return instructions

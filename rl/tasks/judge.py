@@ -87,9 +87,9 @@ class Judge:
     async def score(self, question: str) -> float | None:
         """Return the number in the answer to ``question``; None if there is none."""
         answer = await self.ask(question)
-        found = None if answer is None else [*self._pattern.finditer(answer)]
+        marks = None if answer is None else [*self._pattern.finditer(answer)]
         try:
-            value = float(found[-1][1]) if found else math.nan
+            value = float(marks[-1][1]) if marks else math.nan
         except (TypeError, ValueError):  # the group is no number
             return None
         return value if math.isfinite(value) else None

@@ -104,6 +104,6 @@ class _Store(ToolEnvironment):
         asked = [key for key in world.begin if world.begin[key] != world.end.get(key)]
         right = sum(self._store.get(key) == world.end.get(key) for key in asked)
         others = {key: self._store[key] for key in self._store if key not in asked}
-        kept = others == {key: world.begin[key] for key in world.begin if key not in asked}
-        reward = right / len(asked) if kept else 0.0
+        unchanged = others == {key: world.begin[key] for key in world.begin if key not in asked}
+        reward = right / len(asked) if unchanged else 0.0
         return Reply(reward=reward, correct=reward == 1.0, done=True)

@@ -145,8 +145,8 @@ class Mixture(Task):
 
     def _held_out_shares(self) -> dict[str, float]:
         """Return the share of each task that is evaluated among the held-out prompts."""
-        given = self.config.held_out_weights
-        schedules = [StrideSchedule(given)] if given else self._schedules
+        weights = self.config.held_out_weights
+        schedules = [StrideSchedule(weights)] if weights else self._schedules
         shares = Counter[str]()
         for schedule in schedules:
             shares.update(schedule.shares)
@@ -173,9 +173,9 @@ def _check(config: Mixture.Config, stages: list[Stage]) -> None:
             name.isidentifier(),
             f"task.tasks has the name {name!r}; it must be letters, digits and underscores",
         )
-        own = inner.max_prompt_tokens
+        length = inner.max_prompt_tokens
         rule = f"at most task.max_prompt_tokens={longest}"
-        require_value(own <= longest, f"task.tasks.{name}.max_prompt_tokens", own, rule)
+        require_value(length <= longest, f"task.tasks.{name}.max_prompt_tokens", length, rule)
     _check_weights("task.weights", stages[0].weights, config.tasks)
     if config.held_out_weights:
         _check_weights("task.held_out_weights", config.held_out_weights, config.tasks)

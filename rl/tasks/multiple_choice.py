@@ -80,10 +80,10 @@ def read_choices(row: Row) -> tuple[str, list[str], int]:
         random.Random(f"choices/{question}").shuffle(choices)
         return question, choices, choices.index(answer)
     choices = row.value.get("choices", row.value.get("options"))
-    given = row.value.get("answer")
-    right = LETTERS.find(given) if isinstance(given, str) and len(given) == 1 else given
+    marked = row.value.get("answer")
+    right = LETTERS.find(marked) if isinstance(marked, str) and len(marked) == 1 else marked
     if not isinstance(choices, list) or not all(isinstance(each, str) for each in choices):
         raise row.error(f"field 'choices' is {shown(choices)}; write a list of texts")
     if type(right) is not int or not 0 <= right < len(choices) <= len(LETTERS):
-        raise row.error(f"field 'answer' is {shown(given)}; write the place or letter of a choice")
+        raise row.error(f"field 'answer' is {shown(marked)}; write the place or letter of a choice")
     return row.text("question").strip(), choices, right

@@ -99,10 +99,10 @@ class PythonPuzzles(ChatJsonl):
         """
         number, row = numbered
         question, *answer = read_puzzle(row)
-        found = next(filter(None, map(row.value.get, SOLUTIONS)), None)
+        solution = next(filter(None, map(row.value.get, SOLUTIONS)), None)
         reason = ""
-        if isinstance(found, str) and number < MOST_TRIED:
-            code = last_block(found) or found
+        if isinstance(solution, str) and number < MOST_TRIED:
+            code = last_block(solution) or solution
             verdicts, said = self._run(code, answer)
             if not all(verdicts):
                 changing = [test if isinstance(test, str) else (*test, True) for test in answer]
@@ -230,8 +230,8 @@ def read_puzzle(row: Row) -> list[Any]:
     modules = sorted({*re.findall(r"\b(\w+)\.\w", str(tests))} & sys.stdlib_module_names)
     head = "\n".join([*setup, *(f"import {module}" for module in modules)]).strip()
     question = row.text("text" if "text" in row.value else "prompt").strip()
-    found = read_tests(row, [f"{head}\n{test}".strip() for test in tests])
-    return ["\n".join([question, "The code should pass these tests:", *tests]), *found]
+    checks = read_tests(row, [f"{head}\n{test}".strip() for test in tests])
+    return ["\n".join([question, "The code should pass these tests:", *tests]), *checks]
 
 
 def read_tests(row: Row, tests: Any) -> list[tuple[list[str], str]]:
@@ -241,7 +241,7 @@ def read_tests(row: Row, tests: Any) -> list[tuple[list[str], str]]:
     """
     if not isinstance(tests, list) or not tests or not all(isinstance(each, str) for each in tests):
         raise row.error(f"field 'tests' is {shown(tests)}; write a list of Python programs")
-    found = []
+    read = []
     for number, test in enumerate(tests):
         try:
             names = free_names(test)
@@ -252,8 +252,8 @@ def read_tests(row: Row, tests: Any) -> list[tuple[list[str], str]]:
             raise row.error(f"test {number} uses {min(modules)}; have the test import it")
         if not names:
             raise row.error(f"test {number} uses nothing that a solution defines")
-        found.append((sorted(names), test))
-    return found
+        read.append((sorted(names), test))
+    return read
 
 
 def free_names(code: str) -> set[str]:

@@ -60,8 +60,8 @@ class Rewards:
     async def score(self, prompt: Prompt, text: str, completion: Completion) -> Score:
         """Return the weighted sum of all values, and each value as a metric."""
         names = [name_of(function) for function in self.functions]
-        found = [_value(function, prompt, text, completion) for function in self.functions]
-        each = zip(names, await asyncio.gather(*found), strict=True)
+        rewards = [_value(function, prompt, text, completion) for function in self.functions]
+        each = zip(names, await asyncio.gather(*rewards), strict=True)
         values = {name: value for name, value in each if value is not None}
         reward = sum(self.weights.get(name, 1.0) * value for name, value in values.items())
         right = values.get(names[0], 0.0) >= 1

@@ -226,10 +226,10 @@ def find(kind, number, *content):
     if kind == "given":
         return given[number]
     if kind == "builtin":
-        found = getattr(builtins, number)
-        if found in PLAIN or issubclass(found, Exception):
-            return found
-        return RuntimeError if issubclass(found, BaseException) else Remote
+        builtin = getattr(builtins, number)
+        if builtin in PLAIN or issubclass(builtin, Exception):
+            return builtin
+        return RuntimeError if issubclass(builtin, BaseException) else Remote
     if kind == "coroutine" and number not in objects:
         keep(awaited(number), number)
     if kind == "class" and number not in objects:
@@ -247,9 +247,9 @@ def make_class(name, bases):
     known = [base for base in bases if type(base) is RemoteType and base is not Remote]
     others = [base for base in bases if type(base) is not RemoteType]
     kind = next(filter(None, map(plain_type, bases)), None)
-    own = {key for key in FORWARDS if hasattr(kind, key)} - WRITTEN if kind else ()
+    inherited = {key for key in FORWARDS if hasattr(kind, key)} - WRITTEN if kind else ()
     space = {"__module__": "solution", "__slots__": (), "__doc__": TEXT}
-    space.update((key, getattr(kind, key)) for key in own)
+    space.update((key, getattr(kind, key)) for key in inherited)
     return RemoteType(name, (*known, Remote, *others), space)
 
 

@@ -76,8 +76,8 @@ def raised(kind, arguments):
 def call_back(number, name, text, is_async):
     def function(*arguments, **options):
         with calling:
-            given = encode([arguments, options], refer)
-            lines.write(lines.encode(["call", number, given]))
+            encoded = encode([arguments, options], refer)
+            lines.write(lines.encode(["call", number, encoded]))
             while (message := lines.receive())[0] not in ("value", "error"):
                 serve(message)
         value = decode(message[1], find)
@@ -109,8 +109,8 @@ def inherited(kind, value, name):
     order = type(value).__mro__
     for each in order[order.index(kind) :]:
         if name in vars(each):
-            found = vars(each)[name]
-            return found.__get__(value, type(value)) if hasattr(found, "__get__") else found
+            member = vars(each)[name]
+            return member.__get__(value, type(value)) if hasattr(member, "__get__") else member
     raise AttributeError(f"'super' object has no attribute {name!r}")
 
 
@@ -170,7 +170,7 @@ def content_of(number):
 
 def serve(message):
     """Carry out an operation and write its result, and what the judge must know to be changed."""
-    name, target, given, changed = message
+    name, target, encoded, changed = message
     stdout = sys.stdout
     sys.stdout = printed = io.StringIO()
     before = after = None
@@ -178,12 +178,12 @@ def serve(message):
         for number, content in changed:
             replace(objects[number], decode(content, find))
             shared[number] = content_of(number)
-        arguments = decode(given, find)
+        arguments = decode(encoded, find)
         several = [*arguments[0], *arguments[1].values()] if name == "call" else []
         before = encode(several, refer)
         value = OPERATIONS[name](None if target is None else objects[target], *arguments)
-        own = name == "get" and type(value) in MUTABLE  # which keeps a reference to it
-        reply = ["value", refer(value) if own else encode(value, refer)]
+        is_mutable = name == "get" and type(value) in MUTABLE  # which keeps a reference to it
+        reply = ["value", refer(value) if is_mutable else encode(value, refer)]
         after = encode(several, refer)
     except BaseException as error:  # SystemExit too
         reply = ["error", refer(error)]

@@ -182,15 +182,15 @@ class Qwen3Dialect(Dialect):
 
     def _system(self, out: "Pieces", first: Mapping[str, Any], tools: list) -> None:
         control = self._control
-        given = first["role"] == "system"
-        index = 0 if given else -1
-        text = first["content"] if given else ""
+        has_system = first["role"] == "system"
+        index = 0 if has_system else -1
+        text = first["content"] if has_system else ""
         if not tools:
-            if given:
+            if has_system:
                 out.add(0, False, control.im_start, f"system\n{text}", control.im_end, "\n")
             return
         listed = "".join("\n" + as_json("a tool", tool) for tool in tools)
-        text = f"system\n{text}\n\n" if given else "system\n"
+        text = f"system\n{text}\n\n" if has_system else "system\n"
         out.add(index, False, control.im_start, text + BEFORE_TOOLS + listed + AFTER_TOOLS)
         out.add(index, False, control.tool_call, control.tool_call_end, " XML tags:\n")
         out.add(

@@ -29,9 +29,9 @@ def template_text(
 
     Raises ConversationError if the template, which is a program, fails.
     """
-    given: dict[str, Any] = {"tools": tools, "strftime_now": DATE.strftime, **options}
+    variables: dict[str, Any] = {"tools": tools, "strftime_now": DATE.strftime, **options}
     try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, **given))
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, **variables))
     except Exception as error:
         line = f" in line {error.lineno}" if hasattr(error, "lineno") else ""
         raise ConversationError(f"the chat template fails: {error_text(error)}{line}") from None
@@ -44,16 +44,16 @@ def template_stops(tokenizer: "PreTrainedTokenizerFast") -> list[int]:
         text = template_text(tokenizer, [*QUESTION, answer, *QUESTION], None)
     except ConversationError:
         return []
-    _, found, rest = text.rpartition(answer["content"])
+    _, content, rest = text.rpartition(answer["content"])
     space, *parts = ControlTokens(tokenizer).split(rest)
-    is_next = found and parts and not space.strip()
+    is_next = content and parts and not space.strip()
     return [tokenizer.get_added_vocab()[parts[0]]] if is_next else []
 
 
 def stop_tokens(tokenizer: "PreTrainedTokenizerFast") -> tuple[int, ...]:
     """Return the tokens that stop an answer: that of the chat template, then the eos tokens."""
-    own = template_stops(tokenizer) if tokenizer.chat_template else []
-    return tuple(dict.fromkeys([*own, *read_stop_token_ids(tokenizer)]))
+    stops = template_stops(tokenizer) if tokenizer.chat_template else []
+    return tuple(dict.fromkeys([*stops, *read_stop_token_ids(tokenizer)]))
 
 
 def difference(tokenizer: "PreTrainedTokenizerFast", tokens: np.ndarray, text: str) -> str:

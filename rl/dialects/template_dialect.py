@@ -151,8 +151,8 @@ class TemplateDialect(dialect.Dialect):
                 waiting.append(each.setdefault("id", f"{len(turns):05}{place:04}"))
             if turn["role"] == "tool":
                 known = waiting.pop(0) if waiting else ""
-                given = "" if answer else turn.get("tool_call_id")
-                turn["tool_call_id"] = given or known or f"{len(turns):09}"
+                call_id = "" if answer else turn.get("tool_call_id")
+                turn["tool_call_id"] = call_id or known or f"{len(turns):09}"
             turns.append(turn)
         return turns
 
@@ -255,9 +255,9 @@ class TemplateDialect(dialect.Dialect):
 
     def _find_calls(self) -> str:
         """Find how the template writes calls. Return the reason if they cannot be read."""
-        given = template.call(**ARGUMENTS) | {"id": "000000000"}
+        call = template.call(**ARGUMENTS) | {"id": "000000000"}
         try:
-            text = self._answer(template.said("assistant", "", tool_calls=[given]), True)
+            text = self._answer(template.said("assistant", "", tool_calls=[call]), True)
         except ConversationError as error:
             return f"tools cannot be used: {error}"
         if "look_up" not in text:

@@ -151,8 +151,8 @@ class Form:
         def row(token: int, logprob: float | None) -> dict[str, Any]:
             word = decode(token)
             is_part = REPLACEMENT in word  # a part of a character
-            own = None if is_part else [*word.encode()]
-            return {"token": word, "bytes": own, "logprob": logprob}
+            encoded = None if is_part else [*word.encode()]
+            return {"token": word, "bytes": encoded, "logprob": logprob}
 
         return [
             {**row(token, logprob), "top_logprobs": [row(*each) for each in top.items()]}
@@ -168,9 +168,9 @@ class Form:
         ids = {"token_ids": choice.completion.tokens, "prompt_token_ids": choice.prompt}
         rows = self._logprob_rows(choice) if self.logprobs else []
         has_top = choice.completion.top_logprobs is not None
-        given = [] if choice.completion.prompt_logprobs is None else choice.prompt
+        prompt = [] if choice.completion.prompt_logprobs is None else choice.prompt
         offsets = []
-        for token in (*given, *choice.completion.tokens) if self.logprobs else ():
+        for token in (*prompt, *choice.completion.tokens) if self.logprobs else ():
             offsets.append(min(reader.end, length))
             reader.read(token)
         columns = {
@@ -242,11 +242,11 @@ def _by_word(row: dict[str, Any]) -> dict[str, float] | None:
     """
     if row["logprob"] is None:
         return None
-    found: dict[str, float] = {}
+    words: dict[str, float] = {}
     for each in [row, *row["top_logprobs"]]:
         word = each["token"]
-        found[word] = max(each["logprob"], found.get(word, each["logprob"]))
-    return found
+        words[word] = max(each["logprob"], words.get(word, each["logprob"]))
+    return words
 
 
 def _generated(choice: Choice) -> list[dict[str, Any]]:

@@ -228,8 +228,8 @@ def normal(message: Mapping[str, Any]) -> dict[str, Any]:
 def key_of(message: Mapping[str, Any]) -> str:
     """Return a text that is equal for equal messages."""
     calls = message.get("tool_calls")
-    own = [_call_key(call) for call in calls] if isinstance(calls, list) else []
-    return json.dumps([message["role"], message["content"], own, message.get("tool_call_id")])
+    call_keys = [_call_key(call) for call in calls] if isinstance(calls, list) else []
+    return json.dumps([message["role"], message["content"], call_keys, message.get("tool_call_id")])
 
 
 def _call_key(call: Any) -> Any:

@@ -186,10 +186,10 @@ class Gateway:
                 message = capture.answer(opened, completion, request.stops)
                 return Choice(prompt=opened.tokens, completion=completion, message=message)
 
-            own: dict[str, Any] = {"most": request.max_completion_tokens, "top_logprobs": top}
-            own["json_schema"] = schema
+            options: dict[str, Any] = {"most": request.max_completion_tokens, "top_logprobs": top}
+            options["json_schema"] = schema
             draft = partial(Draft, self.dialect, opened, request.stops)
-            return self._work_of(session, request, opened.tokens, choose, draft, **own)
+            return self._work_of(session, request, opened.tokens, choose, draft, **options)
 
         return await self._answer(session, body, is_retry, prepare)
 
@@ -205,8 +205,8 @@ class Gateway:
                 tokens, choose, draft = self._completed(session.capture, prompt, request)
                 top = request.logprobs or 0
                 echoed = request.logprobs if request.echo else None
-                own = {"top_logprobs": top, "prompt_logprobs": echoed}
-                work += self._work_of(session, request, tokens, choose, draft, **own)
+                options = {"top_logprobs": top, "prompt_logprobs": echoed}
+                work += self._work_of(session, request, tokens, choose, draft, **options)
             return work
 
         stream = CompletionStream(form) if request.stream else None
@@ -350,15 +350,15 @@ class Gateway:
             seed = secrets.randbits(62)
         work: Work = []
         for number in range(request.n or 1):
-            own = draft() if isinstance(request, Asked) and request.stream else None
+            partial_answer = draft() if isinstance(request, Asked) and request.stream else None
             ask = Ask(
                 session=session.name,
                 tokens=tokens,
                 sampling=sampling,
                 seed=sample_seed(seed, number),
-                on_tokens=own.hear if own is not None else None,
+                on_tokens=partial_answer.hear if partial_answer is not None else None,
             )
-            work.append((ask, choose, own))
+            work.append((ask, choose, partial_answer))
         return work
 
     async def _answer(

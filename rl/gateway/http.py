@@ -118,9 +118,9 @@ def admit(request: Request, key: str | None, what: str) -> None:
     """Raise ApiError unless the client may ask. ``what`` is the server in words."""
     if key is not None:
         headers = request.headers
-        given = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
+        sent = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
         # the bytes that were sent, and those of the environment
-        if not hmac.compare_digest(given.encode("latin-1"), os.fsencode(key)):
+        if not hmac.compare_digest(sent.encode("latin-1"), os.fsencode(key)):
             raise ApiError(401, "the API key is wrong", code="invalid_api_key")
     elif not _is_here(request.headers.get("host") or request.url.netloc):  # a page in a browser
         message = f"this server is {what} of this machine alone"
@@ -306,14 +306,14 @@ def _records_of(sequence: Tokens) -> dict[str, Any]:
     - The experts that computed each token, by layer, null for a token without a record, if the
       generator records experts.
     """
-    found: dict[str, Any] = {}
+    records: dict[str, Any] = {}
     if (mask := sequence.sampling_mask) is not None:
         sets = [mask.ids(token) for token in range(len(mask))]
-        found["sampling_mask"] = [None if ids is None else ids.tolist() for ids in sets]
+        records["sampling_mask"] = [None if ids is None else ids.tolist() for ids in sets]
     if (experts := sequence.experts) is not None:
         pairs = zip(experts.ids.tolist(), experts.known, strict=True)
-        found["experts"] = [ids if known else None for ids, known in pairs]
-    return found
+        records["experts"] = [ids if known else None for ids, known in pairs]
+    return records
 
 
 async def _refused(request: Request, error: Exception) -> Response:

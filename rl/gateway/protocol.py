@@ -128,8 +128,8 @@ class Sampled(Strict):
     @property
     def stops(self) -> tuple[str, ...]:
         """The texts of ``stop`` that are not empty."""
-        given = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return tuple(text for text in given if text)
+        texts = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return tuple(text for text in texts if text)
 
     def sampling(
         self, default: Sampling, left: int, *, most: int | None = None, **fields: Any
@@ -248,8 +248,8 @@ class ChatRequest(Asked):
     def variables(self) -> dict[str, str]:
         """More variables of the chat template, with their values."""
         effort = self.reasoning_effort if self.reasoning_effort != "none" else None
-        given = {"reasoning_effort": effort, "verbosity": self.verbosity}
-        return {name: value for name, value in given.items() if value is not None}
+        values = {"reasoning_effort": effort, "verbosity": self.verbosity}
+        return {name: value for name, value in values.items() if value is not None}
 
     @property
     def top_count(self) -> int:
@@ -266,7 +266,7 @@ class ChatRequest(Asked):
         if it need not call any. Raises ApiError if there is no such tool, or if a tool is no
         function with a name.
         """
-        given = []
+        names = []
         for index, tool in enumerate(self.tools or []):
             function = tool.get("function")
             name = function.get("name") if isinstance(function, dict) else None
@@ -275,14 +275,14 @@ class ChatRequest(Asked):
                 form = '{"type": "function", "function": {"name": …}}'
                 message = f"{param} is {shown(tool)}; only functions are tools: write {form}"
                 raise ApiError(400, message, code="invalid_value", param=param)
-            given.append(name)
+            names.append(name)
         choice = self.tool_choice
         if choice in (None, "auto", "none"):
             return None
         name = choice.function.name if isinstance(choice, ToolChoice) else None
-        if given and (name is None or name in given):
+        if names and (name is None or name in names):
             return (name,)
-        message = f"tool_choice: the tools are {', '.join(given) or 'none'}; name one, or 'auto'"
+        message = f"tool_choice: the tools are {', '.join(names) or 'none'}; name one, or 'auto'"
         raise ApiError(400, message, code="invalid_value", param="tool_choice")
 
 
@@ -297,13 +297,13 @@ class CompletionRequest(Asked):
 
     def prompts(self) -> list[str | list[int]]:
         """Return the prompts. Raises ApiError if there are too few or too many."""
-        given = self.prompt
-        if isinstance(given, str):
-            return [given]
-        if given and isinstance(given[0], int):
-            return [given]  # type: ignore[list-item]
-        if 1 <= len(given) <= MAX_PROMPTS:
-            return [*given]  # type: ignore[list-item]
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        if prompt and isinstance(prompt[0], int):
+            return [prompt]  # type: ignore[list-item]
+        if 1 <= len(prompt) <= MAX_PROMPTS:
+            return [*prompt]  # type: ignore[list-item]
         message = f"prompt: give 1 to {MAX_PROMPTS} prompts"
         raise ApiError(400, message, code="invalid_value", param="prompt")
 

@@ -51,22 +51,22 @@ class ResponseRequest(Asked):
 
     def chat(self) -> ChatRequest:
         """Return the request as one of ``/v1/chat/completions``. Raises ApiError."""
-        own = self.model_dump(include={*ChatRequest.model_fields}, exclude_unset=True)
+        values = self.model_dump(include={*ChatRequest.model_fields}, exclude_unset=True)
         first = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        own["messages"] = [*first, *_messages(self.input)]
-        own["max_completion_tokens"] = self.max_output_tokens
+        values["messages"] = [*first, *_messages(self.input)]
+        values["max_completion_tokens"] = self.max_output_tokens
         if self.tools is not None:
-            own["tools"] = [_tool(index, each) for index, each in enumerate(self.tools)]
+            values["tools"] = [_tool(index, each) for index, each in enumerate(self.tools)]
         if isinstance(self.tool_choice, dict):
             name = {"name": self.tool_choice.get("name")}
-            own["tool_choice"] = {"type": self.tool_choice.get("type"), "function": name}
+            values["tool_choice"] = {"type": self.tool_choice.get("type"), "function": name}
         form = self.text and self.text.format
         if form:
             schema = form.model_dump(by_alias=True, exclude={"type"})
-            own["response_format"] = {"type": form.type, "json_schema": schema}
-        own["verbosity"] = self.text and self.text.verbosity
-        own["reasoning_effort"] = self.reasoning and self.reasoning.effort
-        return read(ChatRequest, json.dumps(own).encode())
+            values["response_format"] = {"type": form.type, "json_schema": schema}
+        values["verbosity"] = self.text and self.text.verbosity
+        values["reasoning_effort"] = self.reasoning and self.reasoning.effort
+        return read(ChatRequest, json.dumps(values).encode())
 
 
 def response_of(form: Form, request: ResponseRequest, choices: Sequence[Choice]) -> dict[str, Any]:
@@ -124,8 +124,8 @@ class ResponseStream(Stream):
     def _item(self, place: int, item: dict[str, Any], *, ends: bool) -> Iterator[str]:
         parts = item.get("content", [])
         kind = parts[0]["type"] if parts else "function_call_arguments"
-        own = {"output_index": place, "item_id": item["id"]}
-        own |= {"content_index": 0} if parts else {}
+        where = {"output_index": place, "item_id": item["id"]}
+        where |= {"content_index": 0} if parts else {}
         text = _said(item)
         if place == len(self._texts):
             self._texts.append("")
@@ -133,18 +133,18 @@ class ResponseStream(Stream):
             begun = {**item, **empty, "status": "in_progress"}
             yield self._event("response.output_item.added", output_index=place, item=begun)
             for part in parts:
-                yield self._event("response.content_part.added", **own, part={**part, "text": ""})
+                yield self._event("response.content_part.added", **where, part={**part, "text": ""})
         logprobs: dict[str, Any] = {"logprobs": []} if kind == "output_text" else {}
         if new := text[len(self._texts[place]) :]:
             self._texts[place] = text
-            yield self._event(f"response.{kind}.delta", **own, delta=new, **logprobs)
+            yield self._event(f"response.{kind}.delta", **where, delta=new, **logprobs)
         if not ends or place < self._ended:
             return
         self._ended += 1
         whole = {"text": text, **logprobs} if parts else {"arguments": text, "name": item["name"]}
-        yield self._event(f"response.{kind}.done", **own, **whole)
+        yield self._event(f"response.{kind}.done", **where, **whole)
         for part in parts:
-            yield self._event("response.content_part.done", **own, part=part)
+            yield self._event("response.content_part.done", **where, part=part)
         yield self._event("response.output_item.done", output_index=place, item=item)
 
     def _event(self, kind: str, **fields: Any) -> str:
@@ -179,13 +179,13 @@ def _messages(given: str | Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the messages of items. Those of one answer become one message."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
-    found: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
 
     def answer() -> dict[str, Any]:
         """Return the message of the answer that goes on, or of a new one."""
-        if not found or found[-1]["role"] != "assistant":
-            found.append({"role": "assistant", "content": ""})
-        return found[-1]
+        if not messages or messages[-1]["role"] != "assistant":
+            messages.append({"role": "assistant", "content": ""})
+        return messages[-1]
 
     for index, item in enumerate(given):
         match item:
@@ -195,16 +195,16 @@ def _messages(given: str | Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
                 calls.append({"id": id, "type": "function", "function": function})
             case {"type": "function_call_output", "call_id": id, "output": output}:
                 content = _text(index, output)
-                found.append({"role": "tool", "tool_call_id": id, "content": content})
+                messages.append({"role": "tool", "tool_call_id": id, "content": content})
             case {"type": "reasoning"}:
                 answer()["reasoning_content"] = _text(index, item.get("content") or "")
             case {"role": "assistant", "content": content, **rest} if _is_message(rest):
                 answer()["content"] = _text(index, content)
             case {"role": role, "content": content, **rest} if _is_message(rest):
-                found.append({"role": role, "content": _text(index, content)})
+                messages.append({"role": role, "content": _text(index, content)})
             case _:
                 raise _wrong(f"input.{index}", item, f"it must be a {KINDS} of the API")
-    return found
+    return messages
 
 
 def _is_message(rest: dict[str, Any]) -> bool:

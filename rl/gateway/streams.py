@@ -79,8 +79,8 @@ class ChatStream(Stream):
             deltas.append({"tool_calls": [{"index": place, **call}]})
         for delta in [*deltas, {}] if new.is_whole else deltas:
             reason = None if delta else new.finish_reason
-            own = {"index": index, "delta": delta, "finish_reason": reason}
-            yield self.chunk(own | self.form.tokens(new))
+            choice = {"index": index, "delta": delta, "finish_reason": reason}
+            yield self.chunk(choice | self.form.tokens(new))
             new = new.since(new)
 
 

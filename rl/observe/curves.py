@@ -48,8 +48,8 @@ def smoothed(values: Sequence[float], span: float) -> np.ndarray:
 
 def series(rows: Sequence[dict], name: str) -> tuple[list[float], list[float]]:
     """Return steps and values of one metric from the rows that have it."""
-    found = [row for row in rows if name in row]
-    return [float(row["step"]) for row in found], [float(row[name]) for row in found]
+    present = [row for row in rows if name in row]
+    return [float(row["step"]) for row in present], [float(row[name]) for row in present]
 
 
 def write_curves_png(

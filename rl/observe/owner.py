@@ -185,9 +185,9 @@ def run_folder(name: str, output_dir: str, *, resume: bool) -> Path:
     if not output_dir:
         names = chain([folder.name], (f"{folder.name}-{number}" for number in count(2)))
         folder = next(path for path in map(folder.with_name, names) if not path.exists())
-    found = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
-    if found.is_symlink() and not found.exists():
-        problem = f"{found} is a link to {os.readlink(found)}, which is missing"
+    nearest = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    if nearest.is_symlink() and not nearest.exists():
+        problem = f"{nearest} is a link to {os.readlink(nearest)}, which is missing"
         fix = "make that folder, or choose another --output-dir"
         raise ConfigError(problem, field="output_dir", fix=fix)
     try:

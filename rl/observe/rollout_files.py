@@ -119,14 +119,14 @@ def read_rollouts(path: Path) -> list[Chunk]:
     except (OSError, KeyError, ValueError, TypeError, pa.ArrowException) as error:
         raise RunError(f"{path} cannot be read: {error_text(error)}") from error
     numbers = [row["chunk"] for row in rows]
-    found = []
+    chunks = []
     for number in dict.fromkeys(numbers):
         rows_here = [index for index, each in enumerate(numbers) if each == number]
         columns = [sequences[index][1] for index in rows_here]
         names = columns[0]
         joined = {name: np.concatenate([each[name] for each in columns]) for name in names}
-        found.append(Chunk(rollouts=[rollouts[index] for index in rows_here], columns=joined))
-    return found
+        chunks.append(Chunk(rollouts=[rollouts[index] for index in rows_here], columns=joined))
+    return chunks
 
 
 def read_samples(path: Path, count: int) -> list[list[Any]]:
@@ -222,7 +222,7 @@ def _sequences(lists: "pa.ListArray") -> list[tuple[tuple[Tokens, ...], dict[str
         values = column.flatten().to_numpy(zero_copy_only=False)
         cuts = np.cumsum(column.value_lengths().to_numpy())[:-1]
         columns[name] = np.split(values, cuts) if len(column) else []
-    found = []
+    sequences = []
     start = 0
     for count in lists.value_lengths().to_pylist():
         rows = range(start, start + count)
@@ -233,8 +233,8 @@ def _sequences(lists: "pa.ListArray") -> list[tuple[tuple[Tokens, ...], dict[str
             for name in names
             if name not in OF_SEQUENCE and name not in OF_MASK
         }
-        found.append((own, others))
-    return found
+        sequences.append((own, others))
+    return sequences
 
 
 def _tokens(columns: Mapping[str, Sequence[Any]], row: int) -> Tokens:

@@ -222,8 +222,8 @@ class MLflow(Tracker):
             self._id = identity.read_text()
             client.update_run(self._id, status="RUNNING")
             return
-        found = client.get_experiment_by_name(self.config.project)
-        project = found.experiment_id if found else client.create_experiment(self.config.project)
+        known = client.get_experiment_by_name(self.config.project)
+        project = known.experiment_id if known else client.create_experiment(self.config.project)
         pairs = (tag.partition("=")[::2] for tag in self.config.tags)
         tags = {name: value or "true" for name, value in pairs}
         if self.config.notes:

@@ -36,27 +36,27 @@ def main(arguments: list[str]) -> None:
     if not arguments or {"-h", "--help"} & {*arguments}:
         print(USAGE, end="")
         return
-    own = _parsed(arguments)
-    require(0 <= own.port < 2**16, f"--port {own.port}: it must be 0 to 65535")
+    options = _parsed(arguments)
+    require(0 <= options.port < 2**16, f"--port {options.port}: it must be 0 to 65535")
     key = os.environ.get(KEY) or None
-    require_key(own.host, key)
+    require_key(options.host, key)
 
     from rl.view.run import Run
 
-    runs = [Run(folder) for folder in own.runs]
-    if own.export is None:
+    runs = [Run(folder) for folder in options.runs]
+    if options.export is None:
         from rl.view.server import serve
 
-        serve(runs, own.host, own.port, key)
+        serve(runs, options.host, options.port, key)
         return
 
     from rl.view.export import export
 
     try:
-        export(runs, own.export)
+        export(runs, options.export)
     except OSError as error:
-        raise ConfigError(f"--export {own.export}: {error_text(error)}") from None
-    print(f"{own.export}: {own.export.stat().st_size / 1e6:.1f} MB")
+        raise ConfigError(f"--export {options.export}: {error_text(error)}") from None
+    print(f"{options.export}: {options.export.stat().st_size / 1e6:.1f} MB")
 
 
 def _parsed(arguments: list[str]) -> argparse.Namespace:
@@ -65,9 +65,9 @@ def _parsed(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=6006)
     parser.add_argument("--export", type=Path)
-    own = parser.parse_intermixed_args(arguments)
-    require(bool(own.runs), "name the folder of a run, such as runs/first")
-    return own
+    options = parser.parse_intermixed_args(arguments)
+    require(bool(options.runs), "name the folder of a run, such as runs/first")
+    return options
 
 
 class _Parser(argparse.ArgumentParser):

@@ -71,7 +71,7 @@ def bundle(entry: str) -> str:
         for _, imported in IMPORT.findall(source):
             if imported not in functions:
                 add(imported)
-        exports = ", ".join(found for _, found in EXPORT.findall(source))
+        exports = ", ".join(names for _, names in EXPORT.findall(source))
         body = EXPORT.sub(r"\1", IMPORT.sub(r"const \1 = modules.\2;\n", source))
         functions[name] = f"modules.{name} = (() => {{\n{body}return {{ {exports} }};\n}})();\n"
 
@@ -83,7 +83,7 @@ def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-def _add_run(found: dict[str, Any], runs: Sequence[Run], number: int, left: int) -> str:
+def _add_run(answers: dict[str, Any], runs: Sequence[Run], number: int, left: int) -> str:
     """Add the answers of a run. Return a sentence on what they lack."""
 
     def get(name: str, **query: int | str) -> Any:
@@ -95,20 +95,20 @@ def _add_run(found: dict[str, Any], runs: Sequence[Run], number: int, left: int)
     for first in range(0, len(names), NAMES_AT_ONCE):
         part = ",".join(names[first : first + NAMES_AT_ONCE])
         curves |= get("curves", names=part, points=CURVE_POINTS)["curves"]
-    found[f"curves {number}"] = {"curves": curves}
+    answers[f"curves {number}"] = {"curves": curves}
     for name in ("evaluations", "failure", "config"):
-        found[f"{name} {number}"] = get(name)
+        answers[f"{name} {number}"] = get(name)
     examples = _within(left // 4, _examples(get, number, state["evaluation_steps"]))
     steps = _within(left - len(to_json(examples)), _steps(get, number, state))
-    kept = sorted(int(name.split()[2]) for name in steps if name.startswith("timeline"))
-    found |= examples | steps
-    state["rollout_steps"] = [each for each in state["rollout_steps"] if each in kept]
-    state["timeline_steps"] = kept
+    timelines = sorted(int(name.split()[2]) for name in steps if name.startswith("timeline"))
+    answers |= examples | steps
+    state["rollout_steps"] = [each for each in state["rollout_steps"] if each in timelines]
+    state["timeline_steps"] = timelines
     state["evaluation_steps"] = pair = state["evaluation_steps"][-2:] if examples else []
-    found[f"state {number}"] = state
+    answers[f"state {number}"] = state
     note = f"{runs[number].name}: without rollouts and timelines"
-    if kept:
-        which = f"{kept[0]} to {kept[-1]}"
+    if timelines:
+        which = f"{timelines[0]} to {timelines[-1]}"
         note = f"{runs[number].name}: rollouts and timelines of steps {which}, "
         note += f"{ROLLOUTS} rollouts each"
     return note + (f"; examples of the evaluations {pair[0]} and {pair[1]}" if pair else "")
@@ -116,13 +116,13 @@ def _add_run(found: dict[str, Any], runs: Sequence[Run], number: int, left: int)
 
 def _within(left: int, parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Return the first ``parts`` that together have at most ``left`` bytes."""
-    found: dict[str, Any] = {}
+    chosen: dict[str, Any] = {}
     for part in parts:
         left -= len(to_json(part))
         if left < 0:
             break
-        found |= part
-    return found
+        chosen |= part
+    return chosen
 
 
 def _steps(get: Callable[..., Any], number: int, state: dict[str, Any]) -> Iterator[dict[str, Any]]:

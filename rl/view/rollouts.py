@@ -63,17 +63,17 @@ class Rollouts:
         """Return all of one rollout, with its tokens as text if the run has a tokenizer."""
         path = self.path(step)
         try:
-            found = _one(path, index)
+            row = _one(path, index)
         except Exception as error:
             return {"error": f"{path.name}, rollout {index}, cannot be read: {error_text(error)}"}
-        for sequence in found["sequences"]:
+        for sequence in row["sequences"]:
             sequence["texts"] = [self._text([token]) for token in sequence["tokens"]]
             sequence["control"] = [token in self._control for token in sequence["tokens"]]
             sequence["turns"] = [
                 {"sampled": sampled, "count": len(tokens), "parts": self._parts(sampled, tokens)}
                 for sampled, tokens in _turns(sequence)
             ]
-        return found
+        return row
 
     def path(self, step: int) -> Path:
         """Return the file of ``step``, whether it exists or not."""
@@ -101,15 +101,15 @@ class Rollouts:
         """Return ``[kind, text]`` of each part of a turn; None if the run has no tokenizer. The
         kinds are ``control`` for control tokens, ``tools`` for schemas in a fed turn, and ``text``.
         """
-        found: list[list[str]] = []
+        parts: list[list[str]] = []
         for control, run in groupby(tokens, self._control.__contains__):
             if (text := self._text([*run])) is None:
                 return None
             if control:
-                found.append(["control", text])
+                parts.append(["control", text])
             else:
-                found += [["text", text]] if sampled else _schemas(text)
-        return found
+                parts += [["text", text]] if sampled else _schemas(text)
+        return parts
 
     def _text(self, tokens: list[int]) -> str | None:
         """Return the text of tokens; None if the run has no tokenizer."""
@@ -126,7 +126,7 @@ def _turns(sequence: dict[str, Any]) -> list[tuple[bool, list[int]]]:
 
 def _schemas(text: str) -> list[list[str]]:
     """Return the parts of ``text``, ``["tools", part]`` for schemas of tools in JSON."""
-    found = [["text", ""]]
+    parts = [["text", ""]]
     end = 0
     for each in re.finditer(r"^[\[{]", text, re.MULTILINE):
         begin = each.start()
@@ -136,12 +136,12 @@ def _schemas(text: str) -> list[list[str]]:
             continue
         if begin < end or not _is_schema(value):
             continue
-        if found[-1][0] == "text" or text[end:begin].strip():
-            found += [["text", text[end:begin]], ["tools", text[begin:after]]]
+        if parts[-1][0] == "text" or text[end:begin].strip():
+            parts += [["text", text[end:begin]], ["tools", text[begin:after]]]
         else:
-            found[-1][1] += text[end:after]
+            parts[-1][1] += text[end:after]
         end = after
-    return [part for part in [*found, ["text", text[end:]]] if part[1]]
+    return [part for part in [*parts, ["text", text[end:]]] if part[1]]
 
 
 def _is_schema(value: Any) -> bool:
@@ -199,18 +199,18 @@ def _last_answers(table: Any, tokenizer: Any) -> list[str | None]:
     """Return the beginning of the last answer of each episode, whose ``text`` has all turns."""
     if tokenizer is None or not {"turn_lengths", "sequences"} <= {*table.column_names}:
         return [None] * table.num_rows
-    found: list[str | None] = []
+    answers: list[str | None] = []
     for lengths, sequences in zip(table["turn_lengths"], table["sequences"], strict=True):
         if not len(lengths) or not len(sequences):
-            found.append(None)
+            answers.append(None)
             continue
         last = sequences.values[-1]
         sampled = last["sampled"].values.to_numpy(zero_copy_only=False).astype(np.int8)
         begins = np.flatnonzero(np.diff(sampled, prepend=0) > 0)
         begin = begins[-1] if len(begins) else len(sampled)
         tokens = last["tokens"].values.to_numpy()[begin:][sampled[begin:] > 0]
-        found.append(shortened(tokenizer.decode(tokens[:PREVIEW].tolist())))
-    return found
+        answers.append(shortened(tokenizer.decode(tokens[:PREVIEW].tolist())))
+    return answers
 
 
 def _of_tokens(table: Any, version: int | None) -> dict[str, list[Any]]:
@@ -232,59 +232,59 @@ def _of_tokens(table: Any, version: int | None) -> dict[str, list[Any]]:
         sums = np.bincount(row, weights=column[sampled], minlength=count)
         return list((sums / np.maximum(numbers, 1)).tolist())
 
-    found = {
+    columns = {
         "turns": lists.value_lengths().fill_null(0).to_pylist(),
         "length": numbers.tolist(),
         "tokens": np.bincount(of_sequence, weights=lengths, minlength=count).astype(int).tolist(),
     }
     if version is not None:
-        found["staleness"] = mean(version - values["versions"].astype(float))
+        columns["staleness"] = mean(version - values["versions"].astype(float))
     for name, column in (("advantage", "advantages"), ("entropy", "entropy")):
         if column in values:
-            found[name] = mean(values[column])
-    found["logprob"] = mean(values["logprobs"])
+            columns[name] = mean(values[column])
+    columns["logprob"] = mean(values["logprobs"])
     if "trainer_logprobs" in values:
         gap = np.abs(values["trainer_logprobs"] - values["logprobs"])[sampled]
         largest = np.zeros(count)
         np.maximum.at(largest, row, gap)
-        found["gap"] = largest.tolist()
-    return found
+        columns["gap"] = largest.tolist()
+    return columns
 
 
 def _one(path: Path, index: int) -> dict[str, Any]:
     import pyarrow.parquet as parquet
 
     file = parquet.ParquetFile(path)
-    found: dict[str, Any] = {"version": _version(file.schema_arrow.metadata), "cut": []}
+    content: dict[str, Any] = {"version": _version(file.schema_arrow.metadata), "cut": []}
     table = file.read()
     if not 0 <= index < table.num_rows:
         raise IndexError(f"the file has {table.num_rows} rollouts")
     row = table.slice(index, 1).to_pylist()[0]
     for name, value in row.items():
         if name not in ("sequences", "prompt_tokens"):
-            found[name] = value
+            content[name] = value
         if isinstance(value, str) and len(value) > CHARS:
-            found[name] = value[:CHARS]
-            found["cut"].append(f"{name}: {CHARS:,} of {len(value):,} characters")
+            content[name] = value[:CHARS]
+            content["cut"].append(f"{name}: {CHARS:,} of {len(value):,} characters")
     try:
-        found["metrics"] = json.loads(found.get("metrics") or "{}")
+        content["metrics"] = json.loads(content.get("metrics") or "{}")
     except ValueError:
-        found["metrics"] = {}
-    found["sequences"] = []
+        content["metrics"] = {}
+    content["sequences"] = []
     left = TOKENS
     for sequence in row.get("sequences") or []:
         length = len(sequence["tokens"])
         if length > left:
-            found["cut"].append(f"tokens: {left:,} of {length:,} of a sequence")
-        given = {name: each for name, each in sequence.items() if name not in HIDDEN}
+            content["cut"].append(f"tokens: {left:,} of {length:,} of a sequence")
+        shown = {name: each for name, each in sequence.items() if name not in HIDDEN}
         columns = {
             # nine digits determine a float32
             name: [float(f"{x:.9g}") if isinstance(x, float) else x for x in values[:left]]
-            for name, values in given.items()
+            for name, values in shown.items()
             if values is not None
         }
         others = {name: columns[name] for name in columns if name not in KNOWN}
         known = {name: columns.get(name, []) for name in KNOWN}
-        found["sequences"].append(known | {"columns": others})
+        content["sequences"].append(known | {"columns": others})
         left = max(0, left - length)
-    return dict(finite(found))
+    return dict(finite(content))

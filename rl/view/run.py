@@ -47,14 +47,14 @@ def changes(before: Path, after: Path) -> dict[str, Any]:
 
     An answer with ``error``, which names the file, if a file is missing or damaged.
     """
-    found = []
+    examples = []
     for path in (before, after):
         try:
-            found.append(_read(path, path.stat().st_mtime_ns))
+            examples.append(_read(path, path.stat().st_mtime_ns))
         except Exception as error:
             message = f"{path.parent.name}/{path.name} cannot be read: {error_text(error)}"
             return {"error": message, "rows": [], "tasks": []}
-    (old, left_before), (new, left_after) = found
+    (old, left_before), (new, left_after) = examples
     pairs = {key: (old[key], new[key]) for key in old if key in new}
     rows = sorted(_rows(pairs), key=lambda row: (row["kind"], -abs(row["change"]), row["change"]))
     return {
@@ -123,7 +123,7 @@ def _read(path: Path, changed: int) -> tuple[dict[Key, Example], int]:
     import pyarrow.parquet as parquet
 
     file = parquet.ParquetFile(path)
-    found: dict[Key, Example] = {}
+    examples: dict[Key, Example] = {}
     read = 0
     shared: str | None = None
     for batch in file.iter_batches(1_000, columns=[*COLUMNS]):
@@ -133,7 +133,7 @@ def _read(path: Path, changed: int) -> tuple[dict[Key, Example], int]:
             key = (row["chunk"], row["task"], row["prompt_id"], row["sample"], hash(row["prompt"]))
             value = json.loads(row["metrics"]).get("correct")
             number = value[0] if isinstance(value, list) else value
-            found[key] = Example(
+            examples[key] = Example(
                 index=read,
                 reward=finite(row["reward"]),
                 correct=(float(number) if isinstance(number, int | float) else None),
@@ -144,7 +144,7 @@ def _read(path: Path, changed: int) -> tuple[dict[Key, Example], int]:
             read += 1
         if read >= EXAMPLES:
             break
-    return found, file.metadata.num_rows - read
+    return examples, file.metadata.num_rows - read
 
 
 POINTS = 2_000
@@ -214,14 +214,14 @@ class Run:
             self._metrics.update()
             self._evaluations.update()
             final = self._final()
-            found = {}
+            curves = {}
             for name in names[:NAMES]:
                 source = self._metrics if name in self._metrics.values else self._evaluations
-                steps, values = found[name] = source.thinned(name, points)
+                steps, values = curves[name] = source.thinned(name, points)
                 if name in final and max(steps, default=0) < final["steps"]:
                     steps.append(final["steps"])
                     values.append(finite(final[name]))
-            return {"curves": found}
+            return {"curves": curves}
 
     def timeline(self, first: int, count: int) -> dict[str, Any]:
         """Return the spans of ``count`` steps from ``first`` on, and the files of their profiles,
@@ -259,18 +259,18 @@ class Run:
         if not isinstance(summary, dict) or not isinstance(summary.get("steps"), int):
             return {}
         numbers = {name: summary[name] for name in summary if name.startswith("eval/")}
-        found = {name: each for name, each in numbers.items() if isinstance(each, int | float)}
-        return {"steps": summary["steps"]} | found
+        scores = {name: each for name, each in numbers.items() if isinstance(each, int | float)}
+        return {"steps": summary["steps"]} | scores
 
     def changes(self, before: int, after: int) -> dict[str, Any]:
         """Return the examples whose result changed between the evaluations of two steps."""
-        found = changes(self.evaluated.path(before), self.evaluated.path(after))
-        rows = found["rows"]
+        changed = changes(self.evaluated.path(before), self.evaluated.path(after))
+        rows = changed["rows"]
         for side, step in (("before", before), ("after", after)) if rows else ():
             answers = self.evaluated.last_answers(step, [row[f"index_{side}"] for row in rows])
             for row, text in zip(rows, answers, strict=True):
                 row[f"text_{side}"] = row[f"text_{side}"] if text is None else text
-        return found
+        return changed
 
     def failure(self) -> dict[str, Any]:
         """Return what failed, the newest events, the prompts' states and the ends of the logs."""

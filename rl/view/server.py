@@ -128,8 +128,8 @@ def make_app(runs: Sequence[Run], key: str | None = None) -> Starlette:
             body += part
             if len(body) > KEY_BYTES:
                 raise HTTPException(413)
-        given = parse_qs(body.decode(errors="replace")).get("key", [""])[0]
-        if key is None or _is_equal(given, key):
+        sent_key = parse_qs(body.decode(errors="replace")).get("key", [""])[0]
+        if key is None or _is_equal(sent_key, key):
             response: Response = RedirectResponse("/", 303)
             if key is not None:
                 response.set_cookie(COOKIE, _cookie_of(key), httponly=True, samesite="strict")
@@ -175,15 +175,15 @@ def _refusal(request: Request, key: str | None) -> Response | None:
             return None
         return PlainTextResponse("this server answers to its own machine alone\n", 403)
     header = request.headers.get("authorization", "").removeprefix("Bearer ")
-    given = header.encode("latin-1").decode(errors="replace")  # the bytes that were sent
+    sent_key = header.encode("latin-1").decode(errors="replace")  # the bytes that were sent
     cookie = request.cookies.get(COOKIE, "")
-    if _is_equal(given, key) or _is_equal(cookie, _cookie_of(key)):
+    if _is_equal(sent_key, key) or _is_equal(cookie, _cookie_of(key)):
         return None
     if request.url.path == "/":
-        return _login(WRONG if given or cookie else "")
+        return _login(WRONG if sent_key or cookie else "")
     if request.url.path == "/style.css":
         return None
-    if given or cookie:
+    if sent_key or cookie:
         return PlainTextResponse(f"{WRONG}\n", 401)
     return PlainTextResponse("send the key as Authorization: Bearer KEY\n", 401)
 

@@ -103,11 +103,11 @@ def _endpoint(
         try:
             if request.method != "GET":
                 server.parts.store.require_written()
-            given = {}
+            arguments = {}
             if handler.__name__ not in ("forward_backward", "asample", "fixed"):
                 body, whole = request.state.body, handler.__name__ != "_in_order"
-                given = await aside(len(body), lambda: read(handler, body, whole=whole))
-            answer = handler(request, **request.path_params, **given)
+                arguments = await aside(len(body), lambda: read(handler, body, whole=whole))
+            answer = handler(request, **request.path_params, **arguments)
             if inspect.isawaitable(answer):
                 work = asyncio.ensure_future(answer)
                 await finish_or_cancel(work, request)
@@ -187,8 +187,8 @@ class _Handlers:
             [id for id in self._facts[kind] if id.startswith(f"{session}:")]
             for kind in ("model", "sampler")
         )
-        own = {name: fact.get(name) for name in ("user_metadata", "display_name")}
-        return {"training_run_ids": runs, "sampler_ids": samplers, **own}
+        labels = {name: fact.get(name) for name in ("user_metadata", "display_name")}
+        return {"training_run_ids": runs, "sampler_ids": samplers, **labels}
 
     # Training.
 
@@ -235,8 +235,8 @@ class _Handlers:
     ) -> Any:
         if not session_id:
             return self._in_order(request, model_id=model_id, seq_id=seq_id)
-        found = self._facts["checkpoint"].get(path, {"base_model": self._server.names[0]})
-        base = base_model or found["base_model"]
+        checkpoint = self._facts["checkpoint"].get(path, {"base_model": self._server.names[0]})
+        base = base_model or checkpoint["base_model"]
         return self._create(request, session_id, model_seq_id, base, user_metadata)
 
     def _in_order(self, request: Request, *, model_id: Text, seq_id: Positive) -> Any:
@@ -247,13 +247,13 @@ class _Handlers:
 
     async def forward_backward(self, request: Request) -> Any:
         encoding = request.headers.get("content-encoding", "")
-        given = request.state.body
+        sent = request.state.body
 
         def parse() -> tuple[Any, bytes]:
-            head = parse_forward_backward(decoded(given, encoding, MAX_BODY))
+            head = parse_forward_backward(decoded(sent, encoding, MAX_BODY))
             return head, head.SerializeToString(deterministic=True)  # repeated ones are compared
 
-        head, body = await aside(len(given), parse)
+        head, body = await aside(len(sent), parse)
         verb = "forward" if head.forward_only else "forward_backward"
         if head.seq_id < 1:
             raise UserError("seq_id must be at least 1")
@@ -355,8 +355,8 @@ class _Handlers:
 
     def sampler(self, request: Request, sampler: str) -> Any:
         fact = self._server.samplers.fact(sampler)
-        own = {name: fact[name] for name in ("base_model", "model_path")}
-        return {"sampler_id": sampler, **own}
+        model = {name: fact[name] for name in ("base_model", "model_path")}
+        return {"sampler_id": sampler, **model}
 
     def join_sampling_session(self, request: Request, *, sampling_session_id: Text) -> Any:
         return {"client_counter": self._server.samplers.join(sampling_session_id)}
@@ -393,8 +393,8 @@ class _Handlers:
         id = f"{session}:train:{model_seq_id}"
         path = f"tinker://{id}/{'/'.join(source_path.split('/')[-2:])}"
         if path not in self._facts["checkpoint"]:
-            own = {"model": id, "public": False, "expires": until(ttl_seconds)}
-            self._store.put("checkpoint", path, source | own)
+            copied = {"model": id, "public": False, "expires": until(ttl_seconds)}
+            self._store.put("checkpoint", path, source | copied)
             fact = {"base_model": source["base_model"], "user_metadata": None, "failed": COPIES}
             self._server.models.create(id, "load_weights", b"", session=session, **fact)
         return {"tinker_path": path}

@@ -103,17 +103,17 @@ class Catalog:
 
     def _files(self, fact: Record) -> dict[str, Path]:
         folder = self._checkpoints.at(fact["folder"])
-        found = (each for each in folder.rglob("*") if each.is_file())
-        return {str(each.relative_to(folder)): each for each in found}
+        files = (each for each in folder.rglob("*") if each.is_file())
+        return {str(each.relative_to(folder)): each for each in files}
 
     def file(self, request: Request, key: str, file: str) -> Any:
         now = time.time()
         for path, fact in self._store.facts["checkpoint"].items():
             is_key = secrets.compare_digest(fact["key"].encode(), key.encode())
             if is_key and fact.get("links_expire", 0.0) > now:
-                found = self._files(self._checkpoints.find(path))
-                if file in found:
-                    return FileResponse(found[file])
+                files = self._files(self._checkpoints.find(path))
+                if file in files:
+                    return FileResponse(files[file])
         raise BadRequest(404, "there is no such file, or its URL has expired")
 
 
@@ -125,8 +125,8 @@ def adapter_facts(fact: Record) -> dict[str, Any]:
 
 def page(request: Request, rows: list[Any]) -> tuple[list[Any], dict[str, int]]:
     """Return the rows that the query asks for, of the newest first, and their place."""
-    given = request.query_params
-    texts = (given.get("offset", "0"), given.get("limit", "100"))
+    query = request.query_params
+    texts = (query.get("offset", "0"), query.get("limit", "100"))
     if not all(re.fullmatch(r"\d{1,9}", text) for text in texts):
         raise UserError("offset and limit must be numbers")
     offset, limit = int(texts[0]), min(int(texts[1]), PAGE)

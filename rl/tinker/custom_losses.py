@@ -53,13 +53,13 @@ class CustomLosses:
             theirs.close()
             await asyncio.to_thread(self._connection.recv)
         try:
-            found = await asyncio.to_thread(self._answer, graph, datums)
+            answer = await asyncio.to_thread(self._answer, graph, datums)
         except BaseException:
             self.close()
             raise
-        if isinstance(found, UserError):
-            raise found
-        return found
+        if isinstance(answer, UserError):
+            raise answer
+        return answer
 
     def close(self) -> None:
         """End the process."""
@@ -73,12 +73,12 @@ class CustomLosses:
             self._connection.send((graph, datums))
             in_time = self._connection.poll(LIMIT_S)
             require(in_time, f"the loss took more than {LIMIT_S:g} s; send fewer datums at once")
-            found: Derivatives | UserError = self._connection.recv()
+            answer: Derivatives | UserError = self._connection.recv()
         except (EOFError, OSError):
             self._process.join()
             cause = signal.strsignal(-(self._process.exitcode or 0))
             return UserError(f"the loss ended its process ({cause})")
-        return found
+        return answer
 
 
 def _serve(connection: Connection, owner: int, memory: int) -> None:
@@ -107,7 +107,7 @@ def differentiate(graph: Graph, datums: Datums) -> Derivatives:
     metrics = {"loss:sum": 0.0}
     for number, (logprobs, inputs) in enumerate(datums):
         leaf = torch.tensor(logprobs, requires_grad=True)
-        loss, own = graph(leaf, {name: torch.tensor(each) for name, each in inputs.items()})
+        loss, returned = graph(leaf, {name: torch.tensor(each) for name, each in inputs.items()})
         try:
             (gradient,) = torch.autograd.grad(loss, leaf)
         except RuntimeError as error:
@@ -115,7 +115,7 @@ def differentiate(graph: Graph, datums: Datums) -> Derivatives:
         finite = bool(loss.isfinite() and gradient.isfinite().all())
         require(finite, f"datum {number}: the loss or its gradient is not finite")
         weights.append(-gradient.numpy())
-        for name, value in {**own, "loss:sum": loss.item()}.items():
+        for name, value in {**returned, "loss:sum": loss.item()}.items():
             share = value / len(datums) if name.endswith(":mean") else value
             metrics[name] = metrics.get(name, 0.0) + share
     return weights, metrics

@@ -90,8 +90,8 @@ class ForwardBackward:
     def _value(self, loss: TinkerLoss.Config, outputs: Values) -> float:
         """Return the sum of the loss."""
         counted = self.batch.loss_mask
-        own = {"logprobs": outputs["logprobs"], "sequence": self.batch.owners}
-        values = {**self.batch.columns, **own}
+        columns = {"logprobs": outputs["logprobs"], "sequence": self.batch.owners}
+        values = {**self.batch.columns, **columns}
         costs, _ = loss.build()(Tokens({name: each[counted] for name, each in values.items()}))
         return float(costs.sum(dtype=torch.float64))
 
@@ -183,11 +183,11 @@ def _arrays_of(data: Sequence[Any], limits: Limits) -> tuple[list[np.ndarray], l
         count = len(ids)
         most = limits.max_tokens
         require(0 < count <= most, f"{place} has {count} tokens, not 1 to {most:,}")
-        own: Inputs = {}
+        arrays: Inputs = {}
         for name, tensor in datum.loss_fn_inputs.items():
-            own[name] = array_of(tensor, f"{place}: {name}", limit=left)
-            left -= own[name].size
-        targets = own.get(TARGETS, MISSING)
+            arrays[name] = array_of(tensor, f"{place}: {name}", limit=left)
+            left -= arrays[name].size
+        targets = arrays.get(TARGETS, MISSING)
         right = targets.dtype == np.int64 and targets.shape[:1] == (count,)
         right = right and 0 < targets[0].size <= limits.targets
         rule = f"must be int64 [{count}] or [{count}, K] with K up to {limits.targets}"
@@ -195,7 +195,7 @@ def _arrays_of(data: Sequence[Any], limits: Limits) -> tuple[list[np.ndarray], l
         inside = all(each.min() >= 0 and each.max() < limits.vocab_size for each in (ids, targets))
         require(inside, f"{place} has a token outside the vocabulary of {limits.vocab_size:,}")
         tokens.append(ids)
-        inputs.append(own)
+        inputs.append(arrays)
     return tokens, inputs
 
 
@@ -207,15 +207,15 @@ def _columns(name: str, settings: Numbers, inputs: list[Inputs]) -> Values:
     numbers = {**formula.settings, **settings}
     keys = {"logprobs" if each == SAMPLED else each: each for each in formula.columns}
     columns: dict[str, list[np.ndarray]] = {key: [] for key in (*keys, *numbers)}
-    for number, own in enumerate(inputs):
+    for number, arrays in enumerate(inputs):
         place = f"datum {number}"
-        shape = own[TARGETS].shape
-        others = sorted(own.keys() - keys.keys() - (numbers.keys() & {*CLIP}) - {TARGETS})
+        shape = arrays[TARGETS].shape
+        others = sorted(arrays.keys() - keys.keys() - (numbers.keys() & {*CLIP}) - {TARGETS})
         require(not others, f"{place}: {name} does not read {others}")
         single = name == "cross_entropy" or len(shape) == 1
         require(single, f"{place}: {name} has one target for each token")
         for key, parts in columns.items():
-            values = np.asarray({**numbers, **own}.get(key, MISSING), np.float32)
+            values = np.asarray({**numbers, **arrays}.get(key, MISSING), np.float32)
             if key in numbers and values.size == 1:
                 values = np.broadcast_to(values.reshape(()), shape)
             rule = f"must have the shape {[*shape]} of {TARGETS}"

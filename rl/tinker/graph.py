@@ -178,21 +178,21 @@ def _evaluated(node: Record, values: Record, inputs: Record, left: int) -> Any:
     if op == "output":
         loss, metrics = args[0]
         return loss, {name: float(torch.as_tensor(each).item()) for name, each in metrics.items()}
-    given = _tensors([*args, *named.values()])
-    sizes = [*map(max, itertools.zip_longest(*(each.shape[::-1] for each in given), fillvalue=1))]
+    tensors = _tensors([*args, *named.values()])
+    sizes = [*map(max, itertools.zip_longest(*(each.shape[::-1] for each in tensors), fillvalue=1))]
     grown = math.prod(sizes) * max(len(sizes), 1)  # ``where`` returns an index for each dimension
-    require(max(grown, sum(each.numel() for each in given)) <= left, "its result is too large")
+    require(max(grown, sum(each.numel() for each in tensors)) <= left, "its result is too large")
     function = METHODS[target] if op == "call_method" else FUNCTIONS[target]
     if function is operator.getitem:
         for each in args[1] if isinstance(args[1], tuple) else [args[1]]:
             repeats = isinstance(each, torch.Tensor) and each.dtype != torch.bool
             is_known = not (repeats or isinstance(each, list | tuple))
             require(is_known, "an index is a tensor or a list")  # which may repeat elements
-    elif function is not getattr and (not given or target.startswith(("math.", "operator."))):
+    elif function is not getattr and (not tensors or target.startswith(("math.", "operator."))):
         known = torch.Tensor if target.startswith("operator.") else ()
         right = all(_is_number(each) or isinstance(each, known) for each in args)
         require(right, f"{target} takes numbers here")
-        if not given and target.endswith("pow"):
+        if not tensors and target.endswith("pow"):
             args = [float(each) for each in args]
     if target.endswith(("floordiv", "mod")) or named.get("rounding_mode"):
         operands = [*args, *(named[each] for each in ("input", "other") if each in named)]

@@ -88,8 +88,8 @@ class Models:
     def create(self, id: str, verb: str, body: bytes, **fact: Any) -> dict[str, Any]:
         """Return the promise of a new model, or that of the request that created it before."""
         if id not in self._models:
-            own = {"lora": None, "state": "", "state_seq": -1, "live": "", "failed": ""}
-            self._store.put("model", id, {**own, **fact})
+            defaults = {"lora": None, "state": "", "state_seq": -1, "live": "", "failed": ""}
+            self._store.put("model", id, {**defaults, **fact})
             self._models[id] = Model(id)
         return self.accept(id, 0, verb, body)
 
@@ -126,8 +126,8 @@ class Models:
         self._store.get("model", id)
         model = self._models[id]
         model.used = time.time()
-        own = re.sub(rb'"sampling_session_seq_id": *\d+', b"", body)  # a retry has another one
-        digest = self._parts.futures.require_same(f"{id}:{seq}", verb.encode() + own)
+        stripped = re.sub(rb'"sampling_session_seq_id": *\d+', b"", body)  # a retry has another one
+        digest = self._parts.futures.require_same(f"{id}:{seq}", verb.encode() + stripped)
         if seq < model.next_seq:
             return {"request_id": f"{id}:{seq}", "model_id": id}
         if seq in model.waiting:
@@ -229,10 +229,10 @@ class Models:
             if reason := self._verbs.fact(model)["failed"] or model.failed:
                 raise UserError(reason)
             run = getattr(self._verbs, request.verb)
-            given = {}
+            arguments = {}
             if not request.verb.startswith("forward"):
-                given = read(run, request.body, whole=request.verb not in REPLAYED[:2])
-            answer: Answer = await run(model, request, **given)
+                arguments = read(run, request.body, whole=request.verb not in REPLAYED[:2])
+            answer: Answer = await run(model, request, **arguments)
             return answer
         except RankLost:
             raise

@@ -48,13 +48,13 @@ class Samples:
     def add(self, model: str, prompt: list[int], completions: Sequence[Completion]) -> None:
         """Keep completions of a prompt until the next step of the model."""
         waiting = self._waiting[model]
-        kept = completions[: MOST - len(waiting)]
-        if not kept:
+        taken = completions[: MOST - len(waiting)]
+        if not taken:
             return
         number = len({each.prompt.prompt_id for each in waiting})
         text = self._decode(prompt)
         asked = Prompt(prompt_id=number, tokens=prompt, text=text, answer="")
-        for sample, each in enumerate(kept):
+        for sample, each in enumerate(taken):
             answer = self._decode(each.tokens)
             drawn = Rollout.single_turn(asked, each, sample=sample, text=answer, reward=math.nan)
             waiting.append(drawn)
@@ -62,8 +62,8 @@ class Samples:
     def write(self, model: str, step: int) -> None:
         """Write the samples since the step before as those of ``step``."""
         if drawn := self._waiting.pop(model, None):
-            own = self._folder / model / "rollouts"
-            folder = self._folders.setdefault(model, RolloutFolder(own))
+            rollouts = self._folder / model / "rollouts"
+            folder = self._folders.setdefault(model, RolloutFolder(rollouts))
             folder.write(step, [Chunk(rollouts=drawn, columns={})], version=step)
             delete_oldest([folder], MAX_BYTES, keep=folder.path(step))
 

@@ -153,12 +153,12 @@ def read(function: Callable[..., Any], body: bytes, *, whole: bool = True) -> di
     if ``body`` is to be read as a ``whole``. Raises UserError, naming the field.
     """
     try:
-        found = _kind(getattr(function, "__func__", function)).model_validate_json(body or b"{}")
+        model = _kind(getattr(function, "__func__", function)).model_validate_json(body or b"{}")
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         field = ".".join(map(str, first["loc"])) or "the body"
         raise UserError(f"{field} is {shown(first['input'])}: {first['msg']}") from None
-    for name, _ in unnamed(found) if whole else ():
+    for name, _ in unnamed(model) if whole else ():
         if name not in IGNORED:
             raise UserError(f"{name} is not supported; leave it out")
-    return {name: getattr(found, name) for name in type(found).model_fields}
+    return {name: getattr(model, name) for name in type(model).model_fields}

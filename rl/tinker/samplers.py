@@ -111,9 +111,9 @@ class Samplers:
             return
         fact = {"base_model": base_model, "model_path": model_path, "folder": ""}
         if model_path:
-            found = self._parts.checkpoints.find(model_path, "weights", "sampler_weights")
-            fact |= {name: found[name] for name in ("base_model", "folder")}
-            fact["run"] = found["model"]
+            checkpoint = self._parts.checkpoints.find(model_path, "weights", "sampler_weights")
+            fact |= {name: checkpoint[name] for name in ("base_model", "folder")}
+            fact["run"] = checkpoint["model"]
         self._store.put("sampler", name, fact)
 
     def join(self, name: str) -> int:
@@ -196,8 +196,8 @@ class Samplers:
         """
         for future in [*self._working.get(session_of(id), ())]:
             task = future.task
-            own = future.promise["request_id"]
-            if task is not None and id in (session_of(id), client_of(own), own):
+            request_id = future.promise["request_id"]
+            if task is not None and id in (session_of(id), client_of(request_id), request_id):
                 future.task = None
                 task.cancel()
 
@@ -241,8 +241,8 @@ class Samplers:
 
     async def _work(self, future: Future, fact: Record, body: bytes) -> None:
         try:
-            given = await aside(len(body), lambda: read(self._sample, body))
-            content = await self._sample(future.promise["sample_sequence_ids"], fact, **given)
+            arguments = await aside(len(body), lambda: read(self._sample, body))
+            content = await self._sample(future.promise["sample_sequence_ids"], fact, **arguments)
             answer = Answer(content, MEDIA_TYPE)
         except (UserError, ConfigError) as error:
             answer = Answer.failure(str(error), "user")
@@ -385,5 +385,5 @@ class Samplers:
             raise UserError(f"target_prompt_logprobs must be below {size}, or -1")
         batch = batch_of([np.array(prompt[:-1])], [wanted])
         outputs = await self._session.forward(batch, weights=weights)
-        (found,) = target_logprobs(outputs, [wanted])
-        return tensor_like(message, found)
+        (logprobs,) = target_logprobs(outputs, [wanted])
+        return tensor_like(message, logprobs)

@@ -104,15 +104,15 @@ class Verbs:
     async def load_weights(
         self, model: Model, request: Accepted, *, path: Text, optimizer: bool
     ) -> Answer:
-        found = self._checkpoints.find(path, "weights")
+        checkpoint = self._checkpoints.find(path, "weights")
         if request.seq == 0:
-            await self._create(model, found["lora"])
+            await self._create(model, checkpoint["lora"])
         ours, theirs = (
-            adapter_of(each["lora"] | {"seed": 0}) for each in (self.fact(model), found)
+            adapter_of(each["lora"] | {"seed": 0}) for each in (self.fact(model), checkpoint)
         )
         if ours != theirs:
             raise UserError(f"{path} has another kind of adapter than the model")
-        folder = self._checkpoints.at(found["folder"])
+        folder = self._checkpoints.at(checkpoint["folder"])
         await self._session.load_state(folder, adapter=model.id, optimizer=optimizer)
         model.changed = request.seq
         await self.write_state(model)  # the checkpoint may be deleted
@@ -122,8 +122,8 @@ class Verbs:
         message = parse_forward_backward(request.body)
         texts = [each.text for each in message.loss_fn_config_v2.values()]
         losses = self._store.facts["loss"]
-        own = [id for id in texts if id in losses and id.startswith(self.fact(model)["session"])]
-        graphs = {id: Graph.of(**losses[id]) for id in own}
+        used = [id for id in texts if id in losses and id.startswith(self.fact(model)["session"])]
+        graphs = {id: Graph.of(**losses[id]) for id in used}
         work = await asyncio.to_thread(prepare, message, self._parts.limits, graphs)
         forward = partial(self._session.forward, adapter=model.id)
         backward = partial(self._session.forward_backward, adapter=model.id)
@@ -140,19 +140,19 @@ class Verbs:
         adam_params: Adam | None = None,
         optimizer_params: Optimizer | None = None,
     ) -> Answer:
-        given = adam_params or Adam()
-        found = await self._session.optim_step(
+        adam = adam_params or Adam()
+        result = await self._session.optim_step(
             adapter=model.id,
             denominator=1.0,
-            lr=given.learning_rate,
-            betas=(given.beta1, given.beta2),
-            eps=given.eps,
-            weight_decay=given.weight_decay,
-            max_norm=given.grad_clip_norm or math.inf,
+            lr=adam.learning_rate,
+            betas=(adam.beta1, adam.beta2),
+            eps=adam.eps,
+            weight_decay=adam.weight_decay,
+            max_norm=adam.grad_clip_norm or math.inf,
         )
         model.changed = request.seq
         model.steps += 1
-        metrics = {name: each for name, each in finite(dict(found)).items() if each is not None}
+        metrics = {name: each for name, each in finite(dict(result)).items() if each is not None}
         is_skipped = "trainer/grad_norm" not in metrics
         model.skipped = model.skipped + 1 if is_skipped else 0
         if model.skipped > self._parts.max_skipped:
@@ -194,9 +194,9 @@ class Verbs:
                 id = f"{fact['session']}:sample:{sampling_session_seq_id}"
                 self._add_sampler(model, id, folder.name, is_live=kind == "inflight")
                 return Answer.of(sampling_session_id=id, type=verb)
-            own = {"user_metadata": user_metadata, "expires": until(ttl_seconds)}
-            own |= {name: fact[name] for name in ("base_model", "lora")}
-            size = self._checkpoints.put(whole, folder, model=model.id, **own)
+            facts = {"user_metadata": user_metadata, "expires": until(ttl_seconds)}
+            facts |= {name: fact[name] for name in ("base_model", "lora")}
+            size = self._checkpoints.put(whole, folder, model=model.id, **facts)
         return Answer.of(path=whole, size_bytes=size, type=verb)
 
     save_weights = save_weights_external = save_weights_for_sampler = _save

@@ -43,8 +43,8 @@ def rollout_metrics(
         "completion/cut_off": sum(cut) / len(rollouts),
     }
     for task in sorted({r.prompt.task for r in rollouts} - {""}):
-        own = [group for group in groups if group[0].prompt.task == task]
-        metrics |= _reward_metrics(f"reward/{task}", own, reward_key)
+        groups_of_task = [group for group in groups if group[0].prompt.task == task]
+        metrics |= _reward_metrics(f"reward/{task}", groups_of_task, reward_key)
     return metrics
 
 
@@ -57,5 +57,5 @@ def _reward_metrics(
         f"{prefix}/mean": sum(r.reward for r in rollouts) / len(rollouts),
         f"{prefix}/zero_std_groups": flat / len(groups),
     }
-    own = Metrics.merged(Metrics(rollout.metrics) for rollout in rollouts)
-    return metrics | {f"{prefix}/{name}": own[name] for name in sorted(own)}
+    merged = Metrics.merged(Metrics(rollout.metrics) for rollout in rollouts)
+    return metrics | {f"{prefix}/{name}": merged[name] for name in sorted(merged)}

@@ -270,8 +270,8 @@ class Rollouter:
         self, host: Environments, episodes: list[Episode], alive: list[Episode]
     ) -> None:
         """Close the open ``episodes`` except for those that are ``alive``."""
-        kept = {each.key for each in alive}
-        over = [each for each in episodes if each.is_open and each.key not in kept]
+        alive_keys = {each.key for each in alive}
+        over = [each for each in episodes if each.is_open and each.key not in alive_keys]
         await host.close([each.key for each in over if each.end is None])
         for each in over:
             each.is_open = False

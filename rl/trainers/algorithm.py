@@ -179,16 +179,16 @@ class Algorithm(Configurable, ABC):
         role = self._mixed[name]
         rows = [
             row
-            for rollout, own in zip(rollouts, batch.rows_by_rollout, strict=True)
+            for rollout, places in zip(rollouts, batch.rows_by_rollout, strict=True)
             if not role.tasks or rollout.prompt.task.split("/")[0] in role.tasks
-            for row in own
+            for row in places
         ]
         place = batch.token_index(rows)
         if not rows:
             return place, torch.empty(0)
         part = batch if len(rows) == len(batch) else batch.select(rows)
-        found = await session.forward(part, temperature=self.temperature, role=name)
-        return place, found[role.head]
+        outputs = await session.forward(part, temperature=self.temperature, role=name)
+        return place, outputs[role.head]
 
     def _mean(
         self, column: str, found: Sequence[tuple[torch.Tensor, torch.Tensor]], count: int
@@ -288,12 +288,12 @@ class PolicyGradient(Algorithm):
             metrics=task_metrics(rollouts, self.config.advantage.metrics),
         )
         with_returns = self.config.advantage.needs_values
-        found = advantages_of(self._advantage, scored, with_returns=with_returns)
+        result = advantages_of(self._advantage, scored, with_returns=with_returns)
         place = order.argsort()
-        batch.columns["advantages"] = batch.scatter(found.advantages[place])
-        metrics |= penalty | moments("advantage", found.advantages)
-        if found.returns is not None:
-            batch.columns["returns"] = batch.scatter(found.returns[place])
+        batch.columns["advantages"] = batch.scatter(result.advantages[place])
+        metrics |= penalty | moments("advantage", result.advantages)
+        if result.returns is not None:
+            batch.columns["returns"] = batch.scatter(result.returns[place])
         if self._corrections:
             metrics |= self._correct(batch, scored.sequence)
         return metrics
@@ -302,11 +302,11 @@ class PolicyGradient(Algorithm):
         """Return all that the reward of ``rollout`` in training depends on: see
         :meth:`Algorithm.reward_key`.
         """
-        own = super().reward_key(rollout)
+        rewards = super().reward_key(rollout)
         if self.config.credit == "player":
-            own = own, *(part.reward for *_, part in by_player([rollout]))
+            rewards = rewards, *(part.reward for *_, part in by_player([rollout]))
         parts = task_metrics([rollout], self.config.advantage.metrics).values()
-        return own, float(self._overlong(counts_of([rollout]))), *map(float, parts)
+        return rewards, float(self._overlong(counts_of([rollout]))), *map(float, parts)
 
     def minibatches(self, batch: Batch, step: int) -> list[Batch]:
         """Return the whole batch for a step of one update, otherwise a new split in each epoch."""
@@ -339,9 +339,9 @@ class PolicyGradient(Algorithm):
         it was adapted from.
         """
         super().restore(state)
-        own = self.config.kl_coef
-        adapts = self.config.adaptive_kl.target > 0 and state.get("adapted_from", own) == own
-        self._kl_coef = state.get("kl_coef", own) if adapts else own
+        coef = self.config.kl_coef
+        adapts = self.config.adaptive_kl.target > 0 and state.get("adapted_from", coef) == coef
+        self._kl_coef = state.get("kl_coef", coef) if adapts else coef
 
     def rehearse(self, groups: int, samples: int) -> None:
         """Call the advantage estimator and the corrections on made-up completions."""

@@ -30,14 +30,14 @@ class AuxiliaryModels:
         """Load all models as of ``step``. ``state`` is that of the checkpoint, with the result of
         ``to_dict`` as ``auxiliary``.
         """
-        own = state.get("auxiliary", state.get("companions", {}))  # an older name
+        auxiliary = state.get("auxiliary", state.get("companions", {}))  # an older name
         for role in self._frozen:
             await self._session.init_model(role)
         if self._session.has("critic"):
             await self._session.load(step, role="critic")
         if not self._session.has("reference"):
             return
-        self._reference = copied = own.get("reference", 0)
+        self._reference = copied = auxiliary.get("reference", 0)
         newer = [self._path(saved) for saved in self._saved() if saved > copied]
         for folder in (*newer, *self._folder.glob("policy-*.partial")):
             shutil.rmtree(folder)  # of steps that are taken again

@@ -94,13 +94,13 @@ class Evaluation:
             [group for group in groups if task in ("", group[0].prompt.task)]
             for groups in (greedy, sampled)
         )
-        own = Metrics.merged(Metrics(group[0].metrics) for group in greedy)
+        merged = Metrics.merged(Metrics(group[0].metrics) for group in greedy)
         rewards = [group[0].reward for group in greedy if not group[0].abstained]
         scores = {
             "prompts": float(count),
             "exact_match": sum(_correct(greedy)) / count,
             "reward_mean": sum(rewards) / max(len(rewards), 1),
-            **{f"reward/{name}": own[name] for name in own if name != "correct"},
+            **{f"reward/{name}": merged[name] for name in merged if name != "correct"},
         }
         if samples := self._config.samples:
             scores[f"pass@{samples}"] = sum(map(bool, _correct(sampled))) / count

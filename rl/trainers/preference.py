@@ -138,14 +138,14 @@ class PreferenceTrainer(DatasetTrainer[PreferenceConfig, Preference]):
 
     def warnings(self) -> list[str]:
         """Return warnings of the examples, for the start of the run."""
-        found = super().warnings()
+        warnings = super().warnings()
         if not isinstance(self.arguments.loss, BradleyTerryLoss.Config):
             margins = (item.margin for item in self.dataset_train if isinstance(item, Pair))
             if any(margin is not None for margin in margins):
-                found.append(f"{type(self.loss).__name__} does not read the margins of the rows")
+                warnings.append(f"{type(self.loss).__name__} does not read the margins of the rows")
         if isinstance(self.arguments.loss, KTOLoss.Config):
-            found += kto_imbalance(self.arguments.loss, self.dataset_train)
-        return found
+            warnings += kto_imbalance(self.arguments.loss, self.dataset_train)
+        return warnings
 
     async def compare(
         self, batch: Batch, labels: Labels, reference: torch.Tensor | None = None

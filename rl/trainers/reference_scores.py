@@ -88,17 +88,17 @@ class ReferenceScores:
             return
         try:
             with safe_open(self._path, framework="pt") as file:
-                found = file.metadata() or {}
+                metadata = file.metadata() or {}
                 rows = {part: file.get_tensor(part) for part in PARTS}
         except (OSError, SafetensorError) as error:
             self._note(f"{self._path.name} is computed again: it cannot be read: {error}")
             return
-        if found.get("data") != self._facts["data"]:
+        if metadata.get("data") != self._facts["data"]:
             self._note(f"{self._path.name} is computed again: examples or their order have changed")
             return
         self._rows = rows
-        self._is_confirmed = found["source"] == self._facts["source"]
-        self._facts["weights"] = found["weights"]
+        self._is_confirmed = metadata["source"] == self._facts["source"]
+        self._facts["weights"] = metadata["weights"]
 
     def _write(self) -> None:
         content = save(self._rows, metadata=self._facts)

@@ -48,48 +48,48 @@ def findings(config: WatchdogConfig, row: Row) -> dict[str, str]:
         return f"{name} is {value:.4g}, above watchdog.{field}={limit}" if value > limit > 0 else ""
 
     infinite = [f"{name} is {value}" for name, value in row.items() if not isfinite(value)]
-    found = {"non_finite": " and ".join(infinite)}
+    texts = {"non_finite": " and ".join(infinite)}
     mismatch_max = config.mismatch_max or 0.0
-    found["mismatch"] = above("logprob/error_mean", mismatch_max, "mismatch_max")
+    texts["mismatch"] = above("logprob/error_mean", mismatch_max, "mismatch_max")
     if config.parity is not None and (count := row.get("logprob/differing_tokens", 0)):
-        found["parity"] = (
+        texts["parity"] = (
             f"logprob/differing_tokens is {count:.0f}, and logprob/error_max "
             f"{row.get('logprob/error_max', nan):.4g}; `python -m rl.compare` names the module"
         )
     reference = above("kl/reference", mismatch_max, "mismatch_max")
     if reference and row.get("step") == 1:
         same = "policy and reference have the same weights in the first step"
-        found["reference"] = f"{reference}; {same}"
-    found["drift"] = above("kl/behaviour", config.drift_max, "drift_max")
+        texts["reference"] = f"{reference}; {same}"
+    texts["drift"] = above("kl/behaviour", config.drift_max, "drift_max")
     entropy = row.get("entropy/mean", nan)
-    found["entropy"] = above("entropy/mean", config.entropy_max, "entropy_max")
+    texts["entropy"] = above("entropy/mean", config.entropy_max, "entropy_max")
     if entropy < config.entropy_min:
         limit = f"watchdog.entropy_min={config.entropy_min}"
-        found["entropy"] = f"entropy/mean is {entropy:.4g}, below {limit}"
+        texts["entropy"] = f"entropy/mean is {entropy:.4g}, below {limit}"
     is_flat = row.get("reward/zero_std_groups") == 1
     if is_flat:
-        found["zero_std"] = "reward/zero_std_groups is 1, so no group had an advantage"
+        texts["zero_std"] = "reward/zero_std_groups is 1, so no group had an advantage"
     rates = [value for name, value in row.items() if name.startswith("trainer/lr/")]
     learns = "step" in row and any(rates) and not is_flat  # an update alone has no advantages
     norm = row.get("trainer/grad_norm", nan)
     if learns and row.get("advantage/std") != 0 and row.get("trainer/updates") == 0:
         if norm == 0:
-            found["vanished"] = "trainer/grad_norm is 0, so no weight changed"
+            texts["vanished"] = "trainer/grad_norm is 0, so no weight changed"
         elif isfinite(norm):
             why = "the dtype of the parameters rounded every update away"
-            found["vanished"] = f"trainer/updates is 0: {why}"
+            texts["vanished"] = f"trainer/updates is 0: {why}"
     now, least = row.get("memory/resident", nan), row.get(LEAST, nan)
     growth = config.memory_growth
     if now - least > 1 and 0 < growth < now / least - 1:
-        found["memory"] = (
+        texts["memory"] = (
             f"memory/resident is {now:.1f} GiB and was {least:.1f}, a growth above "
             f"watchdog.memory_growth={growth}"
         )
     waited, step = row.get("timing/starved", 0.0), row.get("timing/step", nan)
     if waited > config.starving_share * step:
         limit = f"watchdog.starving_share={config.starving_share}"
-        found["starving"] = f"timing/starved is {waited / step:.0%} of the step, above {limit}"
-    return found
+        texts["starving"] = f"timing/starved is {waited / step:.0%} of the step, above {limit}"
+    return texts
 
 
 class Watchdog:
@@ -119,16 +119,16 @@ class Watchdog:
         self._present.discard("stalled")
         self._least = min(self._least, row.get("memory/resident", inf))
         row = {**row, LEAST: self._least} if isfinite(self._least) else row
-        found = dict[str, str]()  # of the first update that shows it, otherwise of the step
+        texts = dict[str, str]()  # of the first update that shows it, otherwise of the step
         other = {"parity": ""}  # later updates have other weights than those that drew the tokens
         for number, update in enumerate(updates, start=1):
             place = f"update {number} of {len(updates)}: " if len(updates) > 1 else ""
             shown = findings(self._config, update) | (other if number > 1 else {})
-            found = {name: place + text for name, text in shown.items() if text} | found
-        found = findings(self._config, row) | (other if len(updates) > 1 else {}) | found
+            texts = {name: place + text for name, text in shown.items() if text} | texts
+        texts = findings(self._config, row) | (other if len(updates) > 1 else {}) | texts
         alarms = {}
         for name in CONDITIONS:
-            finding = found.get(name, "")
+            finding = texts.get(name, "")
             field = STEPS.get(name, "")
             needed = getattr(self._config, field) if field else 1
             streak = self._streaks[name] = self._streaks[name] + 1 if finding else 0

@@ -320,8 +320,8 @@ class Run:
         if state is None:
             return
         with self.watch.span("checkpoint"):
-            own = {"step": step, "watchdog": self.report.to_dict()}
-            await self.session.save(step, own | state)
+            facts = {"step": step, "watchdog": self.report.to_dict()}
+            await self.session.save(step, facts | state)
         self._saved = step
         self.events.emit("checkpoint", step=step)
 

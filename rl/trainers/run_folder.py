@@ -128,8 +128,8 @@ def claim_run(config: RunConfig, total_steps: int, *, name: str, command: str) -
         if config.resume:
             path = record.folder / "config.json"
             before = read_config_file(path, f"--resume: {path}")
-            found = changed_fields(before["config"], content["config"])
-            changes = {field: how for field, how in found.items() if field not in UNCHANGED}
+            changed = changed_fields(before["config"], content["config"])
+            changes = {field: how for field, how in changed.items() if field not in UNCHANGED}
             again = _resuming(before.get("command", ""), before["config"], record.folder)
             if changes:
                 as_before = (
@@ -168,8 +168,8 @@ def _resuming(command: str, config: dict[str, Any], folder: Path) -> str:
     """Return what resumes the run in ``folder``, started by ``command`` with ``config``."""
     if not command:
         return f"config.output_dir = {str(folder)!r}; config.resume = True"
-    given = "" if config.get("output_dir") else f" --output-dir {folder}"
-    return f"{command}{given}{'' if config.get('resume') else ' --resume'}"
+    option = "" if config.get("output_dir") else f" --output-dir {folder}"
+    return f"{command}{option}{'' if config.get('resume') else ' --resume'}"
 
 
 def pin_datasets(config: RunConfig) -> None:

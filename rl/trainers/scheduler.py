@@ -130,18 +130,18 @@ class RolloutScheduler:
         """Sample all batches, and evaluate, in the order of the weights."""
         staleness = self.config.rollout.max_staleness
         self._sampled = step + len(ledger) // self._size
-        for held in range(step, self.config.steps + 1):
-            if held > self.last_step():
+        for loaded in range(step, self.config.steps + 1):
+            if loaded > self.last_step():
                 break
-            await self._pull(held)
-            while self._sampled < min(held + staleness + 1, self.last_step()):
+            await self._pull(loaded)
+            while self._sampled < min(loaded + staleness + 1, self.last_step()):
                 await self._sample_batch(ledger)
                 self._sampled += 1
                 self.changed.notify()
-            self.is_left = not await self.evaluate(held)
+            self.is_left = not await self.evaluate(loaded)
             if self.is_left:
                 break
-            self._evaluated = held
+            self._evaluated = loaded
             self.changed.notify()
         self.is_done = not self.is_left
         self.changed.notify()
@@ -158,7 +158,7 @@ class RolloutScheduler:
         """Sample one batch. Each round samples the groups that are still missing."""
         alone = partial(self.session.sample, alone=True)
         verdicts = dict[int, Group | str]()
-        found = dict[int, Group | GroupLost]()
+        groups = dict[int, Group | GroupLost]()
         self._resampled = 0
         while missing := self._size - sum(isinstance(each, list) for each in verdicts.values()):
             drawn = math.ceil(missing * self.config.rollout.oversampling)
@@ -173,7 +173,7 @@ class RolloutScheduler:
                 for answer in answers
                 for prompt_id, group in answer.result().items()
             }
-            found |= outcomes
+            groups |= outcomes
             for prompt_id in prompt_ids:
                 verdict = self._judge(outcomes[prompt_id]) if missing else "batch complete"
                 missing -= isinstance(verdict, list)
@@ -182,9 +182,9 @@ class RolloutScheduler:
         for prompt_id, verdict in verdicts.items():
             _record_verdict(ledger, prompt_id, verdict)
         self._before_batch = [*self._recent]
-        places = [(self._curriculum.draw(prompt_id), prompt_id) for prompt_id in sorted(found)]
+        places = [(self._curriculum.draw(prompt_id), prompt_id) for prompt_id in sorted(groups)]
         for place, prompt_id in places:
-            self._note(place, found[prompt_id])
+            self._note(place, groups[prompt_id])
         if figures := self._curriculum.metrics():
             self._figures[self._sampled + 1] = figures
 

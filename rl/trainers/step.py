@@ -63,7 +63,7 @@ class Step:
         return dict(Metrics.merged(self.updates)) | self.algorithm.finish()
 
     async def _accumulate(
-        self, minibatch: Batch, batch: Batch, found: dict[str, torch.Tensor]
+        self, minibatch: Batch, batch: Batch, columns: dict[str, torch.Tensor]
     ) -> None:
         """Add the gradient of ``minibatch``, a part of ``batch``. The trainer's outputs are added
         to ``found`` for the tokens that it has no outputs of yet.
@@ -74,5 +74,5 @@ class Step:
         for output, name in FOUND.items():
             if output in outputs:
                 unknown = torch.full((len(batch.tokens),), torch.nan)
-                column = found.setdefault(name, unknown)
+                column = columns.setdefault(name, unknown)
                 column[index] = torch.where(column[index].isnan(), outputs[output], column[index])

@@ -236,13 +236,13 @@ class BlockingTrainer:
         self._thread = DaemonThread("trainer")
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._trainer, name)
-        if not inspect.iscoroutinefunction(found):
-            return found
+        attribute = getattr(self._trainer, name)
+        if not inspect.iscoroutinefunction(attribute):
+            return attribute
 
-        @functools.wraps(found)
+        @functools.wraps(attribute)
         def wait(*args: Any, **kwargs: Any) -> Any:
-            return self._run(found(*args, **kwargs), trains=name == "train")
+            return self._run(attribute(*args, **kwargs), trains=name == "train")
 
         return wait
 

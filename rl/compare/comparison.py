@@ -106,7 +106,7 @@ class Example:
 
 def examples_of(chunks: Several[Chunk]) -> list[Example]:
     """Return the longest sequence of each rollout of a step."""
-    found = list[Example]()
+    examples = list[Example]()
     for chunk in chunks:
         start = 0
         logprobs = chunk.columns.get("trainer_logprobs")
@@ -121,8 +121,8 @@ def examples_of(chunks: Several[Chunk]) -> list[Example]:
                     Example(rollout=rollout, number=0, sequence=sequence, trained=trained)
                 )
             longest = max(options, key=lambda each: len(each.sequence))
-            found.append(replace(longest, number=len(found)))
-    return found
+            examples.append(replace(longest, number=len(examples)))
+    return examples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,11 +140,11 @@ class Compared:
 
     def by_layer(self) -> dict[str, ModuleDifference]:
         """Return the largest difference of each layer, in the order of execution."""
-        found: dict[str, ModuleDifference] = {}
+        largest: dict[str, ModuleDifference] = {}
         for each in self.modules:
             layer = layer_of(each.name)
-            found[layer] = max(found.get(layer, each), each, key=lambda one: one.error)
-        return found
+            largest[layer] = max(largest.get(layer, each), each, key=lambda one: one.error)
+        return largest
 
 
 @asynccontextmanager
@@ -216,13 +216,13 @@ class Comparison:
         """Return the finding that the recorded log-probs are not those of the generator now."""
         sequence = self.example.sequence
         assert theirs.logprobs is not None and theirs.logits is not None
-        own = sequence.sampled & (sequence.versions == self.session.version)
-        own &= ~theirs.logprobs.isnan().numpy()
-        gaps = np.where(own, np.abs(theirs.logprobs.numpy() - sequence.logprobs), 0.0)
+        is_current = sequence.sampled & (sequence.versions == self.session.version)
+        is_current &= ~theirs.logprobs.isnan().numpy()
+        gaps = np.where(is_current, np.abs(theirs.logprobs.numpy() - sequence.logprobs), 0.0)
         tolerance = _tolerance(theirs, self.recorded)
         if gaps.max() <= tolerance:
             return []
-        rows = [row for row, each in enumerate(theirs.positions) if own[each + 1]]
+        rows = [row for row, each in enumerate(theirs.positions) if is_current[each + 1]]
         following = [theirs.positions[row] + 1 for row in rows]
         temperature, left = temperature_of(
             theirs.logits[rows],

@@ -61,15 +61,15 @@ def differing_experts(ours: Activations, theirs: Activations) -> dict[str, str]:
     """Return the number of tokens that go to other experts, as a text, by layer; layers without
     such a token are left out.
     """
-    found = {}
+    texts = {}
     for name in (each for each in ours.outputs if each.endswith(EXPERTS)):
         own, other = (each.outputs[name].sort(1).values for each in (ours, theirs))
         both = ~(own.isnan() | other.isnan()).any(1)
         differs = (own != other).any(1) & both
         if differs.any():
             text = f"{int(differs.sum())} of {int(both.sum())} tokens go to other experts"
-            found[layer_of(name)] = text
-    return found
+            texts[layer_of(name)] = text
+    return texts
 
 
 def layer_of(name: str) -> str:
@@ -79,7 +79,7 @@ def layer_of(name: str) -> str:
 
 def module_differences(ours: Activations, theirs: Activations) -> list[ModuleDifference]:
     """Return the difference of each output, in the order of execution."""
-    found = list[ModuleDifference]()
+    result = list[ModuleDifference]()
     largest = 0.0
     for name, output in ours.outputs.items():
         if name.endswith(EXPERTS):
@@ -94,9 +94,9 @@ def module_differences(ours: Activations, theirs: Activations) -> list[ModuleDif
             error = float((difference / scale).max())  # of the worst row that both computed
         dtypes = [each.dtypes[name] for each in (ours, theirs) if name in each.dtypes]
         floor = max(TOLERANCES.get(dtype, 0.3) for dtype in dtypes)
-        found.append(ModuleDifference(name=name, error=error, limit=max(floor, GROWTH * largest)))
+        result.append(ModuleDifference(name=name, error=error, limit=max(floor, GROWTH * largest)))
         largest = max(largest, error)
-    return found
+    return result
 
 
 def first_beyond_rounding(differences: list[ModuleDifference]) -> ModuleDifference | None:
@@ -118,8 +118,8 @@ def temperature_of(
     """
 
     def difference(temperature: float) -> float:
-        found = (logits / temperature).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
-        return float((found - logprobs).abs().max())
+        scaled = (logits / temperature).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+        return float((scaled - logprobs).abs().max())
 
     best = 1.0
     for width in (3.0, 0.3, 0.03, 0.003, 0.0003):  # each round narrows the range around the best

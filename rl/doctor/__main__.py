@@ -42,27 +42,27 @@ def main(arguments: list[str]) -> int:
     from rl.doctor.host import check_host, this_host  # imports torch, which --help does without
 
     host = this_host()
-    found = list[Finding]()
-    _report(found, check_host(host))
+    findings = list[Finding]()
+    _report(findings, check_host(host))
     if rest:
         from rl.doctor.examine import check_given  # imports all of Tiller, which takes seconds
 
-        _report(found, check_given(host, rest, PROGRAM))
-    errors = sum(finding.severity == "error" for finding in found)
-    warnings = sum(finding.severity == "warning" for finding in found)
+        _report(findings, check_given(host, rest, PROGRAM))
+    errors = sum(finding.severity == "error" for finding in findings)
+    warnings = sum(finding.severity == "warning" for finding in findings)
     counts = f"{counted(errors, 'error')}, {counted(warnings, 'warning')}"
     print(counts if errors or warnings else "nothing found")
     if "--json" in arguments:
-        print(json.dumps({"ok": not errors, "findings": [*map(asdict, found)]}))
+        print(json.dumps({"ok": not errors, "findings": [*map(asdict, findings)]}))
     return EXIT_CONFIG if errors else 0
 
 
-def _report(found: list[Finding], findings: Iterator[Finding]) -> None:
+def _report(earlier: list[Finding], findings: Iterator[Finding]) -> None:
     """Print findings as they are made, and add them to ``found``. Omits repetitions."""
     for finding in findings:
-        if finding.what not in [each.what for each in found]:
+        if finding.what not in [each.what for each in earlier]:
             print(printable(finding), flush=True)
-            found += [finding] if finding.severity != "note" else []
+            earlier += [finding] if finding.severity != "note" else []
 
 
 if __name__ == "__main__":

@@ -55,21 +55,21 @@ def check_trainer(config: RunConfig) -> Iterator[Finding]:
 def check_inputs(config: RLConfig) -> tuple[Task | None, list[Finding]]:
     """Build the task and the algorithm. Return the task and what is wrong with them."""
     task = None
-    found = list[Finding]()
+    findings = list[Finding]()
     try:
         task = build_task(replace(config, quiet=True))
     except ConfigError as reason:
-        found.append(refused("data", reason))
+        findings.append(refused("data", reason))
         if config.model.hf_path is not None:
             try:
                 load_tokenizer(config.model.hf_path)
             except ConfigError as damage:
-                found.append(refused("data", damage))
+                findings.append(refused("data", damage))
     try:
         build_algorithm(config)
     except ConfigError as reason:
-        found.append(refused("config", reason))
-    return task, found
+        findings.append(refused("config", reason))
+    return task, findings
 
 
 def check_template(
@@ -246,16 +246,16 @@ def _scores(task: Task, prompt: Prompt, room: int) -> Scores | GroupLost:
         "empty": [[]],
         "random": [draws.choices(words, k=min(RANDOM_TOKENS, max(1, room - 1)))],
     }
-    found: Scores = {}
+    scores: Scores = {}
     for kind, rows in completions.items():
         group = [Completion.written([*row, *stop] or [0]) for row in rows]
         try:
             if isinstance(task, EnvironmentTask):
                 ends = [asyncio.run(played(task, prompt, completion)) for completion in group]
-                found[kind] = [end.reward for end in ends if end is not None]
+                scores[kind] = [end.reward for end in ends if end is not None]
             else:
                 scored = score_group(task, prompt, group)
-                found[kind] = [score.reward for _, score in scored if score.reward is not None]
+                scores[kind] = [score.reward for _, score in scored if score.reward is not None]
         except GroupLost as lost:
             return lost
-    return found
+    return scores

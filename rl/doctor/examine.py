@@ -56,12 +56,12 @@ def check_given(host: Host, arguments: list[str], program: str) -> Iterator[Find
 def check_all(host: Host, name: str, config: RunConfig) -> Iterator[Finding]:
     """Yield what is wrong with a config, its input, and the host for it."""
     made = checks(config)
-    if found := [*check_config(config, made[:3])]:
-        yield from found
+    if findings := [*check_config(config, made[:3])]:
+        yield from findings
         return  # all else relies on these three
-    found = [*check_config(config, made[3:])]
-    yield from found
-    if not found:
+    findings = [*check_config(config, made[3:])]
+    yield from findings
+    if not findings:
         yield from _check_valid(host, name, config)
     if isinstance(config, RLConfig):
         task, wrong = check_inputs(config)
@@ -72,7 +72,7 @@ def check_all(host: Host, name: str, config: RunConfig) -> Iterator[Finding]:
             yield from prompts
             if not any(finding.severity == "error" for finding in prompts):
                 yield from check_reward(config, task)
-    elif not found:
+    elif not findings:
         yield from check_trainer(config)
 
 
@@ -143,9 +143,9 @@ def _damages(path: Path, *, of_rl: bool) -> Iterator[str]:
         sizes[item.relative_path] = max(end, sizes.get(item.relative_path, 0))
     for name, size in sizes.items():
         file = path / name
-        found = file.stat().st_size if file.is_file() else 0
-        if found < size:
-            yield f"{file} has {found} bytes of {size}"
+        actual = file.stat().st_size if file.is_file() else 0
+        if actual < size:
+            yield f"{file} has {actual} bytes of {size}"
     try:
         if of_rl:
             read_groups(path / ROLLOUTS)
@@ -233,11 +233,11 @@ def check_output(name: str, config: RunConfig) -> Iterator[Finding]:
         yield error("host", "output_dir", what, "make it one, or name another --output-dir")
         return
     free = shutil.disk_usage(above).free
-    once, kept = checkpoint_bytes(config)
-    if free < once * (kept + 1):
+    once, older = checkpoint_bytes(config)
+    if free < once * (older + 1):
         stands = error if free < once else warning
         what = f"{free / GIB:.1f} GiB are free in {above}; a checkpoint takes {once / GIB:.1f}"
-        what += f", and {kept} are kept beside the one being written"
+        what += f", and {older} are kept beside the one being written"
         fix = "make room, name another --output-dir, or lower trainer.checkpoint.keep_latest_k"
         yield stands("host", "disk", what, fix)
 

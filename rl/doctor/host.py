@@ -34,8 +34,8 @@ OLDEST_DRIVERS = {"13": 580, "12": 525}
 def driver_of(file: Path) -> str:
     """Return the version of the NVIDIA driver that describes itself in ``file``; empty if none."""
     described = file.read_text() if file.exists() else ""
-    found = re.search(r"Kernel Module.*? (\d+\.[\d.]+)", described)
-    return found[1] if found else ""
+    match = re.search(r"Kernel Module.*? (\d+\.[\d.]+)", described)
+    return match[1] if match else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

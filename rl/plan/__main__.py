@@ -60,9 +60,9 @@ def main(arguments: list[str]) -> int:
     try:
         name, config = parse_config(rest, program=PROGRAM)
         if options.diff:
-            found = changes(config, load_config(options.diff)[1])
-            rows = {"config": name, "other": options.diff, "changes": [*map(asdict, found)]}
-            print(json.dumps(rows) if options.json else describe_changes(name, options.diff, found))
+            diff = changes(config, load_config(options.diff)[1])
+            rows = {"config": name, "other": options.diff, "changes": [*map(asdict, diff)]}
+            print(json.dumps(rows) if options.json else describe_changes(name, options.diff, diff))
             return 0
         if options.rehearse:
             return _rehearse(config, rest, rank=options.rank, as_json=options.json)
@@ -86,8 +86,8 @@ def _rehearse(config: "RunConfig", arguments: list[str], *, rank: int | None, as
     run = PlannedRun(config)
     result = rehearsal(run, arguments, rank=rank or 0)
     errors = errors_of(result, run)
-    found = {"feasible": not errors, "errors": errors, **result}
-    print(json.dumps(found) if as_json else describe_rehearsal(result, run, errors))
+    rows = {"feasible": not errors, "errors": errors, **result}
+    print(json.dumps(rows) if as_json else describe_rehearsal(result, run, errors))
     return EXIT_CONFIG if errors else 0
 
 

@@ -74,13 +74,13 @@ def collectives_of(run: PlannedRun, name: str, *, train: bool) -> list[Collectiv
     of gradients, with full micro-batches.
     """
     passes = _Collectives(run, name, train=train)
-    found = [
+    planned = [
         *passes.of_weights(),
         *passes.of_hidden_states(),
         *passes.of_rows(),
         *passes.of_experts(),
     ]
-    return [each for each in found if each.bytes]
+    return [each for each in planned if each.bytes]
 
 
 class _Collectives(PassSizes):

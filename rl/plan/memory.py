@@ -136,8 +136,8 @@ def _rank(run: PlannedRun, mesh: str, rank: int, place: Place, items: list[Item]
         process = GENERATOR_PROCESS if mesh.startswith("generator-") else TRAINER_PROCESS
         items.append(Item("process", process, estimate=True))
         items = [replace(item, on_host=False) for item in items]
-    held = tuple(item for item in items if item.bytes)
-    return RankMemory(mesh, rank, host, gpu if run.cuda else None, held)
+    nonempty = tuple(item for item in items if item.bytes)
+    return RankMemory(mesh, rank, host, gpu if run.cuda else None, nonempty)
 
 
 def _model_items(run: PlannedRun, name: str, layout: Layout, room: int) -> list[Item]:
@@ -167,9 +167,9 @@ def _model_items(run: PlannedRun, name: str, layout: Layout, room: int) -> list[
     ]
     if len(run.shared) > 1:
         gradients = in_parameter_groups(trained, role).values()
-        kept = [*weights.values(), *adapters.values(), *merged, *gradients]
+        resident = [*weights.values(), *adapters.values(), *merged, *gradients]
         moved = [] if away else states
-        buffers = _buffers(run, [*(size * count for count in kept), *moved])
+        buffers = _buffers(run, [*(size * count for count in resident), *moved])
         items.append(Item("offload buffers", buffers, on_host=True))
     if name in LEARNING and trainer.checkpoint.async_mode != "disabled":
         items.append(Item("checkpoint staging", parameters + sum(states), True, estimate=True))

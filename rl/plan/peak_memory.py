@@ -114,18 +114,18 @@ class MemoryOfPasses(PassSizes):
 
     def peak(self) -> PeakMemory:
         """Return the moment at which the ranks need the most memory."""
-        found = [self.in_head(), self.in_layer()]
+        moments = [self.in_head(), self.in_layer()]
         if self.trains_weights:
             layer = max(3 * self.p + REDUCED, self.alone) * self.layer + self._head_during_layers()
             words = self.head if self.tied else self.embedding
             gradients = 2 if self.tied else 1
             copies = max((1 + gradients) * self.p + REDUCED, self.alone)
             gathered = copies * words + REDUCED * self.layer
-            found += [  # reductions of a layer's gradients, and of those of the embedding
+            moments += [  # reductions of a layer's gradients, and of those of the embedding
                 PeakMemory(self.saved(), 0, layer),
                 PeakMemory(self.tokens * self.p * self.width, 0, gathered),
             ]
-        most = max(found, key=lambda moment: moment.total)
+        most = max(moments, key=lambda moment: moment.total)
         return replace(most, gathered=most.gathered + self.kept)
 
     def in_head(self) -> PeakMemory:
@@ -166,11 +166,11 @@ class MemoryOfPasses(PassSizes):
 
     def _head_during_layers(self) -> int:
         """Return the bytes of the head and of gradients in reduction while layers compute."""
-        kept = self.p * self.head if self.tied else 0
+        head = self.p * self.head if self.tied else 0
         if not self.trains_weights:
-            return kept
+            return head
         if self.tied:
-            return 2 * kept + REDUCED * self.layer
+            return 2 * head + REDUCED * self.layer
         return REDUCED * max(self.head, self.layer)
 
     def _chunk(self) -> tuple[int, int]:

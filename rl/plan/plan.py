@@ -54,15 +54,15 @@ def memories(run: PlannedRun, ranks: list[RankMemory]) -> list[Memory]:
     for rank in ranks if run.cuda or run.hardware.memory_gib else ():
         name = f"GPU {rank.gpu} of host {rank.host}" if run.cuda else rank.name
         devices.setdefault(name, []).append(rank)
-    found = [
+    result = [
         Memory(name, "device", _at_once(on_device, run.shared), limit, on_host=False)
         for name, on_device in devices.items()
     ]
     for host in range(run.hosts):
         everything = [*ranks, *environment_workers(run)]
         own_ranks = tuple(rank for rank in everything if rank.host == host)
-        found.append(Memory(f"host {host}", "host", own_ranks, host_limit, on_host=run.cuda))
-    return found
+        result.append(Memory(f"host {host}", "host", own_ranks, host_limit, on_host=run.cuda))
+    return result
 
 
 def _at_once(ranks: list[RankMemory], shared: frozenset[str]) -> tuple[RankMemory, ...]:

@@ -43,9 +43,9 @@ class Push:
 
 def transports(run: PlannedRun) -> list[TransportName]:
     """Return the transports that can push between the run's places, that of the run first."""
-    found: list[TransportName] = [run.transport, "collective", "tcp", "rdma"]
+    names: list[TransportName] = [run.transport, "collective", "tcp", "rdma"]
     local: list[TransportName] = ["shared_memory", "cuda_ipc"] if run.cuda else ["shared_memory"]
-    return list(dict.fromkeys(found if run.push_crosses_hosts else [*found, *local]))
+    return list(dict.fromkeys(names if run.push_crosses_hosts else [*names, *local]))
 
 
 def push_of(run: PlannedRun, transport: TransportName) -> Push:

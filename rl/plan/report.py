@@ -52,11 +52,11 @@ class Change:
 def changes(before: RunConfig, after: RunConfig) -> list[Change]:
     """Return the differences between two configs, those with an effect on numerics first."""
     effects = {value.name: value.effect for each in (before, after) for value in values(each)}
-    found = [
+    changed = [
         Change(_effect(name, effects), f"{name}: {change}")
         for name, change in changed_fields(frozen(before), frozen(after)).items()
     ]
-    return sorted(found, key=lambda change: [*Effect].index(change.mark))
+    return sorted(changed, key=lambda change: [*Effect].index(change.mark))
 
 
 def _effect(name: str, effects: dict[str, Effect | None]) -> Effect:
@@ -66,9 +66,9 @@ def _effect(name: str, effects: dict[str, Effect | None]) -> Effect:
     """
     while name and name not in effects:
         name = name.rpartition(".")[0]
-    found = effects.get(name)
-    if found is not None:
-        return found
+    known = effects.get(name)
+    if known is not None:
+        return known
     prefix = f"{name}." if name else ""
     inside = {effect for field, effect in effects.items() if effect and field.startswith(prefix)}
     assert inside, f"{name} has no effect: declare one at the field"
@@ -301,10 +301,10 @@ def _role(role: dict[str, Any], run: PlannedRun) -> Iterator[str]:
         operator = each["operator"].removeprefix("aten.").partition(".")[0]
         line = f"{operator}, {each['line'] or 'small'}" if operator else each["what"]
         yield f"  {size_text(each['bytes']):>12}  {times}{line}"
-    if found := role["allocator"]:
+    if allocator := role["allocator"]:
         names = ("reserved", "allocated", "grown", "fixed")
-        reserved, allocated, grown, fixed = (size_text(found[name]) for name in names)
-        yield f"  allocator after {found['steps']} more steps of varied batches"
+        reserved, allocated, grown, fixed = (size_text(allocator[name]) for name in names)
+        yield f"  allocator after {allocator['steps']} more steps of varied batches"
         yield f"    {reserved} reserved for {allocated} at most, {grown} since the second step"
         yield f"    {fixed} would be reserved without expandable segments"
     shapes = ", ".join(f"{rows} x {width}" for rows, width in role["shapes"][:SHOWN])

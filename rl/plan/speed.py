@@ -166,12 +166,12 @@ def _mean_turns(run: PlannedRun) -> float:
 
 def _mean_lengths(run: PlannedRun) -> tuple[float, float]:
     """Return the mean numbers of given and of sampled tokens of a rollout."""
-    given = run.rl.task.max_prompt_tokens * MEAN_SHARE
+    prompt = run.rl.task.max_prompt_tokens * MEAN_SHARE
     sampled = run.rl.rollout.max_tokens * MEAN_SHARE * _mean_turns(run)
     if run.episodes is None:
-        return given, sampled
+        return prompt, sampled
     whole = run.rl.longest * MEAN_SHARE
-    sampled = min(sampled, whole / 2 if given > whole / 2 else whole - given)
+    sampled = min(sampled, whole / 2 if prompt > whole / 2 else whole - prompt)
     return whole - sampled, sampled
 
 

@@ -171,15 +171,15 @@ def _train_again(options: Namespace, config: "RunConfig", *, is_same: bool) -> i
         replay.require_digests()
     steps = f"steps {replay.first + 1} to {options.step}"
     print(f"replaying {steps} of {options.run} from {replay.begins}")
-    found = _run(replay, lambda session: _compare(replay, session, is_same=is_same))
-    if found["difference"]:
-        print(f"different from {found['difference']}")
+    result = _run(replay, lambda session: _compare(replay, session, is_same=is_same))
+    if result["difference"]:
+        print(f"different from {result['difference']}")
     elif is_same:
-        steps = counted(len(found["steps"]), "step")
+        steps = counted(len(result["steps"]), "step")
         print(f"every gradient and weight of {steps} is equal, bit for bit")
     if options.json:
-        print(json.dumps({"run": str(options.run), "from": replay.first, **found}))
-    return 1 if found["difference"] else 0
+        print(json.dumps({"run": str(options.run), "from": replay.first, **result}))
+    return 1 if result["difference"] else 0
 
 
 def _run(replay: "Replay[Any]", work: "Callable[[Session], Awaitable[Result]]") -> "Result":
@@ -221,18 +221,18 @@ def _fail_again(options: Namespace, config: "RunConfig", *, is_same: bool) -> in
     failure = read_failure(options.run)
     if failure["again"] == "reward":
         assert isinstance(config, RLConfig), "other runs have no rewards"
-        found = score_again(config, options.run.resolve(), failure)
+        result = score_again(config, options.run.resolve(), failure)
     else:
         replay = _replay_of(config, options.run, last=failure["step"] + 1, failed=True)
         steps = counted(len(replay.recorded), "step")
         print(
             f"replaying {steps} of {options.run} from {replay.begins}, then step {replay.last + 1}"
         )
-        found = _take_again(replay, failure, is_same=is_same)
-    print(printable(found.report))
+        result = _take_again(replay, failure, is_same=is_same)
+    print(printable(result.report))
     if options.json:
-        print(json.dumps({"run": str(options.run), **found.to_dict()}))
-    return 1 if found.error else 0
+        print(json.dumps({"run": str(options.run), **result.to_dict()}))
+    return 1 if result.error else 0
 
 
 def _take_again(replay: "Replay[Any]", failure: dict[str, Any], *, is_same: bool) -> "RepeatedCall":

@@ -213,13 +213,13 @@ class Replay(ABC, Generic[Config]):
         digests = self._rows("digests.jsonl")
         for step in self.recorded:
             recorded = self.read(step)
-            found, chunks = await self.take_step(session, step - 1, recorded)
+            trained, chunks = await self.take_step(session, step - 1, recorded)
             yield ReplayedStep(
                 step=step,
                 recorded=TrainedStep(
                     metrics=metrics.get(step, {}), digests=digests.get(step, {}), chunks=recorded
                 ),
-                again=TrainedStep(metrics=found, digests=session.take_digests(), chunks=chunks),
+                again=TrainedStep(metrics=trained, digests=session.take_digests(), chunks=chunks),
             )
 
     async def fail_again(self, session: Session) -> None:

@@ -202,10 +202,10 @@ class FakeCuda(Device):
 
     def _without_masks(self, indices: Any) -> list[Any]:
         """Return the indices with masks as the numbers of their true elements."""
-        found: list[Any] = []
+        result: list[Any] = []
         for index in indices:
             if index is None or index.dtype != torch.bool:
-                found.append(index)
+                result.append(index)
                 continue
             mask = shadow_of(index)
             if mask is None:
@@ -213,8 +213,8 @@ class FakeCuda(Device):
                 mask = torch.ones(index.shape, dtype=torch.bool)
             on_device = index.device.type == "cuda"
             for places in mask.nonzero(as_tuple=True):
-                found.append(self._known(places, index.device) if on_device else places)
-        return found
+                result.append(self._known(places, index.device) if on_device else places)
+        return result
 
     def _known(self, numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Return a device tensor of known numbers."""

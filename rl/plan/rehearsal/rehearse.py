@@ -281,8 +281,8 @@ def main(arguments: list[str]) -> int:
     run = PlannedRun(config)
     roles = [each for each, ranks in run.rehearsed.items() if rank < ranks]
     device = fake_device(run, generates=GENERATOR in roles)
-    found = [rehearse(device, run, role, rank, allocated=ALLOCATED) for role in roles]
-    print(json.dumps({"config": name, "roles": found}))
+    rehearsed = [rehearse(device, run, role, rank, allocated=ALLOCATED) for role in roles]
+    print(json.dumps({"config": name, "roles": rehearsed}))
     return 0
 
 

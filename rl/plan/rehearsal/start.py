@@ -55,24 +55,24 @@ def errors_of(result: dict[str, Any], run: PlannedRun) -> list[str]:
     shapes.
     """
     memory = run.device.memory_gib * GIB
-    found = []
+    errors = []
     for role in result["roles"]:
         name = f"{role['role']} rank {role['rank']}"
         if role["error"] is not None:
-            found.append(f"{name}, {role['error']}")
+            errors.append(f"{name}, {role['error']}")
             continue
         reserved = role["allocator"].get("reserved", role["peak"])
         need = reserved + role["not_rehearsed"]
         if need > memory:
             sizes = f"{need / GIB:.2f} GiB of {run.device.memory_gib:g} GiB"
-            found.append(f"{name} needs {sizes}; torch's allocator has {reserved / GIB:.2f} of it")
+            errors.append(f"{name} needs {sizes}; torch's allocator has {reserved / GIB:.2f} of it")
         if (count := len(role["shapes"])) > MOST_SHAPES:
-            found.append(
+            errors.append(
                 f"{name} compiles attention for {count} shapes of micro-batches in {SHAPE_STEPS} "
                 f"steps, and at most {MOST_SHAPES} are allowed: set trainer.micro_batch_tokens, "
                 "and trainer.packing to True"
             )
-    return found
+    return errors
 
 
 def _check(run: PlannedRun, rank: int) -> None:

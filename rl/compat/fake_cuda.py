@@ -207,11 +207,11 @@ def _grouped(lists: Sequence[Sequence[Any]], with_indices: bool = False) -> dict
         first = next(tensor for tensor in column if tensor is not None)
         key = (first.device, first.dtype)
         columns, indices = groups.setdefault(key, ([[] for _ in lists], []))
-        for found, tensors, tensor in zip(columns, lists, column, strict=True):
+        for group, tensors, tensor in zip(columns, lists, column, strict=True):
             if tensors:
-                found.append(tensor)
+                group.append(tensor)
         indices.append(index)
-    return {key: (found, places if with_indices else []) for key, (found, places) in groups.items()}
+    return {key: (group, places if with_indices else []) for key, (group, places) in groups.items()}
 
 
 def _storages(device: Device) -> None:

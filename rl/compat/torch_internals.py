@@ -166,18 +166,18 @@ def pair(
 
     Raises RuntimeError after ``timeout_s``. No test runs CUDA.
     """
-    kept = PrefixStore(name, store)
+    prefixed = PrefixStore(name, store)
     if device.type == "cuda":
         options = distributed_c10d.ProcessGroupNCCL.Options()
         options._timeout = timedelta(days=1)  # the caller aborts
         with torch.cuda.device(device), patch.dict("os.environ", _QUIET):
-            return distributed_c10d.ProcessGroupNCCL(kept, rank, 2, options)
+            return distributed_c10d.ProcessGroupNCCL(prefixed, rank, 2, options)
     gloo: Any = distributed_c10d.ProcessGroupGloo
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname=host)]
     options._timeout = timedelta(seconds=timeout_s)
     options._threads = 1
-    return gloo(kept, rank, 2, options)
+    return gloo(prefixed, rank, 2, options)
 
 
 EXISTING_STORE = {"TORCHELASTIC_USE_AGENT_STORE": "True"}

@@ -135,19 +135,19 @@ def keep_generators(engine: Any) -> None:
     runner = runner_of(engine)
     sample = runner.sampler.sample
     bookkeep = runner._bookkeeping_sync
-    kept = dict[int, torch.Generator]()
+    generators = dict[int, torch.Generator]()
 
     def sample_without(*args: Any, **options: Any) -> Any:
         batch = runner.input_batch
         for row in np.flatnonzero(runner.discard_request_mask.np[: batch.num_reqs]).tolist():
             if row in batch.generators:  # greedy requests have none
-                kept[row] = batch.generators.pop(row)
+                generators[row] = batch.generators.pop(row)
         return sample(*args, **options)
 
     def bookkeep_and_return(*args: Any) -> Any:
         result = bookkeep(*args)
-        runner.input_batch.generators.update(kept)
-        kept.clear()
+        runner.input_batch.generators.update(generators)
+        generators.clear()
         return result
 
     runner.sampler.sample = sample_without
@@ -208,16 +208,16 @@ class Slots:
     def of(self, stretches: Iterable[Stretch]) -> np.ndarray:
         """Return the slots of the tokens of all ``stretches``, int64 [T]."""
         size = self._size
-        found: list[int] = []
+        slots: list[int] = []
         for name, begin, end in stretches:
             blocks = self._group.req_to_blocks[name]
             while begin < end:
                 block, offset = divmod(begin, size)
                 count = min(size - offset, end - begin)
                 slot = blocks[block].block_id * size + offset
-                found.extend(range(slot, slot + count))
+                slots.extend(range(slot, slot + count))
                 begin += count
-        return np.array(found, dtype=np.int64)
+        return np.array(slots, dtype=np.int64)
 
 
 def follow_steps(engine: Any, follow: Callable[[list[Computed]], None]) -> None:

@@ -98,13 +98,13 @@ class AdapterBank:
         if factors.keys() != self._layers.keys():
             other = sorted(factors.keys() ^ self._layers.keys())
             raise RunError(f"the adapter has other layers than the generator; one is {other[0]}")
-        own = slice(place * self._rank, (place + 1) * self._rank)
+        columns = slice(place * self._rank, (place + 1) * self._rank)
         for name, layer in self._layers.items():
             a, b = factors[name]
             parts = [box.slices_in(Box.whole(whole)) for box, whole in self._boxes[name]]
             rows = torch.cat([b[part[0]] for part in parts])
-            layer.adapters_a[own].copy_(a[:, parts[0][1]])
-            layer.adapters_b[: len(rows), own].copy_(rows)
+            layer.adapters_a[columns].copy_(a[:, parts[0][1]])
+            layer.adapters_b[: len(rows), columns].copy_(rows)
         self._numbers[place] = number
 
     def assign(self, places: Sequence[int], counts: Collection[int]) -> None:

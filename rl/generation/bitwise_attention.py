@@ -53,8 +53,8 @@ class _Attention(CPUAttentionBackendImpl):
         count = attn_metadata.num_actual_tokens
         groups = _groups(attn_metadata, kv_cache.shape[2], max(0, self.sliding_window))
         keys, values = _slots(kv_cache)
-        found = attend(query[:count], keys, values, groups, scale=self.scale, sinks=self.sinks)
-        output[:count] = found[0].view_as(output[:count])
+        result = attend(query[:count], keys, values, groups, scale=self.scale, sinks=self.sinks)
+        output[:count] = result[0].view_as(output[:count])
         return output
 
 

@@ -156,9 +156,9 @@ def block_tokens(config: GeneratorConfig, shape: ModelShape, *, cuda: bool) -> i
     if not shape.layers_with_delta_rule:
         return size
     inputs, memory = map(math.prod, delta_states(shape, config.tensor_parallel_degree))
-    kept = inputs * config.dtype_bytes + memory * 4
+    state_bytes = inputs * config.dtype_bytes + memory * 4
     token = kv_bytes_per_token(config, shape) // shape.n_attentions
-    return size * -(-kept // (size * token))
+    return size * -(-state_bytes // (size * token))
 
 
 def kv_bytes_at_least(config: GeneratorConfig, shape: ModelShape, *, cuda: bool) -> int:

@@ -304,15 +304,15 @@ class EngineLoop:
                 with self._changed:
                     if engine.leads:
                         self._loads.note(engine.load)
-                    for request_id, found in done:
+                    for request_id, output in done:
                         call = self._calls.get(request_id)
                         if call is None:  # this rank is a follower, or the caller was cancelled
                             continue
-                        if isinstance(found, Part):
-                            call.on_tokens(found)
+                        if isinstance(output, Part):
+                            call.on_tokens(output)
                             continue
                         del self._calls[request_id]
-                        call.completions[request_id] = found
+                        call.completions[request_id] = output
                         if len(call.completions) == len(call.ids):
                             _set_outcome(call.done, [call.completions[name] for name in call.ids])
 
@@ -371,10 +371,10 @@ class EngineLoop:
         current = oldest = NO_VERSION
         while oldest < version:
             wanted = version
-            held = current
+            loaded = current
             current = NO_VERSION
             try:
-                current = held if held == wanted else self._pull(engine, wanted)
+                current = loaded if loaded == wanted else self._pull(engine, wanted)
             finally:
                 oldest, version = engine.span(current)
             if oldest == NO_VERSION:

@@ -40,8 +40,8 @@ class Loads:
 
     def newest(self, *, is_busy: bool) -> dict[str, float]:
         """Return the newest load by name; the numbers of LOAD are 0 unless ``is_busy``."""
-        found = dict(zip((*LOAD, *COUNTS), self._loads[-1], strict=True))
-        return found if is_busy else found | dict.fromkeys(LOAD, 0.0)
+        load = dict(zip((*LOAD, *COUNTS), self._loads[-1], strict=True))
+        return load if is_busy else load | dict.fromkeys(LOAD, 0.0)
 
     def take(self) -> Metrics:
         """Return the loads since the last call as metrics: mean and maximum of LOAD, preemptions,
@@ -87,8 +87,8 @@ class StopTexts:
             return True
         later = len(tokens) - self._width
         if later >= self._begin + self._width:
-            kept = self._decode(tokens[later:])
-            if len(kept) >= self._longest and text.endswith(kept):
+            tail = self._decode(tokens[later:])
+            if len(tail) >= self._longest and text.endswith(tail):
                 self._begin = later
         return False
 
@@ -194,8 +194,8 @@ class Requests:
 
     def _assign_adapters(self, names: list[str], counts: list[int]) -> None:
         assert self._adapters is not None, "otherwise nobody calls this"
-        found = [self._in_flight.get(name) for name in names]  # None: the request was dropped
-        self._adapters.assign([-1 if each is None else each.place for each in found], counts)
+        requests = [self._in_flight.get(name) for name in names]  # None: the request was dropped
+        self._adapters.assign([-1 if each is None else each.place for each in requests], counts)
 
     def step(self) -> list[tuple[str, Completion | Part]]:
         """Run one forward pass; return ids and completions of the requests that have finished, and

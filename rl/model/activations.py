@@ -66,8 +66,8 @@ def joined(ranks: Sequence[Activations], shape: ModelShape) -> Activations:
         **dict.fromkeys(("keys", "values", "k_norm"), shape.n_kv_heads),
     }
     outputs = {}
-    for name, own in first.outputs.items():
-        width = own.shape[1]
+    for name, output in first.outputs.items():
+        width = output.shape[1]
         count = heads.get(name.rpartition(".")[2], 0) * shape.head_dim // width or 1
         # with more ranks than key heads, neighbours have the same head
         chosen = ranks[:: len(ranks) // count]
@@ -121,16 +121,16 @@ class Recorder:
 
     def _keep(self, name: str, out: torch.Tensor) -> None:
         flat = whole_of(out).detach().reshape(len(self.seen), -1)
-        kept = self.activations
+        activations = self.activations
         width = flat.shape[1]
-        if name not in kept.outputs:
-            kept.outputs[name] = torch.full((len(kept.positions), width), torch.nan)
+        if name not in activations.outputs:
+            activations.outputs[name] = torch.full((len(activations.positions), width), torch.nan)
             if out.is_floating_point():
-                kept.dtypes[name] = out.dtype
-        for row, position in enumerate(kept.positions):
+                activations.dtypes[name] = out.dtype
+        for row, position in enumerate(activations.positions):
             index = torch.nonzero(self.seen == position).flatten()
             if len(index):
-                kept.outputs[name][row] = flat[index[0]].float().cpu()
+                activations.outputs[name][row] = flat[index[0]].float().cpu()
 
 
 def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -252,10 +252,10 @@ def decoder_config(
                 **_fields(layer) | {"attention": None, "delta_net": net}
             )
         if shape.residual_scale != 1.0 or shape.normalized != "inputs":
-            own = {"scale": shape.residual_scale, "outputs_alone": shape.normalized == "outputs"}
+            more = {"scale": shape.residual_scale, "outputs_alone": shape.normalized == "outputs"}
             if shape.normalized == "both":
-                own |= {name: dataclasses.replace(layer.ffn_norm) for name in POST_NORMS}
-            layers[index] = Layer.Config(**_fields(layer) | own)
+                more |= {name: dataclasses.replace(layer.ffn_norm) for name in POST_NORMS}
+            layers[index] = Layer.Config(**_fields(layer) | more)
     config = titan.qwen3_config(
         layers, vocab_size=shape.vocab_size, dim=shape.dim, tie_embeddings=shape.tie_embeddings
     )
@@ -352,8 +352,8 @@ def _with_tiller_experts(moe: MoE.Config, shape: ModelShape) -> MoE.Config:
         drawn = dict.fromkeys(("gate_up_EDG", "gate_up_bias"), draw["w1_EFD"])
         drawn |= dict.fromkeys(("down_EFD", "down_bias"), draw["w2_EDF"])
         slope, bound = shape.swiglu
-        own = {"param_init": drawn, "slope": slope, "bound": bound}
-        experts = ClampedExperts.Config(**fields | own)
+        changes = {"param_init": drawn, "slope": slope, "bound": bound}
+        experts = ClampedExperts.Config(**fields | changes)
     routed = dataclasses.replace(moe.routed_experts, inner_experts=experts)
     own_fields = {"has_bias": shape.expert_bias, "param_init": {"expert_bias": nn.init.zeros_}}
     own_fields["route_norm"] = shape.route_norm

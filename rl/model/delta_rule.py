@@ -97,15 +97,15 @@ def convolve(
     ``weight`` [D, kernel], and the last inputs of each sequence, [S, kernel - 1, D]. ``inputs`` are
     those before the sequences; None for zeros.
     """
-    kept = weight.shape[1] - 1
+    tail = weight.shape[1] - 1
     if inputs is None:
-        inputs = rows.new_zeros(len(lengths), kept, rows.shape[1])
+        inputs = rows.new_zeros(len(lengths), tail, rows.shape[1])
     source = torch.cat([inputs.to(rows.dtype).flatten(0, 1), rows])
-    taps, after = _taps(lengths, kept, rows.device)
+    taps, after = _taps(lengths, tail, rows.device)
     out = source.index_select(0, taps[-1]) * weight[:, -1]
     for n, tap in enumerate(taps[:-1]):
         out = out + source.index_select(0, tap) * weight[:, n]
-    return F.silu(out), source.index_select(0, after).unflatten(0, (len(lengths), kept))
+    return F.silu(out), source.index_select(0, after).unflatten(0, (len(lengths), tail))
 
 
 @lru_cache(maxsize=4)  # all layers of a batch have the same
@@ -118,8 +118,8 @@ def _taps(lengths: Lengths, kept: int, device: torch.device) -> tuple[torch.Tens
 
     def row(sequence: np.ndarray, position: np.ndarray) -> np.ndarray:
         earlier = (sequence + 1) * kept + position
-        own = len(sizes) * kept + starts[sequence] + position
-        return np.where(position < 0, earlier, own)
+        current = len(sizes) * kept + starts[sequence] + position
+        return np.where(position < 0, earlier, current)
 
     sequences = np.repeat(np.arange(len(sizes)), sizes)
     positions = np.arange(sizes.sum()) - starts[sequences]
@@ -236,7 +236,7 @@ def _in_chunks(
     within = (q @ k.mT) * between
     q = q * since_start
     keys = (k * (total[..., -1:] - total).exp().unsqueeze(-1)).mT
-    kept = since_start[..., -1:, :]
+    decayed = since_start[..., -1:, :]
 
     sequences = len(chunks.order)
     if memory is None:
@@ -253,7 +253,7 @@ def _in_chunks(
         start += count
         changes = updates[here] - reads[here] @ state
         outputs.append(q[here] @ state + within[here] @ changes)
-        state = state * kept[here] + keys[here] @ changes
+        state = state * decayed[here] + keys[here] @ changes
     states = torch.cat([state, *reversed(ended)])
     return chunks.joined(outputs), states.index_select(0, chunks.order.argsort())
 
@@ -289,8 +289,8 @@ def _delta_net_backward(
             each.detach().requires_grad_() for each in (rows, decay, beta, weight)
         ]
         out = _of_documents(rows, decay, beta, weight, positions, heads)
-        found = torch.autograd.grad(out, inputs, grad)
-    return [each.contiguous() for each in found]
+        grads = torch.autograd.grad(out, inputs, grad)
+    return [each.contiguous() for each in grads]
 
 
 @_delta_net.register_fake

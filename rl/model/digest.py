@@ -21,12 +21,12 @@ ShardDigests = dict[tuple[str, Box], int]
 
 def digests(shards: Iterable[Shard], *, dtype: torch.dtype | None = None) -> ShardDigests:
     """Return the digests of one rank's shards, cast to ``dtype`` first if given."""
-    held = [*shards]
-    if not held:
+    every = [*shards]
+    if not every:
         return {}
-    found = torch.stack([shard_digest(each, dtype or each.tensor.dtype) for each in held])
+    sums = torch.stack([shard_digest(each, dtype or each.tensor.dtype) for each in every])
     # one copy from the device for all
-    return {(each.name, each.box): n for each, n in zip(held, found.tolist(), strict=True)}
+    return {(each.name, each.box): n for each, n in zip(every, sums.tolist(), strict=True)}
 
 
 @torch.no_grad()

@@ -168,5 +168,5 @@ class ClampedExperts(GroupedExperts):
         bias, down = self.down_bias, self.down_EFD
         if not (isinstance(down, DTensor) and down.placements == (Shard(1),)):
             return local_of(bias)
-        own = bias.to_local(grad_placements=[Partial()])  # type: ignore[attr-defined]
-        return own * float(down.device_mesh.get_local_rank() == 0)  # type: ignore[no-any-return]
+        local = bias.to_local(grad_placements=[Partial()])  # type: ignore[attr-defined]
+        return local * float(down.device_mesh.get_local_rank() == 0)  # type: ignore[no-any-return]

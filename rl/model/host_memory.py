@@ -29,8 +29,8 @@ class HostMemory:
     @torch.no_grad()
     def take(self, tensors: Iterable[torch.Tensor]) -> None:
         """Move the storages of ``tensors`` to host memory and free their device memory."""
-        found = (local_tensor(tensor).untyped_storage() for tensor in tensors)
-        storages = list({s.data_ptr(): s for s in found if s.nbytes()}.values())
+        all_storages = (local_tensor(tensor).untyped_storage() for tensor in tensors)
+        storages = list({s.data_ptr(): s for s in all_storages if s.nbytes()}.values())
         if [len(buffer) for buffer in self._buffers] != [s.nbytes() for s in storages]:
             self._buffers = [
                 torch.empty(s.nbytes(), dtype=torch.uint8, pin_memory=s.device.type == "cuda")

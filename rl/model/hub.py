@@ -112,11 +112,11 @@ def locate(model: Any, section: str) -> None:
     with _refusing(path, model.revision, field):
         commit = HfApi().resolve_revision(path, revision=model.revision).resolved
         folder = _download(path, commit, DESCRIPTIONS, local_files_only=is_offline_mode())
-    found = Snapshot(folder, path, commit)
-    has_weights = not {ONE_FILE, INDEX}.isdisjoint(found.sizes())
+    snapshot = Snapshot(folder, path, commit)
+    has_weights = not {ONE_FILE, INDEX}.isdisjoint(snapshot.sizes())
     fix = "name a repository with safetensors"
     require(has_weights, f"{path!r} has no {ONE_FILE} on the Hub", field=field, fix=fix)
-    model.hf_path = found
+    model.hf_path = snapshot
     model.revision = commit
 
 

@@ -138,8 +138,8 @@ class HuggingFaceConfig(dict[str, Any]):
         """Return the share of a head that is rotated; None as the ``default`` allows 1 only."""
         key = "partial_rotary_factor"
         places = [self.get("rope_scaling") or self.get("rope_parameters"), self]
-        given = [each[key] for each in places if isinstance(each, dict) and key in each]
-        share = next((each for each in given if each is not None), default or 1.0)
+        shares = [each[key] for each in places if isinstance(each, dict) and key in each]
+        share = next((each for each in shares if each is not None), default or 1.0)
         if default is None:
             return float(self.one_of(key, (1.0, 1), share))
         numbers = self.number(key, share) * self["head_dim"]
@@ -182,18 +182,18 @@ class HuggingFaceConfig(dict[str, Any]):
             return base, ()
         key = "original_max_position_embeddings"  # transformers prefers that of the file
         length = self.get(key, rope.get(key, self["max_position_embeddings"]))
-        given = {**rope, key: length}
+        section = {**rope, key: length}
         needed, optional = ROPE_NUMBERS[kind]
         present = [
             key
             for key in optional
-            if given.get(key) is not None and (given[key] != 0 or key == "attention_factor")
+            if section.get(key) is not None and (section[key] != 0 or key == "attention_factor")
         ]
         items = [
-            (key, self.number(f"{key} of {place}", given.get(key))) for key in (*needed, *present)
+            (key, self.number(f"{key} of {place}", section.get(key))) for key in (*needed, *present)
         ]
-        if kind == "yarn" and "truncate" in given:
-            truncate = self.one_of(f"truncate of {place}", (True, False, None), given["truncate"])
+        if kind == "yarn" and "truncate" in section:
+            truncate = self.one_of(f"truncate of {place}", (True, False, None), section["truncate"])
             items.append(("truncate", truncate))
         return base, (("rope_type", kind), *items)
 

@@ -125,13 +125,13 @@ def groups_of(stretches: Iterable[Stretch], window: int) -> list[Group]:
     for queries, keys in stretches:
         before = len(keys) - len(queries)
         for begin in range(0, len(queries), QUERIES):
-            own = queries[begin : begin + QUERIES]
-            seen = keys[: before + begin + len(own)]
+            cells = queries[begin : begin + QUERIES]
+            seen = keys[: before + begin + len(cells)]
             keys_and_none = len(seen) + 1
             over = keys_and_none % KEYS
             rest = next((size for size in sizes if over <= size), KEYS)
-            width = 1 << (len(own) - 1).bit_length()
-            by_size[width, keys_and_none - over + rest].append(Stretch(own, seen))
+            width = 1 << (len(cells) - 1).bit_length()
+            by_size[width, keys_and_none - over + rest].append(Stretch(cells, seen))
     groups = []
     for (width, span), members in by_size.items():
         most = max(1, CELLS // span)
@@ -176,13 +176,13 @@ def _same_sums(rows: int, span: int) -> bool:
 def _group(members: Sequence[Stretch], width: int, span: int, window: int) -> Group:
     queries = np.empty((len(members), width), dtype=np.int64)
     keys = np.empty((len(members), span), dtype=np.int64)
-    for row, (own, seen) in enumerate(members):
-        queries[row] = own[-1]
-        queries[row, : len(own)] = own
+    for row, (cells, seen) in enumerate(members):
+        queries[row] = cells[-1]
+        queries[row, : len(cells)] = cells
         keys[row] = seen[-1]
         keys[row, 1 : 1 + len(seen)] = seen
     last = np.array([[len(seen) - 1] for _, seen in members])
-    first = last + 1 - np.array([[len(own)] for own, _ in members])
+    first = last + 1 - np.array([[len(cells)] for cells, _ in members])
     query = np.minimum(first + np.arange(width), last)[..., None]
     key = np.arange(-1, span - 1)
     attends = torch.from_numpy((key <= query) & (key > query - window) | (key < 0)).unsqueeze(1)
@@ -218,8 +218,8 @@ def attend(
         key[:, :, 0] = value[:, :, 0] = 0
         mask = group.mask.repeat(1, heads // fold if sinks is not None else 1, fold, 1)
         mask[..., 0] = nothing.view(-1, fold, 1).expand(-1, -1, width).flatten(1)[: mask.shape[1]]
-        found = flash_attention(F.pad(query, more), key, value, mask=F.pad(mask, more), scale=scale)
-        for whole, part in zip((out, total), found, strict=True):
+        parts = flash_attention(F.pad(query, more), key, value, mask=F.pad(mask, more), scale=scale)
+        for whole, part in zip((out, total), parts, strict=True):
             values = part[:, :, :rows].unflatten(2, (fold, width)).flatten(1, 2).transpose(1, 2)
             whole.index_copy_(0, group.queries.flatten(), values.flatten(0, 1).to(whole.dtype))
     return out, total

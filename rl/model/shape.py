@@ -254,8 +254,8 @@ def shape_of(config: ModelConfig, *, field: str = "model.hf_path") -> ModelShape
     name = family_of_folder(described, module)
     none = dict.fromkeys(("hidden_dim", "num_experts", "experts_per_token", "moe_hidden_dim"), 0)
     read = family_named(name).read(described, config.max_seq_len)
-    own = {each: getattr(config, each) for each in ("expert_bias", "float32_head")}
-    return ModelShape(**{**none, **read, **own}, family=name)
+    chosen = {each: getattr(config, each) for each in ("expert_bias", "float32_head")}
+    return ModelShape(**{**none, **read, **chosen}, family=name)
 
 
 def family_of(shape: ModelShape) -> Family:

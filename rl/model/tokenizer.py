@@ -85,15 +85,15 @@ def named_stop_tokens(tokenizer: "PreTrainedTokenizerFast") -> dict[str, list[in
     """
     folder = Path(tokenizer.name_or_path)
     paths = [folder / GENERATION, folder / "config.json"] if tokenizer.name_or_path else []
-    found = {path: _stops_in(path) for path in paths if path.exists()}
-    path, listed = next((each for each in found.items() if each[1]), (folder / GENERATION, []))
+    by_file = {path: _stops_in(path) for path in paths if path.exists()}
+    path, listed = next((each for each in by_file.items() if each[1]), (folder / GENERATION, []))
     size = len(tokenizer)
     wrong = [token for token in listed if type(token) is not int or not 0 <= token < size]
     problem = f"eos_token_id in {path} is {wrong[0] if wrong else ''!r}"
     fix = f"it must be one or more of the {size} token ids of the tokenizer"
     require(not wrong, problem, field="model.hf_path", fix=fix)
-    own = tokenizer.eos_token_id
-    return {path.name: listed, "the tokenizer": [] if own is None else [own]}
+    stop = tokenizer.eos_token_id
+    return {path.name: listed, "the tokenizer": [] if stop is None else [stop]}
 
 
 def read_stop_token_ids(tokenizer: "PreTrainedTokenizerFast") -> tuple[int, ...]:

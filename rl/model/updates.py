@@ -29,10 +29,10 @@ class Update(NamedTuple):
         parts = (each.reshape(-1).split(CHUNK) for each in (before, after))
         for old, new in zip(*parts, strict=True):
             change = new.float() - old.float()
-            kept = new.to(dtype).float() - old.to(dtype).float()
-            product, square = ((change * each).sum(dtype=torch.float64) for each in (kept, change))
-            own = cls(len(old), int(kept.count_nonzero()), float(product), float(square))
-            total = cls.total([total, own])
+            cast = new.to(dtype).float() - old.to(dtype).float()
+            product, square = ((change * each).sum(dtype=torch.float64) for each in (cast, change))
+            update = cls(len(old), int(cast.count_nonzero()), float(product), float(square))
+            total = cls.total([total, update])
         return total
 
     @classmethod

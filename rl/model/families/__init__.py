@@ -52,23 +52,23 @@ def family_of_folder(config: HuggingFaceConfig, own: str | None) -> str:
     Raises ConfigError, naming the family that is closest, if Tiller has no such family.
     """
     keep_language_model(config)
-    given = config.get("model_type")
+    model_type = config.get("model_type")
     if own is not None:
         wanted = family_named(own).model_type
         allowed = f"model.family is {own!r}, which reads {wanted!r}"
-        config.require(given == wanted, "model_type", given, allowed)
+        config.require(model_type == wanted, "model_type", model_type, allowed)
         return own
-    if given == "mistral" and "layer_types" in config:  # transformers reads it as a Ministral
+    if model_type == "mistral" and "layer_types" in config:  # transformers reads it as a Ministral
         return "ministral"
-    if given not in BUILT_IN:
+    if model_type not in BUILT_IN:
         near = closest(config)
         fits = f"; its options fit {near!r}, which may be the model_type to set" if near else ""
         allowed = (
             f"Tiller trains {' or '.join(map(repr, BUILT_IN))}, and with model.family a module of "
             f"your own: {PAGE}{fits}"
         )
-        config.require(False, "model_type", given, REASONS.get(str(given), allowed))
-    return given  # type: ignore[return-value]
+        config.require(False, "model_type", model_type, REASONS.get(str(model_type), allowed))
+    return model_type  # type: ignore[return-value]
 
 
 def keep_language_model(config: HuggingFaceConfig) -> bool:

@@ -179,8 +179,8 @@ class Family:
         fields["tie_embeddings"] = bool(config.one_of("tie_word_embeddings", (True, False, None)))
         fields["rope_theta"], fields["rope_scaling"] = config.rope(FULL if self.two_ropes else "")
         dtypes = (config.get(key) for key in ("dtype", "torch_dtype"))
-        given = str(next((each for each in dtypes if each is not None), DTYPES[0]))
-        fields["dtype"] = config.one_of("dtype", DTYPES, given.removeprefix("torch."))
+        dtype = str(next((each for each in dtypes if each is not None), DTYPES[0]))
+        fields["dtype"] = config.one_of("dtype", DTYPES, dtype.removeprefix("torch."))
         limits = window is not None and window < length
         layers = config.windowed_layers() if limits or self.two_ropes else ()
         if limits and layers:
@@ -235,9 +235,9 @@ class Family:
 
     def _sizes(self, config: HuggingFaceConfig) -> dict[str, int]:
         if self.has_experts:
-            own = self.expert_sizes["num_experts"]
+            count = self.expert_sizes["num_experts"]
             both = ("num_local_experts", "num_experts")  # transformers takes the first
-            config[own] = next((config[key] for key in both if key in config), config[own])
+            config[count] = next((config[key] for key in both if key in config), config[count])
         heads = config.size("num_attention_heads")
         if config["num_key_value_heads"] is None and not self.has_experts:
             config["num_key_value_heads"] = heads
@@ -250,7 +250,7 @@ class Family:
         config.require(heads % groups == 0, "num_key_value_heads", groups, allowed)
         if self.has_experts:
             chosen = sizes["experts_per_token"]
-            allowed = f"it must be at most {own}={sizes['num_experts']}"
+            allowed = f"it must be at most {count}={sizes['num_experts']}"
             fits = chosen <= sizes["num_experts"]
             config.require(fits, "num_experts_per_tok", chosen, allowed)
         return sizes

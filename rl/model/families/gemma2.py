@@ -30,10 +30,10 @@ class Gemma(Family):
     def read(self, config: HuggingFaceConfig, max_seq_len: int) -> dict[str, Any]:
         fields = super().read(config, max_seq_len)
         config.size("sliding_window")  # transformers needs it even if no layer does
-        own = {"attention_scale": config.size("query_pre_attn_scalar") ** -0.5}
+        extra = {"attention_scale": config.size("query_pre_attn_scalar") ** -0.5}
         for name, key in CAPS.items():
-            own[name] = 0.0 if config[key] is None else float(config.number(key))
-        return fields | own | {"embedding_scale": fields["dim"] ** 0.5}
+            extra[name] = 0.0 if config[key] is None else float(config.number(key))
+        return fields | extra | {"embedding_scale": fields["dim"] ** 0.5}
 
     def write(self, shape: Mapping[str, Any]) -> dict[str, Any]:
         scale = shape["attention_scale"]

@@ -23,8 +23,8 @@ class GptOss(Family):
         return {**super().random(sizes), "window": window, "layers_with_window": layers}
 
     def read(self, config: HuggingFaceConfig, max_seq_len: int) -> dict[str, Any]:
-        found = config.get("quantization_config")
-        config.require(found is None, "quantization_config", found, DEQUANTIZE)
+        quantization = config.get("quantization_config")
+        config.require(quantization is None, "quantization_config", quantization, DEQUANTIZE)
         config.config_class = self.config_class
         config.default_rope().pop("rope_theta", None)  # which the file may give
         fields = super().read(config, max_seq_len)
@@ -34,8 +34,8 @@ class GptOss(Family):
     def write(self, shape: Mapping[str, Any]) -> dict[str, Any]:
         slope, bound = shape["swiglu"]
         layers = ["full_attention"] * shape["n_layers"]
-        own = {"layer_types": layers, "swiglu_alpha": slope, "swiglu_limit": bound}
-        return own | super().write(shape)
+        extra = {"layer_types": layers, "swiglu_alpha": slope, "swiglu_limit": bound}
+        return extra | super().write(shape)
 
 
 FAMILY = GptOss(

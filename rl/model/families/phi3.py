@@ -16,7 +16,7 @@ class Phi3(Family):
 
     def read(self, config: HuggingFaceConfig, max_seq_len: int) -> dict[str, Any]:
         place = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-        rope = found if isinstance(found := config.get(place), dict) else {}
+        rope = section if isinstance(section := config.get(place), dict) else {}
         # transformers reads su and yarn as longrope
         kinds = ("default", "longrope", "su", "yarn")
         kind = rope.get("rope_type", rope.get("type", "default"))

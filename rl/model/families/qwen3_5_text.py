@@ -53,19 +53,19 @@ class Qwen35(Family):
         layers = sizes["n_layers"]
         every = min(4, layers)
         linear = tuple(layer for layer in range(layers) if (layer + 1) % every)
-        own = {"delta_kernel": 4, "layers_with_delta_rule": linear}
-        return super().random(sizes) | heads | widths | own
+        extra = {"delta_kernel": 4, "layers_with_delta_rule": linear}
+        return super().random(sizes) | heads | widths | extra
 
     def read(self, config: HuggingFaceConfig, max_seq_len: int) -> dict[str, Any]:
         layers = self._layers(config)
         config["layer_types"] = None
         config.one_of("attn_output_gate", (True, None), config.get("attn_output_gate"))
         fields = super().read(config, max_seq_len)
-        own = {name: config.size(key) for name, key in DELTA_SIZES.items()}
-        keys, values = own["delta_key_heads"], own["delta_value_heads"]
+        delta = {name: config.size(key) for name, key in DELTA_SIZES.items()}
+        keys, values = delta["delta_key_heads"], delta["delta_value_heads"]
         allowed = f"it must divide linear_num_value_heads={values}"
         config.require(values % keys == 0, "linear_num_key_heads", keys, allowed)
-        return fields | own | {"layers_with_delta_rule": layers}
+        return fields | delta | {"layers_with_delta_rule": layers}
 
     def write(self, shape: Mapping[str, Any]) -> dict[str, Any]:
         kinds = layer_types(shape["n_layers"], LINEAR, shape["layers_with_delta_rule"])

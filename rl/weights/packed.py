@@ -296,11 +296,11 @@ def _slot(row: list[int]) -> int:
 def _row(header: torch.Tensor, version: int, rank: int) -> list[int]:
     """Return the header row of the newest push of ``version``; raise VersionGone if none exists."""
     whole = [row for row in header.tolist() if is_whole(row)]
-    found = [row for row in whole if row[_VERSION] == version]
-    if not found:
-        held = " and ".join(str(row[_VERSION]) for row in sorted(whole)) or "nothing"
-        raise VersionGone(f"fetch of version {version}: trainer rank {rank} holds {held}")
-    return max(found)
+    rows = [row for row in whole if row[_VERSION] == version]
+    if not rows:
+        versions = " and ".join(str(row[_VERSION]) for row in sorted(whole)) or "nothing"
+        raise VersionGone(f"fetch of version {version}: trainer rank {rank} holds {versions}")
+    return max(rows)
 
 
 def _host_memory(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

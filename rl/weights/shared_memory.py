@@ -200,8 +200,8 @@ class SharedMemorySubscriber:
                 versions = [
                     sorted({slot.version for slot in each} - {_NONE}) for each in self._sources
                 ]
-                held = (f"trainer rank {n} holds {v or 'nothing'}" for n, v in enumerate(versions))
-                raise RunError(f"pull of version {version}: {'; '.join(held)}")
+                texts = (f"trainer rank {n} holds {v or 'nothing'}" for n, v in enumerate(versions))
+                raise RunError(f"pull of version {version}: {'; '.join(texts)}")
         copy_all((pair for slot in claimed for pair in self._copies[slot]), self._like)
         self.release(claimed)
         return target

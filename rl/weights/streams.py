@@ -236,8 +236,8 @@ def _runs_of(numbers: Iterable[int]) -> Iterator[range]:
     """Return ``numbers`` in runs."""
     ordered = sorted(numbers)
     for _, run in groupby(enumerate(ordered), lambda each: each[1] - each[0]):
-        found = [number for _, number in run]
-        yield range(found[0], found[-1] + 1)
+        members = [number for _, number in run]
+        yield range(members[0], members[-1] + 1)
 
 
 class Server:
@@ -323,8 +323,8 @@ def listen() -> tuple[str, socket.socket]:
     """Return the name by which other ranks reach this host, and a socket that listens there."""
     host = os.environ.get(HOST, "127.0.0.1")
     family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-    own = (host if is_loopback(host) else "", 0)
-    return host, socket.create_server(own, family=family, backlog=2048)
+    address = (host if is_loopback(host) else "", 0)
+    return host, socket.create_server(address, family=family, backlog=2048)
 
 
 def ask(address: Address, kind: str, *arguments: Any) -> Any:

@@ -84,9 +84,9 @@ class Scored:
         earned = self.token_rewards.double()
         rest = self.rewards.double()
         if self.turn_rewards is not None:
-            given = self.turn_rewards.double()
-            earned = earned + given
-            rest = rest - sum_by_sequence(given, self.sequence, len(rest))
+            by_turn = self.turn_rewards.double()
+            earned = earned + by_turn
+            rest = rest - sum_by_sequence(by_turn, self.sequence, len(rest))
         return earned.index_add(0, last, rest[nonempty])
 
     def discounts(self, factor: float, per: "Unit") -> torch.Tensor:

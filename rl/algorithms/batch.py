@@ -106,12 +106,12 @@ def without(batch: Batch, masked: Sequence[bool]) -> Batch:
     the loss is that of the others alone.
     """
     rollouts = torch.arange(len(batch)) if batch.rollouts is None else batch.rollouts
-    kept = ~torch.tensor(masked)[rollouts]
+    is_kept = ~torch.tensor(masked)[rollouts]
     divisors = batch.denominators
     return replace(
         batch,
-        loss_weights=batch.loss_weights * kept[batch.owners],
-        denominators=None if divisors is None else divisors * kept,
+        loss_weights=batch.loss_weights * is_kept[batch.owners],
+        denominators=None if divisors is None else divisors * is_kept,
     )
 
 
@@ -183,9 +183,9 @@ def split_by_player(
     """
     owners, players, parts = zip(*by_player(rollouts), strict=True)
     more = rewards - torch.tensor([rollout.reward for rollout in rollouts])
-    found = torch.tensor([part.reward for part in parts]) + more[[*owners]]
+    by_part = torch.tensor([part.reward for part in parts]) + more[[*owners]]
     pairs = torch.tensor([[part.prompt.prompt_id for part in parts], players])
-    return [*parts], found, pairs.unique(dim=1, return_inverse=True)[1]
+    return [*parts], by_part, pairs.unique(dim=1, return_inverse=True)[1]
 
 
 def task_metrics(rollouts: Sequence[Rollout], names: Sequence[str]) -> dict[str, torch.Tensor]:
@@ -221,9 +221,9 @@ def time_order(rollouts: Sequence[Rollout]) -> torch.Tensor:
     turns = iter(torch.arange(sum(lengths)).split(lengths))
     ordered = list[torch.Tensor]()
     for rollout in rollouts:
-        own = [next(turns) for _ in rollout.turns]
-        order = rollout.turn_order or range(len(own))
-        ordered += [own[place] for place in sorted(range(len(own)), key=order.__getitem__)]
+        parts = [next(turns) for _ in rollout.turns]
+        order = rollout.turn_order or range(len(parts))
+        ordered += [parts[place] for place in sorted(range(len(parts)), key=order.__getitem__)]
     return torch.cat(ordered)
 
 

@@ -102,8 +102,8 @@ class PolicyLoss(Configurable):
         gradient for a sequence of such tokens; None if a term has no known factor.
         """
         config = self.config
-        own = type(self).__call__ is not PolicyLoss.__call__
-        if own or config.entropy_coef or config.kl_coef:
+        overrides = type(self).__call__ is not PolicyLoss.__call__
+        if overrides or config.entropy_coef or config.kl_coef:
             return None
         factors = (getattr(self.surrogate, "factor", ""), "correction")
         zeros = [columns[name] == 0 for name in factors if name in columns]

@@ -234,7 +234,7 @@ def with_mismatched(batch: Batch, *, max_tokens: int) -> Batch:
     sizes = batch.lengths.tolist()
     tokens = batch.tokens.split(sizes)
     weights = batch.loss_weights.split(sizes)
-    prompts = [int((own > 0).int().argmax()) for own in weights]
+    prompts = [int((weight > 0).int().argmax()) for weight in weights]
     rows = [*tokens]
     row_weights = [*weights]
     for i, prompt in enumerate(prompts):

@@ -34,15 +34,15 @@ def check_per_token(name: str, values: object, count: int) -> Tensor:
     """Return ``values`` of the user's code ``name``; raise RunError unless they are float32
     [count] on the CPU without a gradient.
     """
-    found = shown(values)
+    actual = shown(values)
     if isinstance(values, Tensor):
         dtype = str(values.dtype).removeprefix("torch.")
         gradient = " with gradient" if values.requires_grad else ""
-        found = f"{dtype} {[*values.shape]} on {values.device.type}{gradient}"
+        actual = f"{dtype} {[*values.shape]} on {values.device.type}{gradient}"
     expected = f"float32 [{count}] on cpu"
-    if found != expected:
+    if actual != expected:
         rule = f"expected a tensor, {expected}, one number a completion token"
-        raise RunError(f"{name} returned {found}; {rule}")
+        raise RunError(f"{name} returned {actual}; {rule}")
     return cast(Tensor, values)
 
 

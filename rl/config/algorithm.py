@@ -131,8 +131,8 @@ class PolicyGradientConfig(AlgorithmConfig):
     @property
     def recomputes(self) -> bool:
         """Whether each step first computes the trainer's log-probs of its rollouts."""
-        own = self.old_logprobs == "recomputed" or self.loss.needs_proximal
-        return own or bool(self.corrections)
+        by_loss = self.old_logprobs == "recomputed" or self.loss.needs_proximal
+        return by_loss or bool(self.corrections)
 
     def columns(self) -> dict[str, tuple[str, str]]:
         """Return {role: (output, column)}: the output of a model, and the batch column that

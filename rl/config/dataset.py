@@ -51,9 +51,9 @@ class DatasetRunConfig(RunConfig):
             *("parity", "mismatch", "mismatch_max", "reference", "drift", "drift_max"),
         )
         fix = "the run has no rollouts; set watchdog.non_finite or watchdog.stalled"
-        found = {f"watchdog.{name}": fix for name in names}
-        found["trainer.router_replay"] = "given examples have no recorded experts"
+        fixes = {f"watchdog.{name}": fix for name in names}
+        fixes["trainer.router_replay"] = "given examples have no recorded experts"
         if self.sampling_run() is None:
             fix = "the run has no generators; set deadlines.call"
-            found |= {"deadlines.push": fix, "deadlines.reward": fix}
-        return found
+            fixes |= {"deadlines.push": fix, "deadlines.reward": fix}
+        return fixes

@@ -106,24 +106,24 @@ def find_part(path: str, kinds: tuple[type, ...], name: str) -> type:
     with users_code(f"{name}: {path}"):
         known = bool(inner) and (module_name in sys.modules or _defines(spec, inner))
         require(known, f"{name}: there is no config class {path!r}; is its folder on PYTHONPATH?")
-        found: Any = importlib.import_module(module_name)
+        part: Any = importlib.import_module(module_name)
     for each in inner:
-        found = getattr(found, each, None)
+        part = getattr(part, each, None)
     allowed = " or ".join(kind.__qualname__ for kind in kinds)
     require(
-        isinstance(found, type) and issubclass(found, kinds),
+        isinstance(part, type) and issubclass(part, kinds),
         f"{name}.type is {path!r}; it must name a {allowed}, or a subclass in a module on "
         "PYTHONPATH",
     )
-    return found
+    return part
 
 
 def _module_of(names: Sequence[str]) -> tuple[str, ModuleSpec | None]:
     """Return the longest prefix of ``names`` that is a module, and its spec. Import no package."""
-    found = ""
+    module = ""
     spec = None
     for name in names:
-        longer = f"{found}.{name}" if found else name
+        longer = f"{module}.{name}" if module else name
         folders = spec.submodule_search_locations if spec else None
         if spec is not None and folders is None:
             break
@@ -131,9 +131,9 @@ def _module_of(names: Sequence[str]) -> tuple[str, ModuleSpec | None]:
         following = next(filter(None, finders), None)
         if following is None:
             break
-        found = longer
+        module = longer
         spec = following
-    return found, spec
+    return module, spec
 
 
 def _defines(spec: ModuleSpec | None, names: Sequence[str]) -> bool:

@@ -85,12 +85,12 @@ class PreferenceConfig(DatasetRunConfig):
         """Return the fields that concern rollouts or entropy, and a reference that is missing."""
         fix = "the loss has no entropy; set watchdog.non_finite or watchdog.stalled"
         names = ("entropy", "entropy_min", "entropy_max")
-        found = DatasetRunConfig.unused(self) | {f"watchdog.{name}": fix for name in names}
+        fixes = DatasetRunConfig.unused(self) | {f"watchdog.{name}": fix for name in names}
         loss = self.loss.build()
         if not loss.needs_reference:
             name = type(loss).__name__
-            found["reference"] = f"{name} compares with no reference; choose a loss that does"
-        return found
+            fixes["reference"] = f"{name} compares with no reference; choose a loss that does"
+        return fixes
 
 
 @dataclass(kw_only=True, slots=True)

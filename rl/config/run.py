@@ -163,18 +163,18 @@ class SinksConfig:
 
     def all(self) -> list[Sink.Config]:
         """Return the configs of all sinks."""
-        found: list[Sink.Config] = [TensorBoard.Config()] if self.tensorboard else []
+        sinks: list[Sink.Config] = [TensorBoard.Config()] if self.tensorboard else []
         labels: dict[str, Any] = {name: getattr(self, name) for name in LABELS}
         if self.wandb != "off":
             options = WeightsAndBiases.Config(mode=self.wandb, **labels)
-            found.append(replace(options, samples=self.wandb_samples))
+            sinks.append(replace(options, samples=self.wandb_samples))
         if self.mlflow:
-            found.append(MLflow.Config(uri=self.mlflow, **labels))
+            sinks.append(MLflow.Config(uri=self.mlflow, **labels))
         if self.trackio:
-            found.append(Trackio.Config(**labels))
+            sinks.append(Trackio.Config(**labels))
         if self.webhook:
-            found.append(Webhook.Config(url=self.webhook))
-        return [*found, *self.custom]
+            sinks.append(Webhook.Config(url=self.webhook))
+        return [*sinks, *self.custom]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -240,11 +240,11 @@ class RunConfig:
         fields = {"trainer.nodes": (self.trainer.nodes, 1)}
         if (sampling := self.sampling_run()) is not None:
             fields[f"{self.generator_section}generator.nodes"] = (sampling.generator.nodes, 0)
-        given = " and ".join(f"{name}={nodes}" for name, (nodes, _) in fields.items())
+        asked = " and ".join(f"{name}={nodes}" for name, (nodes, _) in fields.items())
         here = " ".join(f"--{name} {nodes}" for name, (_, nodes) in fields.items())
         require(
             self.nodes <= present,
-            f"{given} need {self.nodes} nodes; this run has {present}: start it by python -m "
+            f"{asked} need {self.nodes} nodes; this run has {present}: start it by python -m "
             f"rl.launch slurm, or give {here}",
         )
 

@@ -83,8 +83,8 @@ class SFTConfig(DatasetRunConfig):
         """Return the config of an RL run in lockstep that starts the same processes and evaluates
         the same way; None without ``evaluation``.
         """
-        own = self.evaluation
-        if own is None:
+        evaluation = self.evaluation
+        if evaluation is None:
             return None
         shared = {each.name: getattr(self, each.name) for each in fields(RunConfig)}
         del shared["record"]  # that of an RL run concerns rollouts
@@ -95,16 +95,16 @@ class SFTConfig(DatasetRunConfig):
         )
         return RLConfig(
             **shared,
-            task=own.task,
+            task=evaluation.task,
             rollout=RolloutConfig(
-                max_tokens=own.max_tokens,
-                temperature=own.temperature,
-                reward_workers=own.reward_workers,
+                max_tokens=evaluation.max_tokens,
+                temperature=evaluation.temperature,
+                reward_workers=evaluation.reward_workers,
             ),
             evaluation=EvaluationConfig(
-                **{each.name: getattr(own, each.name) for each in fields(EvaluationConfig)}
+                **{each.name: getattr(evaluation, each.name) for each in fields(EvaluationConfig)}
             ),
-            generator=own.generator,
-            weights=own.weights,
-            colocate=own.colocate,
+            generator=evaluation.generator,
+            weights=evaluation.weights,
+            colocate=evaluation.colocate,
         )

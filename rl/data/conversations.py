@@ -107,13 +107,13 @@ def read_conversations(
 
 def _without_sharegpt(row: Row) -> Row:
     """Return a row of ShareGPT's form with ``messages``; any other row as it is."""
-    given = row.value.get(SHAREGPT)
-    if not isinstance(given, list) or row.value.get("messages") is not None:
+    turns = row.value.get(SHAREGPT)
+    if not isinstance(turns, list) or row.value.get("messages") is not None:
         return row
     value = {key: each for key, each in row.value.items() if key not in (SHAREGPT, "system")}
     if row.value.get("system"):
-        given = [{"role": "system", "content": row.value["system"]}, *given]
-    return replace(row, value=value | {"messages": given})
+        turns = [{"role": "system", "content": row.value["system"]}, *turns]
+    return replace(row, value=value | {"messages": turns})
 
 
 def _masked(row: Row, encoder: Encoder, config: ConversationsConfig) -> Masked:
@@ -162,10 +162,10 @@ def _by_turn(row: Row, encoder: Encoder) -> Iterator[Masked]:
 
 def _kind(value: Mapping) -> str:
     """Return the form of a row, empty if it has none or several."""
-    given = {name for name in ("messages", "prompt", "completion", "text") if name in value}
-    given = {name for name in given if value[name] is not None}
-    if given == {"prompt", "completion"}:
+    present = {name for name in ("messages", "prompt", "completion", "text") if name in value}
+    present = {name for name in present if value[name] is not None}
+    if present == {"prompt", "completion"}:
         return "completion"
-    if given == {"messages", "prompt"} and repeats(value["prompt"], value["messages"]):
+    if present == {"messages", "prompt"} and repeats(value["prompt"], value["messages"]):
         return "messages"
-    return given.pop() if given in ({"messages"}, {"text"}) else ""
+    return present.pop() if present in ({"messages"}, {"text"}) else ""

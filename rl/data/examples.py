@@ -321,22 +321,22 @@ def weight_of(row: Row, value: Mapping[str, Any], where: str = "") -> float:
     for other keys of LOSS_KEY.
     """
     factor = 1.0
-    for key, given in value.items():
-        if given is None or isinstance(given, str) or not LOSS_KEY.fullmatch(str(key).lower()):
+    for key, content in value.items():
+        if content is None or isinstance(content, str) or not LOSS_KEY.fullmatch(str(key).lower()):
             continue
-        is_number = isinstance(given, int | float) and math.isfinite(given) and given >= 0
+        is_number = isinstance(content, int | float) and math.isfinite(content) and content >= 0
         if key == "weight":
             allowed = "a number of at least 0" if not is_number else ""
         elif key in SWITCHES:
-            of_splits = ", or the rows of one split as lines" * isinstance(given, list)
-            allowed = f"true or false{of_splits}" if given not in (0, 1) else ""
+            of_splits = ", or the rows of one split as lines" * isinstance(content, list)
+            allowed = f"true or false{of_splits}" if content not in (0, 1) else ""
         else:
             allowed = f"'weight' (a number) or 'train' (true or false) in place of {key!r}"
         if allowed:
             left_out = f"or leave it out, as metadata: --{row.section}.columns {key} ''"
-            problem = f"{where}{key!r} is {shown(given)}; write {allowed}"
+            problem = f"{where}{key!r} is {shown(content)}; write {allowed}"
             raise row.error(problem, fix="" if where else left_out)
-        factor *= float(given)
+        factor *= float(content)
     return factor
 
 

@@ -81,9 +81,9 @@ class Row:
                 problem = f"{self.section}.columns names {name!r}; the row has no such column"
                 raise self.error(problem, fix=self.columns)
         moved = {*columns.values(), *(ours for ours, own in columns.items() if not own)}
-        kept = {key: each for key, each in self.value.items() if key not in moved}
+        rest = {key: each for key, each in self.value.items() if key not in moved}
         named = {ours: self.value[own] for ours, own in columns.items() if own}
-        return replace(self, value=kept | named)
+        return replace(self, value=rest | named)
 
     def text(self, name: str, *, empty: bool = False) -> str:
         """Return the text in field ``name``.
@@ -130,12 +130,12 @@ def read_rows(source: Source, *, field: str = "data.path", form: str = "{…}") 
         return
     if isinstance(opened, Table):
         name = opened.name or f"the {type(opened.rows).__name__}"
-        found = _of_table(opened, field)
+        rows = _of_table(opened, field)
     else:
         name = opened
-        found = _of_file(opened, field)
+        rows = _of_file(opened, field)
     is_empty = True
-    for where, number, value in found:
+    for where, number, value in rows:
         is_empty = False
         row = Row(where, number, value, field)
         if not isinstance(value, Mapping):

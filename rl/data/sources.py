@@ -176,8 +176,8 @@ def _saved(folder: str) -> tuple[Collection[str], Callable[[str], Any]]:
     """
     from datasets import load_from_disk
 
-    found = load_from_disk(folder)
-    named = found if isinstance(found, dict) else {"train": found}
+    data = load_from_disk(folder)
+    named = data if isinstance(data, dict) else {"train": data}
     return named, named.__getitem__
 
 

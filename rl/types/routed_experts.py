@@ -45,8 +45,8 @@ class RoutedExperts:
     @property
     def known(self) -> np.ndarray:
         """Whether each token has a record, bool [T]."""
-        found: np.ndarray = self.ids[:, 0, 0] != _none(self.ids.dtype)
-        return found
+        known: np.ndarray = self.ids[:, 0, 0] != _none(self.ids.dtype)
+        return known
 
     def select(self, index: np.ndarray) -> "RoutedExperts":
         """Return the tokens ``index``, int [N], in this order."""

@@ -102,9 +102,9 @@ def rule_of(hint: Any, kind: type[Rule]) -> Rule | None:
     """Return the rule of the given kind among the metadata of a field's type."""
     parts = get_args(hint) if get_origin(hint) in (Annotated, Union, UnionType) else ()
     for part in parts:
-        found = part if isinstance(part, kind) else rule_of(part, kind)
-        if found:
-            return found
+        rule = part if isinstance(part, kind) else rule_of(part, kind)
+        if rule:
+            return rule
     return None
 
 
@@ -113,13 +113,13 @@ def defaults_of(kind: type) -> dict[str, Any]:
     """Return the defaults of a dataclass's fields that have one, by name. They must not be
     changed.
     """
-    found = {}
+    defaults = {}
     for each in dataclasses.fields(kind):
         if each.default is not dataclasses.MISSING:
-            found[each.name] = each.default
+            defaults[each.name] = each.default
         elif each.default_factory is not dataclasses.MISSING:
-            found[each.name] = each.default_factory()
-    return found
+            defaults[each.name] = each.default_factory()
+    return defaults
 
 
 def range_text(bounds: Bounds) -> str:

@@ -103,7 +103,7 @@ class SequenceLog:
     def _continued(self, prompt: Items[int], player: int | None) -> OpenSequence:
         """Return the sequence that a turn with ``prompt`` continues; an empty one for none."""
         prompt = [*prompt]
-        own = [each for each in self.sequences if each.player == player]
-        found = [each for each in own if prompt[: len(each.tokens)] == each.tokens]
+        candidates = [each for each in self.sequences if each.player == player]
+        continued = [each for each in candidates if prompt[: len(each.tokens)] == each.tokens]
         none = OpenSequence(player=player)
-        return max(found, key=lambda each: len(each.tokens), default=none)
+        return max(continued, key=lambda each: len(each.tokens), default=none)

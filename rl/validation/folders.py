@@ -30,22 +30,22 @@ RESERVED = (
 
 def models_of(config: RunConfig) -> dict[str, ModelConfig]:
     """Return the sections that name a model, by their names."""
-    found = ((value.name, value.content) for value in values(config))
-    return {name: content for name, content in found if isinstance(content, ModelConfig)}
+    contents = ((value.name, value.content) for value in values(config))
+    return {name: content for name, content in contents if isinstance(content, ModelConfig)}
 
 
 def check_numbers(config: RunConfig) -> None:
     """Raise ConfigError, naming file and tensor, if the weights that a model starts from hold NaN.
     Reads all of them: a run finds NaN when it loads them.
     """
-    found = {f"{name}.hf_path": (each.hf_path, each) for name, each in models_of(config).items()}
+    folders = {f"{name}.hf_path": (each.hf_path, each) for name, each in models_of(config).items()}
     start = config.trainer.checkpoint.initial_load_path
-    found["trainer.checkpoint.initial_load_path"] = start, config.model
+    folders["trainer.checkpoint.initial_load_path"] = start, config.model
     if isinstance(config, RLConfig):
-        found["critic.checkpoint"] = config.critic.checkpoint, config.model
+        folders["critic.checkpoint"] = config.critic.checkpoint, config.model
         for name, role in config.roles.items():
-            found[f"roles.{name}.checkpoint"] = role.checkpoint, role.model
-    for field, (path, model) in found.items():
+            folders[f"roles.{name}.checkpoint"] = role.checkpoint, role.model
+    for field, (path, model) in folders.items():
         if not path or (isinstance(path, Snapshot) and path.missing()):
             continue
         try:
@@ -64,10 +64,10 @@ def find_models(config: RunConfig) -> None:
     """
     for section, model in models_of(config).items():
         if is_name(model.hf_path or ""):
-            kept = saved_section(config, section)
+            saved = saved_section(config, section)
             asks = re.fullmatch("[0-9a-f]{40}", model.revision or "")  # for a commit
-            if kept.get("hf_path") == model.hf_path and not asks:
-                model.revision = kept.get("revision")
+            if saved.get("hf_path") == model.hf_path and not asks:
+                model.revision = saved.get("revision")
         locate(model, section)
 
 
@@ -144,10 +144,10 @@ def _check(
     named = dataclasses.replace(model, hf_path=path, max_seq_len=ours.max_seq_len)
     theirs = shape_of(named, field=field)
     for key in (each.name for each in dataclasses.fields(ModelShape)):
-        found = getattr(theirs, key)
+        actual = getattr(theirs, key)
         needed = getattr(ours, key)
-        rule = f"the folder of a model whose {key} is {needed}, not {found}"
-        require_value(key in OWN_FIELDS or found == needed, field, path, rule)
+        rule = f"the folder of a model whose {key} is {needed}, not {actual}"
+        require_value(key in OWN_FIELDS or actual == needed, field, path, rule)
     try:
         if not (isinstance(path, Snapshot) and path.missing()):  # else checked once downloaded
             check_folder(Path(path), ours, head, needs_head=needs_head)

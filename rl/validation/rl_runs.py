@@ -57,11 +57,11 @@ def _validate_push(config: RLConfig) -> None:
     """Check that the transport can push weights as configured, and between the run's nodes."""
     transport = config.weights.transport
     local = transport not in ("auto", *NETWORKS)
-    own = f"weights.transport={transport!r}"
-    check(config, "weights.delta", not (config.weights.delta and local), f"False with {own}")
+    setting = f"weights.transport={transport!r}"
+    check(config, "weights.delta", not (config.weights.delta and local), f"False with {setting}")
     serves = config.weights.fan_out == 1 or transport in ("auto", *RELAYS)
     fix = "only with 'collective' and 'tcp' readers serve each other"
-    check(config, "weights.fan_out", serves, f"1 with {own}", fix)
+    check(config, "weights.fan_out", serves, f"1 with {setting}", fix)
     rule = (
         f"{BETWEEN_HOSTS} with trainer.nodes={config.trainer.nodes} and "
         f"generator.nodes={config.generator.nodes}"
@@ -165,10 +165,10 @@ def _validate_roles(config: RLConfig) -> None:
         )
         require_value(not same_ids, f"{field}.model.hf_path", role.model.hf_path, rule)
     for column in {role.column for role in config.roles.values()} - {""}:
-        own = [role for role in config.roles.values() if role.column == column]
-        left = {*getattr(config.task, "tasks", {})}.difference(*(role.tasks for role in own))
+        roles = [role for role in config.roles.values() if role.column == column]
+        left = {*getattr(config.task, "tasks", {})}.difference(*(role.tasks for role in roles))
         require(
-            not left or not all(role.tasks for role in own),
+            not left or not all(role.tasks for role in roles),
             f"roles: no model gives the column {column} for the task {min(left, default='')}",
         )
 

@@ -92,10 +92,10 @@ def validate_unused(config: Any) -> None:
     defaults = defaults_of(type(config))  # type: ignore[arg-type]
     for name, fix in config.unused().items():
         section, _, field = name.partition(".")
-        own = _leaves(value_of(config, name), name)
+        leaves = _leaves(value_of(config, name), name)
         usual = _leaves(value_of(defaults[section], field), name)
-        for leaf in own | usual:
-            content = own.get(leaf)
+        for leaf in leaves | usual:
+            content = leaves.get(leaf)
             default = usual.get(leaf)
             require_value(content == default, leaf, content, repr(default), fix)
 
@@ -118,10 +118,10 @@ def value_of(config: Any, name: str) -> Any:
 
 def _leaves(content: Any, name: str) -> dict[str, Any]:
     """Return the values below ``content`` that hold no other, by name."""
-    found = values(content, Any, name)
+    inner = values(content, Any, name)
     return {
         each.name: each.content
-        for each in found
+        for each in inner
         if not isinstance(each.content, dict | list | tuple)
         and not dataclasses.is_dataclass(each.content)
     }
@@ -182,14 +182,14 @@ def docstrings_of(kind: type) -> dict[str, str]:
     """Return the docstrings of a dataclass's fields, by name; empty for other types."""
     if not dataclasses.is_dataclass(kind):
         return {}
-    found = {name: text for base in kind.__bases__ for name, text in docstrings_of(base).items()}
+    texts = {name: text for base in kind.__bases__ for name, text in docstrings_of(base).items()}
     body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
     assert isinstance(body, ast.ClassDef)
     for above, below in pairwise(body.body):
         match above, below:
             case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(str(text))):
-                found[name] = inspect.cleandoc(text)
-    return found
+                texts[name] = inspect.cleandoc(text)
+    return texts
 
 
 def _members(hint: Any) -> list[Any]:

@@ -83,8 +83,8 @@ def main(arguments: list[str]) -> None:
     is_option = first.startswith("-") or (":" in first and not Path(first).exists())
     folder = None if is_option else Path(overrides.pop(0))
     for option in ("prompts", "samples"):
-        if (given := getattr(options, option)) is not None:
-            overrides += [f"--evaluation.{option}", given]
+        if (value := getattr(options, option)) is not None:
+            overrides += [f"--evaluation.{option}", value]
 
     # these import torch, which --help does without
     from rl.actors import fork_server

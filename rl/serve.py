@@ -184,12 +184,12 @@ def changes_of(config: "ServeConfig", folder: Path) -> list[str]:
     folders = [str(each.model.hf_path or "") for each in (before, config)]
     if all(map(os.path.isdir, folders)) and os.path.samefile(*folders):
         before.model.hf_path = config.model.hf_path
-    found = changes(before, config)
-    refused = [each.change for each in found if each.mark == NUMERICS]
+    changed = changes(before, config)
+    refused = [each.change for each in changed if each.mark == NUMERICS]
     rule = "give the values from before, or serve the new config from another --output-dir"
     problem = f"{folder} has what clients made with another config: {'; '.join(refused)}"
     require(not refused, problem, field="--resume", fix=rule)
-    return [each.change for each in found if each.change.split(":")[0] not in UNCHANGED]
+    return [each.change for each in changed if each.change.split(":")[0] not in UNCHANGED]
 
 
 def make_gateway(

@@ -71,19 +71,19 @@ def read_config(
     """Return the name and the config that ``arguments`` describe, like :func:`parse_config`, but
     without the checks of ``rl.validation``.
     """
-    given, overrides = take_name(arguments)
-    check_name(given, program)
-    assert given is not None
-    name, base = load_config(given)
+    named, overrides = take_name(arguments)
+    check_name(named, program)
+    assert named is not None
+    name, base = load_config(named)
     if asks_for_help(overrides):
         if "--help-all" in overrides:
-            print(all_help(program, given, all_fields(base)))
+            print(all_help(program, named, all_fields(base)))
         else:
-            print(config_help(program, given, common_fields(base)))
+            print(config_help(program, named, common_fields(base)))
         raise SystemExit(0)
     is_known = serves or not isinstance(base, ServeConfig)
-    fix = f"run: python -m rl.serve --config {given}"
-    require(is_known, f"--config {given} is of a server", field=f"--config {given}", fix=fix)
+    fix = f"run: python -m rl.serve --config {named}"
+    require(is_known, f"--config {named} is of a server", field=f"--config {named}", fix=fix)
     if isinstance(base, RLConfig):
         overrides = _choose_algorithm(base, overrides)
     known = _names(base)
@@ -144,13 +144,13 @@ def _refuse(config: RunConfig, event: errors.ParseErrorEvent) -> None:
             fix = f"give it before {event.trigger_flag}, which is of {event.already_selected}"
             raise ConfigError("comes too late", field=event.attempted, fix=fix)
         case errors.UnrecognizedArgs():
-            given = event.tokens[0].partition("=")[0]
+            option = event.tokens[0].partition("=")[0]
             known = [f"--{field}" for field in _names(config)]
             for value in values(config):  # kinds of parts, such as trainer.float8:linear
                 section = value.name.replace("_", "-")
                 known += (f"{section}:{kind}" for kind in _choices(value.hint))
-            fix = f"{nearest(given, known)}a field is given as --FIELD VALUE"
-            raise ConfigError("there is no such option", field=given, fix=fix)
+            fix = f"{nearest(option, known)}a field is given as --FIELD VALUE"
+            raise ConfigError("there is no such option", field=option, fix=fix)
 
 
 def _choices(hint: Any) -> Iterator[str]:
@@ -207,14 +207,14 @@ def shipped_configs() -> dict[str, Callable[[], RunConfig]]:
     package = ModuleType("tiller_configs")
     package.__path__ = [str(SHIPPED)]  # for their relative imports
     sys.modules[package.__name__] = package
-    found: dict[str, Callable[[], RunConfig]] = {}
+    functions: dict[str, Callable[[], RunConfig]] = {}
     for path in sorted(SHIPPED.glob("[!_]*.py")):
         spec = spec_from_file_location(f"{package.__name__}.{path.stem}", path)
         assert spec is not None and spec.loader is not None
         module = module_from_spec(spec)
         spec.loader.exec_module(module)
-        found |= config_functions(module)
-    return found
+        functions |= config_functions(module)
+    return functions
 
 
 def config_functions(module: ModuleType) -> dict[str, Callable[[], RunConfig]]:
@@ -254,13 +254,13 @@ def all_fields(config: RunConfig) -> dict[str, tuple[str, str, str]]:
     """Return default, range and the first sentence of the docstring of the fields of a config, by
     name.
     """
-    found = {}
+    rows = {}
     for value in values(config):
         if isinstance(value.content, bool | int | float | str | None):
             paragraph = " ".join(value.docstring.partition("\n\n")[0].split())
             sentence = re.split(r"(?<=[.:]) ", paragraph)[0]
-            found[value.name] = (_default_text(value.content), _limits_text(value), sentence)
-    return found
+            rows[value.name] = (_default_text(value.content), _limits_text(value), sentence)
+    return rows
 
 
 def common_fields(config: RunConfig) -> dict[str, tuple[str, str, str]]:
@@ -308,14 +308,14 @@ def _full_argument(config: RunConfig, argument: str, known: list[str], chosen: s
     ):
         return argument  # tyro checks an entry of a field without declared fields, such as a dict
     require(name not in OTHER_NAMES, _other_name(f"--{written}"))
-    found = [name for name in known if name.endswith(f".{positive}")]
-    found = [name for name in found if not name.startswith(COPIES)] or found
-    if len(found) == 1:
-        parent, _, last = found[0].rpartition(".")
+    fields = [name for name in known if name.endswith(f".{positive}")]
+    fields = [name for name in fields if not name.startswith(COPIES)] or fields
+    if len(fields) == 1:
+        parent, _, last = fields[0].rpartition(".")
         negation = "no_" if name != positive else ""
         return f"--{parent}.{negation}{last}{equals}{value}"
-    ends = ", ".join(f"--{name}" for name in found)
-    require(not found, f"--{written} is the end of several fields; give one of {ends}")
+    ends = ", ".join(f"--{name}" for name in fields)
+    require(not fields, f"--{written} is the end of several fields; give one of {ends}")
     raise _unknown_field(positive, known)
 
 

@@ -189,14 +189,14 @@ def config_help(program: str, name: str, fields: Mapping[str, tuple[str, ...]]) 
     """Return the help text of a config, given default and range of its common fields by name."""
     rows = []
     for group, patterns in GROUPS.items():
-        found = [
+        listed = [
             (field, text)
             for pattern, text in patterns.items()
             for field in fields
             if _matches(field, pattern)
         ]
-        rows += [group] if found else []
-        for field, text in found:
+        rows += [group] if listed else []
+        for field, text in listed:
             default, limits = fields[field][:2]
             given = f"--{field} {default}"
             rows.append(f"  {given:<50} {limits:<18}  {text}".rstrip())
@@ -226,15 +226,15 @@ def _matches(field: str, pattern: str) -> bool:
 @cache
 def shipped_sources() -> dict[str, tuple[Path, str]]:
     """Return source file and first paragraph of the docstring of each shipped config, by name."""
-    found = {}
+    sources = {}
     for path in sorted(SHIPPED.glob("[!_]*.py")):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and node.returns:
                 kind = ast.unparse(node.returns).strip("'\"")
                 if kind.endswith("Config"):
                     text = (ast.get_docstring(node) or "").partition("\n\n")[0]
-                    found[node.name] = path, " ".join(text.split())
-    return found
+                    sources[node.name] = path, " ".join(text.split())
+    return sources
 
 
 def digest(path: Path) -> str:

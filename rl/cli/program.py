@@ -87,8 +87,8 @@ def as_program(
 
     @functools.wraps(work)
     def main(arguments: Sequence[str] | None = None) -> int:
-        given = list(sys.argv[1:] if arguments is None else arguments)
-        return exit_code(lambda: work(given), interrupted=interrupted)
+        words = list(sys.argv[1:] if arguments is None else arguments)
+        return exit_code(lambda: work(words), interrupted=interrupted)
 
     return main
 

@@ -79,10 +79,10 @@ def require_one_host(
     these numbers of nodes.
     """
     config.hardware.require_here()
-    for name, found, here in (("trainer", trainer_nodes, 1), ("generator", generator_nodes, 0)):
+    for name, nodes, here in (("trainer", trainer_nodes, 1), ("generator", generator_nodes, 0)):
         require(
-            found == here,
-            f"{name}.nodes is {found}, and this program runs on one host; add --{name}.nodes "
+            nodes == here,
+            f"{name}.nodes is {nodes}, and this program runs on one host; add --{name}.nodes "
             f"{here} and a layout that fits on this host",
         )
 
@@ -181,12 +181,12 @@ def run_session(
 async def _interruptible(
     session: Session, work: Callable[[Session], Awaitable[Result]], opens: bool
 ) -> Result:
-    own = asyncio.current_task()
-    assert own is not None, "this is a coroutine"
+    task = asyncio.current_task()
+    assert task is not None, "this is a coroutine"
     if not opens:  # a session that is opened here says so itself
         print(session.describe(), flush=True)
     # after a second signal, the processes of the session end with their parent
-    with Signals(first=own.cancel, again=lambda number: end_program(128 + number)) as signals:
+    with Signals(first=task.cancel, again=lambda number: end_program(128 + number)) as signals:
         try:
             async with session if opens else contextlib.nullcontext():
                 return await work(session)

@@ -106,8 +106,8 @@ def boot() -> str:
 def steps_in(folder: Path, suffix: str = "", *, prefix: str = "step-") -> list[int]:
     """Return N of each entry ``prefix``N``suffix`` of ``folder``, in order."""
     names = os.listdir(folder) if folder.is_dir() else []
-    found = (re.fullmatch(rf"{prefix}(\d+){re.escape(suffix)}", name) for name in names)
-    return sorted(int(each[1]) for each in found if each)
+    matches = (re.fullmatch(rf"{prefix}(\d+){re.escape(suffix)}", name) for name in names)
+    return sorted(int(each[1]) for each in matches if each)
 
 
 def sync_file(file: IO[Any]) -> None:

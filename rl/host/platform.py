@@ -78,8 +78,8 @@ def allocator_variables() -> dict[str, str]:
     if not any(name in os.environ for name in ALLOCATOR):
         variables[ALLOCATOR[0]] = "expandable_segments:True"
     if device_type() == "cpu":
-        own = {name: str(value) for name, (_, value) in HEAP.items()} | {PRIMITIVES: "64"}
-        variables |= {name: value for name, value in own.items() if name not in os.environ}
+        defaults = {name: str(value) for name, (_, value) in HEAP.items()} | {PRIMITIVES: "64"}
+        variables |= {name: value for name, value in defaults.items() if name not in os.environ}
     return variables
 
 

@@ -63,9 +63,9 @@ def options(launch: Launch) -> list[str]:
         "output": launch.folder / "logs" / "slurm-%j.log",
         "signal": f"B:USR1@{slurm.warn_s}",
     }
-    given = [f"--{name}={shlex.quote(str(value))}" for name, value in asked.items() if value]
+    named = [f"--{name}={shlex.quote(str(value))}" for name, value in asked.items() if value]
     exclusive = ["--exclusive"] if slurm.exclusive else []
-    return [*given, *exclusive, "--requeue", "--open-mode=append", "--export=ALL", *slurm.extra]
+    return [*named, *exclusive, "--requeue", "--open-mode=append", "--export=ALL", *slurm.extra]
 
 
 def start(launch: Launch, wait: bool) -> int:

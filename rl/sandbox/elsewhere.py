@@ -174,9 +174,9 @@ def call_engine(*command: str, wait_s: float, stdin: bytes = b"") -> str:
     """Return what a command of Docker or Podman prints. Raises InfrastructureError if it fails or
     takes longer than ``wait_s`` seconds.
     """
-    given: dict[str, Any] = {"input": stdin, "timeout": wait_s, "check": True}
+    extra: dict[str, Any] = {"input": stdin, "timeout": wait_s, "check": True}
     try:
-        return subprocess.run(command, capture_output=True, **given).stdout.decode(errors="replace")
+        return subprocess.run(command, capture_output=True, **extra).stdout.decode(errors="replace")
     except (OSError, subprocess.SubprocessError) as error:
         said = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip()
         call = " ".join(command[:2])

@@ -129,8 +129,8 @@ class Sandbox(ABC):
         command = self._command(orders, limits)
         # a shared libpython that is not at its place: of a module system, say
         search = os.environ.get("LD_LIBRARY_PATH", "").split(":")
-        own = [folder for folder in search if Path(folder).is_relative_to(sys.base_prefix)]
-        needed = ENVIRONMENT | ({"LD_LIBRARY_PATH": ":".join(own)} if own else {})
+        libraries = [folder for folder in search if Path(folder).is_relative_to(sys.base_prefix)]
+        needed = ENVIRONMENT | ({"LD_LIBRARY_PATH": ":".join(libraries)} if libraries else {})
         return Program(
             self.name,
             command,
@@ -243,8 +243,8 @@ def _python(launcher: str) -> list[str]:
 @cache
 def _readable() -> list[str]:
     """Return what an interpreter reads: its library and shared libraries."""
-    own = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), f"{PREFIX}/lib"]
-    return sorted({*own, *LIBRARIES})
+    folders = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), f"{PREFIX}/lib"]
+    return sorted({*folders, *LIBRARIES})
 
 
 @cache

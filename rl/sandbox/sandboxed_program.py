@@ -257,11 +257,11 @@ class Scratch(TemporaryFolder):
         folders = [self.name]
         while folders:
             try:
-                found = list(os.scandir(folders.pop()))
+                listed = list(os.scandir(folders.pop()))
             except OSError:  # removed meanwhile, or closed
                 continue
-            entries += len(found)
-            for entry in found:
+            entries += len(listed)
+            for entry in listed:
                 try:
                     size += entry.stat(follow_symlinks=False).st_blocks * 512
                 except OSError:

@@ -112,7 +112,7 @@ async def _export(
 
 def _averaged(run: "SavedRun", count: int) -> dict[int, Path]:
     """Return the last ``count`` checkpoints up to that of ``run``, by step. Raises ConfigError if
-    there are fewer, or if their mean is no model.
+    there are fewer, or if their mean is not a model.
     """
     from rl.observe.checkpoint_folders import StepFolders
 

@@ -157,7 +157,7 @@ HANGS = [
 BROKEN_AGENTS = [
     ("async def agent(self, prompt, api): return {}['x']", "KeyError: 'x'"),
     ("async def agent(self, prompt): pass", "takes 2 positional arguments but 3 were given"),
-    ("async def agent(self, prompt, api): pass", "returned None, which is no Reply"),
+    ("async def agent(self, prompt, api): pass", "returned None, which is not a Reply"),
     ("def agent(self, prompt, api): return rl.Reply()", "the agent ended without a request"),
     ("async def agent(self, _, api): await api.run(['no-such-program'])", "FileNotFoundError"),
     ("async def agent(self, _, api): await api.run(['false'])", "false ended with exit code 1"),

@@ -210,7 +210,7 @@ class ActorGroup:
         self._memory = [resident for *_, resident in answers]
 
     async def failed(self) -> ActorFailure:
-        """Wait for the group's failure and return it. Being stopped is no failure."""
+        """Wait for the group's failure and return it. Being stopped is not a failure."""
         failure = await asyncio.shield(self._over)
         return failure if failure.call != STOPPED else await asyncio.Future()
 

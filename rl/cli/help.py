@@ -254,7 +254,7 @@ def take_name(arguments: Sequence[str], option: str = "--config") -> tuple[str |
 
 
 def check_arguments(arguments: Sequence[str], program: str) -> None:
-    """Raise ConfigError if the config of the arguments is missing or is no shipped config.
+    """Raise ConfigError if the config of the arguments is missing or is not a shipped config.
 
     The user's own configs are not searched. Does not import torch.
     """

@@ -40,8 +40,8 @@ class SavedRun:
 
         - With ``evaluates``, it has generators. The trained model is among its models, unless
           the config is an RLConfig whose generators can load the weights themselves.
-        - With ``evaluates``, a config that is no RLConfig has the models beside the policy, such as
-          the reference of DPO.
+        - With ``evaluates``, a config that is not an RLConfig has the models beside the policy, the
+          reference of DPO for example.
         - Without, it has the trained model alone.
 
         Raises ConfigError if this host alone cannot hold it.

@@ -108,7 +108,7 @@ class WatchdogConfig:
 
     memory_growth: Annotated[float, at_least(0, 1000)] = 0.5
     """Growth of the metric ``memory/resident``, as a share of its smallest value since the start of
-    the process, above which memory grows; 0 for no limit. Growth below 1 GiB is no alarm."""
+    the process, above which memory grows; 0 for no limit. Growth below 1 GiB raises no alarm."""
 
     non_finite: Action = "warn"
     """Consequence if a metric is not finite. An update whose gradient norm is not finite is skipped

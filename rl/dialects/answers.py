@@ -17,7 +17,7 @@ THOUGHT_END = re.compile(r"</(?:\w+:)?think(?:ing)?>|\[/THINK\]")
 BYTE = re.compile("<0x[0-9A-F]{2}>")
 """Token of one byte, in tokenizers whose words are characters."""
 REPLACEMENT = "\ufffd"
-"""Character that stands for bytes that are no text."""
+"""Character that stands for bytes that are not text."""
 
 
 def parse_answer(
@@ -105,7 +105,7 @@ class TextReader:
         text = self._backend.decode(self._tokens, skip_special_tokens=False)
         new = text[len(self._begin) :]
         self.end = len(self.text) + len(new.rstrip(REPLACEMENT))
-        # a byte that is no text may change the characters of the bytes before it
+        # a byte that is not text may change the characters of the bytes before it
         if text.endswith(REPLACEMENT) or BYTE.fullmatch(self._backend.id_to_token(token) or ""):
             return
         self.text += new

@@ -274,7 +274,7 @@ class AgentEpisode(TokenEnvironment):
             return TokenReply(done=True, stop_reason=limit, metrics=counts)
         reply = agent.result()
         if not isinstance(reply, Reply):
-            raise TypeError(f"agent returned {shown(reply)}, which is no Reply")
+            raise TypeError(f"agent returned {shown(reply)}, which is not a Reply")
         values: dict[str, Any] = {each.name: getattr(reply, each.name) for each in fields(Reply)}
         values |= {"messages": (), "done": True, "metrics": {**counts, **reply.metrics}}
         return TokenReply(**values, stop_reason=self._limit)

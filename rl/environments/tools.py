@@ -50,7 +50,7 @@ class Tools:
     - the arguments do not match the annotations,
     - the function raises an exception.
 
-    A failure that is not the policy's is no answer: if a function raises
+    A failure that is not the policy's is not an answer: if a function raises
     :class:`rl.errors.InfrastructureError`, or another RunError, the episode is lost.
 
     Raises ConfigError if a function cannot be described.

@@ -214,12 +214,12 @@ def before(text: str, stops: Sequence[str]) -> str:
 def normal(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``message`` with the content as one text, and its role as chat templates have it.
 
-    Raises ConversationError if a part of the content is no text.
+    Raises ConversationError if a part of the content is not text.
     """
     role = message.get("role")
     content = joined_text(message.get("content"))
     if isinstance(content, list):
-        raise ConversationError(f"a part of the {role}'s content is no text; write text only")
+        raise ConversationError(f"a part of the {role}'s content is not text; write text only")
     if role == "assistant" and content is None:
         content = ""
     return {**message, "role": "system" if role == "developer" else role, "content": content}

@@ -119,7 +119,7 @@ class Sampled(Strict):
     stop_token_ids: list[int] | None = None
     """Tokens that end a completion; None and an empty list mean those of the dialect."""
     stop: str | list[str] | None = None
-    """Texts that end a completion, and are no part of its text."""
+    """Texts that end a completion, and are not part of its text."""
     min_tokens: int | None = Field(default=None, ge=0)
     """Number of tokens before which no stop token is sampled."""
     ignore_eos: bool | None = None

@@ -90,7 +90,7 @@ def vllm_config(
     runs_v2 = _choose_runner(is_invariant)
     # V1 samples from generators of requests; records of experts are read before the next step
     runs_ahead = runs_v2 and not config.record_experts
-    # the number of an expert's tokens is no constant of compiled code; vLLM captures without it
+    # the number of an expert's tokens is not a constant of compiled code; vLLM captures without it
     is_captured = shape.num_experts > 0 and not (on_cpu or config.enforce_eager)
     graphs = {"mode": "NONE", "cudagraph_mode": "FULL_DECODE_ONLY"} if is_captured else {}
     architecture = HYBRID_ARCHITECTURE if shape.layers_with_delta_rule else ARCHITECTURE

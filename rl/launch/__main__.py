@@ -46,7 +46,7 @@ def _launch(arguments: list[str]) -> int:
     show_help([target, *rest], program, USAGE)
     places = ", ".join(PLACES)
     hint = nearest(target, PLACES)
-    require(target in PLACES, f"{target!r} is no place to launch to; {hint}allowed are {places}")
+    require(target in PLACES, f"{target!r} is not a place to launch to; {hint}allowed are {places}")
     check_arguments(rest, program)
 
     # these import torch, which --help does without

@@ -121,7 +121,7 @@ def locate(model: Any, section: str) -> None:
 
 
 def is_name(path: str) -> bool:
-    """Whether ``path`` may be a name on the Hub, such as ``Qwen/Qwen3-0.6B``, and is no path of a
+    """Whether ``path`` may be a name on the Hub, such as ``Qwen/Qwen3-0.6B``, and not the path of a
     file or folder.
     """
     return re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", path) is not None and not Path(path).exists()

@@ -26,7 +26,7 @@ PLAIN_LINE_EVERY_S = 60.0
 SCORES = ("eval/exact_match", "eval/reward_mean", "eval/loss")
 """Scores that come first, if a run has them."""
 NO_SCORES = ("prompts", "lost", "version_min", "version_max", "skipped", "tokens")
-"""Numbers of an evaluation that are no scores, without ``eval/``."""
+"""Numbers of an evaluation that are not scores, without ``eval/``."""
 INTERNAL = (
     *("steps_learned", "policy_version", "policy_digest", "restarts", "ledger"),
     *("eval/version_min", "eval/version_max"),

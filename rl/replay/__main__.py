@@ -40,7 +40,7 @@ metrics of each step are shown beside the recorded ones:
 
 After a failure, --failed makes the failing call again, with nothing else: the
 step that failed, or the reward of the group that was lost. It compares the
-error with that in RUN/failure.json. With another choice it tries a mend:
+error with that in RUN/failure.json. With other options it tries a fix:
 
   python -m rl.replay runs/first --failed
   python -m rl.replay runs/first --failed --lr 1e-7"""
@@ -129,7 +129,7 @@ def _with_loss(config: "RunConfig", name: str) -> "RLConfig":
     from rl.config import PolicyGradientConfig, RLConfig
 
     if not isinstance(config, RLConfig):
-        raise ConfigError(f"--loss {name}: this is no RL run; give the fields of its loss instead")
+        raise ConfigError(f"--loss {name}: not an RL run; give the fields of its loss instead")
     algorithm = config.algorithm
     if not isinstance(algorithm, PolicyGradientConfig):
         kind = type(algorithm).__qualname__.removesuffix(".Config")

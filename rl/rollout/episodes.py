@@ -232,7 +232,7 @@ class Environments:
         episode.rewards.append(now.reward or 0.0)
         for turn, more in step.earlier.items():
             if turn not in range(episode.turns) or not math.isfinite(more):
-                what = f"step returned earlier={shown(step.earlier)}, which are no finite rewards"
+                what = f"step returned earlier={shown(step.earlier)}, which are not finite rewards"
                 self._refuse(episode, f"{what} of earlier answers")
             episode.rewards[turn] += float(more)
         abstains = before.reward is None or now.reward is None

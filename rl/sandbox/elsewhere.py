@@ -235,6 +235,6 @@ def sandbox_at(place: str) -> ElsewhereSandbox:
         return RemoteSandbox(place)
     allowed = "a URL, such as http://127.0.0.1:8080, docker:IMAGE or podman:IMAGE"
     require(
-        kind in ("docker", "podman") and bool(image), f"{place!r} is no sandbox; write {allowed}"
+        kind in ("docker", "podman") and bool(image), f"{place!r} is not a sandbox; write {allowed}"
     )
     return ContainerSandbox(kind, image)

@@ -49,7 +49,7 @@ class Recovery:
         checkpoint of the models, since its last loss.
 
         Raises ``failure`` otherwise; for a ``generator`` that was lost too often RunError, since no
-        checkpoint mends that.
+        checkpoint repairs that.
         """
         lost = self.in_a_row[generator] = 1 if progressed else self.in_a_row[generator] + 1
         if not isinstance(failure, RankLost):

@@ -191,9 +191,9 @@ class Session(Models):
             yield
 
     def recover(self, failure: ActorFailure) -> None:
-        """Return if ``start`` and the newest checkpoint can mend ``failure``; raise it otherwise.
+        """Return if ``start`` and the newest checkpoint can repair ``failure``; raise it otherwise.
 
-        It cannot be mended if an actor raised, or if ranks were lost more than ``max_restarts``
+        It cannot be repaired if an actor raised, or if ranks were lost more than ``max_restarts``
         times without a checkpoint of the trainer in between.
         """
         then = "going back to the newest checkpoint"

@@ -58,7 +58,7 @@ class Gsm8kJsonl(ChatJsonl):
         """Text that follows each question in the user's message."""
 
         symbolic: Annotated[
-            bool, Fixed(False, "algebra compares all answers that are no numbers; leave it out")
+            bool, Fixed(False, "algebra compares all answers that are not numbers; leave it out")
         ] = False
         """Field of older configs."""
 
@@ -167,8 +167,8 @@ def final_answer(text: str, reference: str = "0") -> tuple[str | None, bool]:
     """Return the answer of ``text``, None without one, and whether it is marked.
 
     What a box holds is the answer. A line after ``####`` must hold exactly one number, since a list
-    of guesses is no answer, unless the line or ``reference`` is an expression. Without a mark the
-    last number of the text counts.
+    of guesses is not an answer, unless the line or ``reference`` is an expression. Without a mark
+    the last number of the text counts.
     """
     content, mark = last_mark(text)
     if mark == r"\boxed":
@@ -210,7 +210,7 @@ def number(text: str) -> set[Fraction] | None:
 
 
 def cleaned(content: str) -> str:
-    """Return ``content`` without what is no part of an answer: LaTeX's spaces within numbers,
+    """Return ``content`` without what is not part of an answer: LaTeX's spaces within numbers,
     signs of a currency around a number, and the punctuation at its end.
     """
     short = SPACE_IN_NUMBER.sub("", content.replace("{,}", ",").strip())

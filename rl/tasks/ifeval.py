@@ -22,7 +22,7 @@ class IFEval(ChatJsonl):
     """Task of rows ``{"prompt": …, "instruction_id_list": [id, …], "kwargs": [options, …]}``.
 
     The reward is the share of a prompt's instructions that the answer follows. A completion is
-    correct if it follows all of them. Thoughts are no part of the answer.
+    correct if it follows all of them. Thoughts are not part of the answer.
 
     Tokenizer and chat template are those of ``model.hf_path``.
     """

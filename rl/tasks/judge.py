@@ -90,7 +90,7 @@ class Judge:
         marks = None if answer is None else [*self._pattern.finditer(answer)]
         try:
             value = float(marks[-1][1]) if marks else math.nan
-        except (TypeError, ValueError):  # the group is no number
+        except (TypeError, ValueError):  # the group is not a number
             return None
         return value if math.isfinite(value) else None
 

@@ -67,7 +67,7 @@ class Checkpoints:
     def path(self, model: str, kind: str, name: str, *, overwrite: bool = True) -> str:
         """Return the path of a checkpoint to be. Raises UserError if it cannot have this name."""
         if not NAME.fullmatch(name):
-            raise UserError(f"{name!r} is no name: use up to 200 letters, digits and . _ : -")
+            raise UserError(f"{name!r} is not a name: use up to 200 letters, digits and . _ : -")
         path = f"tinker://{model}/{kind}/{name}"
         if path in self._facts and not overwrite:
             raise UserError(f"{path} exists; choose another name, or overwrite it")

@@ -120,7 +120,7 @@ def batch_of(
     columns: Mapping[str, torch.Tensor] | None = None,
 ) -> Batch:
     """Return a batch that scores ``targets``, int64 [N] or [N, K], after each of the ``tokens``,
-    int64 [N], of each sequence. -1 is no target.
+    int64 [N], of each sequence. -1 is not a target.
 
     Each sequence gets one more token, a placeholder, which the last targets are about.
     """

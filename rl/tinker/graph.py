@@ -53,7 +53,7 @@ NAMES = {
         inplace input k keepdim largest mask max min nan neginf other p posinf reduce reduction
         rounding_mode size_average sorted stable unbiased value weight""",
 }
-"""Names of functions by module, methods that are no functions of torch, attributes and texts that
+"""Names of functions by module, methods that are not functions of torch, attributes and texts that
 an argument may be, and keywords. No name is looked up anywhere else.
 """
 LISTS = {place: text.split() for place, text in NAMES.items()}

@@ -50,7 +50,7 @@ class Server:
         }
 
     async def run(self) -> None:
-        """Run the session until the task is cancelled. Raises the failure that no start mends."""
+        """Run the session until the task is cancelled. Raises failures that no start repairs."""
         await self.models.load()
         await self.samplers.load()
         with contextlib.closing(self.parts.custom_losses):

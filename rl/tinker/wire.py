@@ -49,7 +49,7 @@ def parse_forward_backward(body: bytes) -> Any:
     try:
         return pb.ForwardBackwardRequest.FromString(body)
     except DecodeError as error:
-        raise BadRequest(400, f"the body is no ForwardBackwardRequest: {error}") from error
+        raise BadRequest(400, f"the body is not a ForwardBackwardRequest: {error}") from error
 
 
 def tokens_of(chunks: Iterable[Any], place: str) -> np.ndarray:

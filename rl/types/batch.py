@@ -38,8 +38,8 @@ class Batch:
     its loss weights."""
     targets: torch.Tensor | None = None
     """Ids whose log-probs are computed in place of those of ``tokens``, int64 [T], or [T, K] for K
-    ids at each token; -1 is no id, with log-prob 0. Entry ``t`` is about the prediction after the
-    tokens before ``t``. None for the tokens themselves.
+    ids at each token; -1 is not an id, with log-prob 0. Entry ``t`` is about the prediction after
+    the tokens before ``t``. None for the tokens themselves.
 
     The output ``logprobs`` has the shape of the targets, and so may columns. Sequences with targets
     share no prompts."""

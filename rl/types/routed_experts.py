@@ -12,7 +12,7 @@ class RoutedExperts:
     """Experts of T tokens in every layer: those that computed a token as an input.
 
     A token without a record, as one that no generator computed, has the largest number of the dtype
-    in all entries. The last token of a sequence is no input, and has no record.
+    in all entries. The last token of a sequence is not an input, and has no record.
     """
 
     ids: np.ndarray

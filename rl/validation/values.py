@@ -50,7 +50,7 @@ class ConfigValue:
 
 def validate_types(config: Any) -> None:
     """Raise ConfigError, naming field, value and what is allowed, if a value is not of its field's
-    type, or if a part has an attribute that is no field of it.
+    type, or if a part has an attribute that is not a field of it.
     """
     validate_attributes(config)
     for value in values(config):
@@ -59,7 +59,7 @@ def validate_types(config: Any) -> None:
 
 
 def validate_attributes(config: Any) -> None:
-    """Raise ConfigError, naming the section, if a part has an attribute that is no field of it."""
+    """Raise ConfigError, naming the section, if an attribute of a part is not a field of it."""
     for name, content in ((each.name, each.content) for each in values(config)):
         if dataclasses.is_dataclass(content) and not isinstance(content, type):
             for attribute in getattr(content, "__dict__", ()):

@@ -163,7 +163,7 @@ class Run:
 
     def __init__(self, folder: Path):
         """Raise ConfigError if ``folder`` holds no run."""
-        require(folder.is_dir(), f"{folder} is no folder; name the folder of a run")
+        require(folder.is_dir(), f"{folder} is not a folder; name the folder of a run")
         require(
             any((folder / name).exists() for name in FILES),
             f"{folder} holds no run; it has none of {', '.join(FILES)}. Name the --output-dir of "

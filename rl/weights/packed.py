@@ -46,7 +46,7 @@ class PackedPublisher:
         subscriber = ...(addresses, shards, transfer, rank=)     # generator rank
         sent = await publisher.publish(v)           # when all trainer ranks have returned:
         await subscriber.fetch(v)                                     # generation goes on
-        subscriber.pull(v)                                            # generation stands still
+        subscriber.pull(v)                                            # generation pauses
 
     A publish waits for no reader: a caller that knows of a fetch of the version before the newest
     one waits for its end. A reader whose version is overwritten gets VersionGone, which names the

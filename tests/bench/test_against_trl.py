@@ -48,7 +48,7 @@ def test_our_side_is_asked_for_the_same_work(against_trl, tmp_path, kind, step, 
         tokens = [0, 7, 3, 8, 1]
         completion = Completion(tokens=tokens, logprobs=[], versions=[], finish_reason="length")
         reward = task.score(prompt, task.decode(tokens), completion).reward
-        assert reward == (0.5 if stops else 0.4)  # the end is no part of the answer
+        assert reward == (0.5 if stops else 0.4)  # the end is not part of the answer
 
 
 @pytest.mark.long

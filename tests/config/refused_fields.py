@@ -35,7 +35,7 @@ REFUSED: dict[str, tuple[object, str]] = {
     "BaseCheckpointManager.Config.exclude_from_loading": (["optimizer"], _WEIGHTS),
     "BaseCheckpointManager.Config.create_seed_checkpoint": (True, "set seed"),
     "BaseCheckpointManager.Config.load_only": (True, _WEIGHTS),
-    "Gsm8kJsonl.Config.symbolic": (True, "algebra compares all answers that are no numbers"),
+    "Gsm8kJsonl.Config.symbolic": (True, "algebra compares all answers that are not numbers"),
     "CommConfig.train_timeout_seconds": (7, "set deadlines.call"),
     "CommConfig.mode": ("fake_backend", _UNUSED),
     "DebugConfig.seed": (7, "set seed instead"),

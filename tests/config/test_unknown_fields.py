@@ -1,4 +1,4 @@
-"""A config refuses every attribute that is no field of it, with the nearest field."""
+"""A config refuses every attribute that is not a field of it, with the nearest field."""
 
 import copy
 import dataclasses

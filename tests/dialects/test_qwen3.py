@@ -215,7 +215,7 @@ REFUSED = {
         [{"role": "assistant", "content": "", "function_call": {"name": "add"}}],
         "message 0: 'function_call' is not read; write 'tool_calls'",
     ),
-    "thinking that is no text": ([said("a", thought=["b"])], "message 0: reasoning_content is"),
+    "thinking that is not text": ([said("a", thought=["b"])], "message 0: reasoning_content is"),
     "calls of the user": (
         [user("a") | {"tool_calls": [call({})]}],
         "message 0: only an assistant has tool_calls",

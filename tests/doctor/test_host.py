@@ -72,7 +72,7 @@ LACKING = {
     "more threads than cores": (
         *({"omp_num_threads": "64"}, "warning", "OMP_NUM_THREADS", "64.* on 2 cores", "=1"),
     ),
-    "threads that are no number": (
+    "threads that are not a number": (
         *({"omp_num_threads": "all"}, "warning", "OMP_NUM_THREADS", "'all'", "=1"),
     ),
     "no loopback": ({"loopback": False}, "error", "network", "127.0.0.1", "ip link set lo up"),

@@ -164,7 +164,7 @@ def test_a_lost_container_is_no_answer_of_a_tool(opened, home):
 
 def test_tests_that_write_no_number_are_no_reward(opened):
     environment = opened(test="echo good > /logs/verifier/reward.txt\n")
-    with pytest.raises(InfrastructureError, match="wrote 'good.*', which is no reward"):
+    with pytest.raises(InfrastructureError, match="wrote 'good.*', which is not a reward"):
         environment.step(DONE)
 
 

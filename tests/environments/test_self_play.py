@@ -201,7 +201,7 @@ def test_a_reward_of_an_answer_that_is_none_costs_the_group(task, monkeypatch):
         return type(made)(done=True, earlier={7: 1.0}) if self._turns else made
 
     monkeypatch.setattr(Higher, "_reply", replied)
-    with pytest.raises(GroupLost, match="earlier={7: 1.0}, which are no finite rewards of earl"):
+    with pytest.raises(GroupLost, match="earlier={7: 1.0}, which are not finite rewards of earl"):
         play(task, [1])
 
 

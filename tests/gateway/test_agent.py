@@ -152,7 +152,7 @@ def test_an_agent_gets_the_log_probs_of_its_answers(model):
         (agents.RAISES, "environment raised", "no reward today"),
         (agents.SILENT, "environment raised", "ended without a request"),
         (agents.EXITS, "environment raised", "no agent, no worker"),
-        (agents.NO_REPLY, "environment raised", "agent returned None, which is no Reply"),
+        (agents.NO_REPLY, "environment raised", "agent returned None, which is not a Reply"),
         (agents.FAILS, "environment raised", "exit code 1: no such tool"),
     ],
 )

@@ -62,7 +62,7 @@ class Told(Policy):
 
 
 def answers_of(tokenizer, count):
-    """Return the tokens of answers with oddities, among them bytes that are no text."""
+    """Return the tokens of answers with oddities, among them bytes that are not text."""
     rng = random.Random(0)
     adversary = Adversary(tokenizer, rng, True)
     answers = [adversary.answer(rng.choice(HABITS)) for _ in range(count)]
@@ -112,7 +112,7 @@ async def test_a_stream_of_a_completion_says_what_the_whole_answer_says(name):
 
 @pytest.mark.parametrize("make", [qwen3, mistral, chatml_mistral])
 def test_text_that_was_read_is_never_changed(make):
-    """Bytes that are no text change the characters of bytes before them."""
+    """Bytes that are not text change the characters of bytes before them."""
     tokenizer = make()
     for tokens in answers_of(tokenizer, 25):
         reader = TextReader(tokenizer)

@@ -97,7 +97,7 @@ def test_runs_of_every_trainer_are_launched(name, tiny_model, launch, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["mars", *TINY], 2, "'mars' is no place to launch to; allowed are local, slurm, kubern"),
+        (["mars", *TINY], 2, "'mars' is not a place to launch to; allowed are local, slurm, ku"),
         (["slurm"], 2, "--config NAME is missing"),
         (["slurm", *TINY, "--slurm.partion", "x"], 2, "did you mean --slurm.partition"),
         (["local", *TINY, "--generator.nodes", "1"], 2, "need 2 nodes; this run has 1: start it"),

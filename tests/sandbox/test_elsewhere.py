@@ -146,7 +146,7 @@ def test_a_code_tool_answers_from_the_server_and_raises_if_it_is_lost(server):
 def test_a_place_that_is_no_sandbox_is_refused(monkeypatch):
     assert sandbox_at("http://a:1") is sandbox_at("http://a:1")
     for place in ("ftp://a", "docker:", "here"):
-        with pytest.raises(ConfigError, match=f"'{place}' is no sandbox; write a URL, such as"):
+        with pytest.raises(ConfigError, match=f"'{place}' is not a sandbox; write a URL, such as"):
             sandbox_at(place)
     monkeypatch.setenv("PATH", "")
     with pytest.raises(ConfigError, match="podman is not installed"):

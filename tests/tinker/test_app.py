@@ -193,7 +193,7 @@ async def test_checkpoints_are_listed_changed_and_deleted(tmp_path):
         await client.done(await client.call("save_weights", path="one", overwrite=True))
         await client.done(await client.call("save_weights_for_sampler", path="two"))
         wrong = await client.done(await client.call("save_weights", path="a/b"))
-        assert "is no name" in wrong["error"]
+        assert "is not a name" in wrong["error"]
         run = f"training_runs/{client.id}"
         rows = (await running.get(f"{run}/checkpoints"))["checkpoints"]
         assert [row["checkpoint_id"] for row in rows] == ["weights/one", "sampler_weights/two"]

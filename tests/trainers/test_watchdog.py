@@ -90,7 +90,7 @@ ROUNDING = {
     "--watchdog.mismatch_max 0": 0.0,
     "--watchdog.mismatch_max 0.3 --rollout.temperature 0.5": 0.3,
 }
-"""Largest mean difference of log-probs that is no alarm, by options of the quickstart."""
+"""Largest mean difference of log-probs that raises no alarm, by options of the quickstart."""
 EACH_CASE = pytest.mark.parametrize(("name", "bad", "steps", "says"), CASES)
 
 

@@ -810,7 +810,7 @@ REFUSED: dict[str, tuple[Folder, str]] = {
         Folder(damage=text("config.json", "[1]")),
         "config.json holds a list; it must be a JSON object",
     ),
-    "a config that is no text": (
+    "a config that is not text": (
         Folder(damage=lambda folder: (folder / "config.json").write_bytes(b"\xff\xfe\xfa{")),
         "config.json cannot be read",
     ),

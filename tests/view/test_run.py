@@ -220,7 +220,7 @@ def test_files_that_appear_later_are_read(tmp_path):
 def test_a_folder_without_a_run_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="holds no run; it has none of config.json"):
         Run(tmp_path)
-    with pytest.raises(ConfigError, match="is no folder"):
+    with pytest.raises(ConfigError, match="is not a folder"):
         Run(tmp_path / "missing")
 
 

@@ -141,7 +141,7 @@ def forward_operator(name):
             return result
         if others:
             return NotImplemented
-        raise TypeError(f"{name} of an object of the solution is no object of the solution")
+        raise TypeError(f"{name} of an object of the solution is not an object of the solution")
 
     return operation
 

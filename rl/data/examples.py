@@ -216,7 +216,7 @@ class Encoder:
         Both are plain text or both are messages; text also completes messages, as the assistant's.
         """
         if isinstance(prompt, str) and isinstance(completion, str):
-            given = self._begun(self.text(row, "prompt", empty=True))
+            given = self._with_begin(self.text(row, "prompt", empty=True))
             answer = self._stopped(self.text(row, name, empty=True))
             tokens = np.array([*given, *answer], dtype=np.int32)
             return tokens, np.arange(len(tokens)) >= (0 if self.every_token else len(given))
@@ -240,7 +240,7 @@ class Encoder:
 
     def whole_text(self, row: Row) -> Masked:
         """Return the tokens of field ``text`` and the stop token, all of them trained."""
-        tokens = np.array(self._begun(self._stopped(self.text(row, "text"))), dtype=np.int32)
+        tokens = np.array(self._with_begin(self._stopped(self.text(row, "text"))), dtype=np.int32)
         return tokens, np.ones(len(tokens), dtype=np.bool_)
 
     def text(self, row: Row, name: str, *, empty: bool = False) -> list[int]:
@@ -284,7 +284,7 @@ class Encoder:
             weights=None if (factors[trained] == 1).all() else factors[:limit],
         )
 
-    def _begun(self, tokens: list[int]) -> list[int]:
+    def _with_begin(self, tokens: list[int]) -> list[int]:
         """Return ``tokens`` after the token that begins a plain text, if the tokenizer has one."""
         return tokens if tokens[:1] == self._begin else [*self._begin, *tokens]
 

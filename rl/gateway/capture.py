@@ -24,7 +24,7 @@ class Opened:
     tokens: list[int]
     key: bytes
     """Key of the history, which the answer is added to."""
-    begun: int = 0
+    answer_tokens: int = 0
     """Number of tokens at the end that are a part of the answer."""
 
 
@@ -149,14 +149,14 @@ class Capture:
         self.malformed += sum(bool(call.error) for call in turn.tool_calls)
         message = _message(turn, f"call_{self.name}{self.turns}")
         noted = self.add(opened.tokens, completion)
-        noted = replace(noted, begin=noted.begin - opened.begun)
+        noted = replace(noted, begin=noted.begin - opened.answer_tokens)
         if turn == whole:
             self._turns[_hash(opened.key, key_of(normal(message)))] = noted
         return message
 
     def parse(self, opened: Opened, answer: Sequence[int]) -> AssistantTurn:
         """Return the parts of an answer, of which ``opened`` may have the begin."""
-        place = len(opened.tokens) - opened.begun
+        place = len(opened.tokens) - opened.answer_tokens
         return self.dialect.parse(opened.tokens[:place], [*opened.tokens[place:], *answer])
 
     def open_text(self, text: str) -> list[int]:

@@ -35,7 +35,7 @@ class Draft:
         self._stops = stops
         self._lead = lead
         self._parts = AnswerParts(dialect.markup, dialect.tokenizer)
-        for token in opened.tokens[len(opened.tokens) - opened.begun :]:
+        for token in opened.tokens[len(opened.tokens) - opened.answer_tokens :]:
             self._parts.read(token)
         self._thought, self._said = (TextReader(dialect.tokenizer) for _ in range(2))
         self._completion: Completion | None = None

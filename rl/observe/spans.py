@@ -42,7 +42,7 @@ class Stopwatch:
         self._events = events or Events()
         self._spans: defaultdict[str, float] = defaultdict(float)
         self._running: Counter[tuple[str, str]] = Counter()
-        self._begun: dict[tuple[str, str], float] = {}
+        self._begins: dict[tuple[str, str], float] = {}
         self._own: set[str] = set()  # running spans of the controller
         self._hidden = 0.0
         self._lapped = 1
@@ -58,7 +58,7 @@ class Stopwatch:
         is_own = process == CONTROLLER
         now = self._count() if is_own else time.perf_counter()
         if not self._running[key]:
-            self._begun[key] = now
+            self._begins[key] = now
             if is_own:
                 self._own.add(name)
         self._running[key] += 1
@@ -96,15 +96,15 @@ class Stopwatch:
         self._hidden = 0.0
         self._started = now
         self._lapped = self.step
-        for key in [*self._begun]:
+        for key in [*self._begins]:
             self._emit(key, now)
-            self._begun[key] = now
+            self._begins[key] = now
         return timings
 
     def _emit(self, key: tuple[str, str], now: float) -> None:
-        begun = self._begun.pop(key)
-        if now - begun >= SHORTEST_S:
-            self._send(*key, self._epoch + begun, self._epoch + now, self.step)
+        begin = self._begins.pop(key)
+        if now - begin >= SHORTEST_S:
+            self._send(*key, self._epoch + begin, self._epoch + now, self.step)
 
     def _send(self, process: str, name: str, begin: float, end: float, step: int) -> None:
         times = {"begin": round(begin, 6), "end": round(end, 6)}

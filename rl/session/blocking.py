@@ -33,7 +33,7 @@ class BlockingSession:
         """``session`` is a :class:`rl.session.session.Session` that is not open."""
         self._session = session
         self._thread = threading.Thread(target=self._run, name="session", daemon=True)
-        self._begun: futures.Future[None] = futures.Future()
+        self._ready: futures.Future[None] = futures.Future()
         self._opened: futures.Future[None] = futures.Future()
         self._ended: futures.Future[None] = futures.Future()
         self._is_open = False
@@ -57,7 +57,7 @@ class BlockingSession:
         if self._thread.ident is None or self._is_closed:
             return
         self._is_closed = True
-        self._begun.result()
+        self._ready.result()
         with suppress(RuntimeError):  # the loop has just ended
             self._loop.call_soon_threadsafe(self._life.cancel if at_once else self._leave.set)
         self._thread.join()
@@ -126,7 +126,7 @@ class BlockingSession:
         self._loop = asyncio.get_running_loop()
         self._leave = asyncio.Event()
         self._turn = asyncio.Lock()
-        self._begun.set_result(None)
+        self._ready.set_result(None)
         async with self._session:
             self._is_open = True
             self._opened.set_result(None)

@@ -112,11 +112,11 @@ def threads_of(config: SessionConfig, share: float | None = None) -> tuple[int, 
     return max(models // max(learning, 1), 1), max(generators // sampling, 1)
 
 
-def settle_threads(config: SessionConfig, share: float | None = None) -> None:
+def choose_threads(config: SessionConfig, share: float | None = None) -> None:
     """Replace ``auto`` by what :func:`threads_of` returns, in the config itself."""
     trainers = [role.trainer for role in config.models.values()]
-    unsettled = [each for each in (*trainers, config.generator) if each and each.threads == "auto"]
-    if unsettled:
+    automatic = [each for each in (*trainers, config.generator) if each and each.threads == "auto"]
+    if automatic:
         models, generators = threads_of(config, share)
-        for each in unsettled:
+        for each in automatic:
             each.threads = generators if each is config.generator else models

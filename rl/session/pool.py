@@ -177,7 +177,7 @@ class GeneratorPool:
         write_whole(self.asked, lambda file: file.write(b"%d" % count))
         self._changed.notify()
 
-    async def settled(self) -> None:
+    async def scaled(self) -> None:
         """Wait until the number of generators that is asked for serves, and no other is left."""
         await self._changed.until(
             lambda: (

@@ -297,7 +297,7 @@ class WeightPush:
             self._addresses = await trainer.open_publishers(self._transfer)
 
     async def _publish_each(self) -> None:
-        """Publish each version that was begun, once the older one may be overwritten."""
+        """Publish each version that is pending, once the older one may be overwritten."""
 
         def may_publish() -> bool:
             newest = self.state.readable

@@ -22,7 +22,7 @@ from rl.session.blocking import BlockingSession
 from rl.session.concurrency import background, finish_all
 from rl.session.meshes import Meshes
 from rl.session.models import Models
-from rl.session.placement import settle_threads
+from rl.session.placement import choose_threads
 from rl.session.pool import GeneratorPool, Recovery
 from rl.session.push import WeightPush
 from rl.session.push_checks import LoadedVersion
@@ -80,7 +80,7 @@ class Session(Models):
         config.check_parity()
         for reason in config.slow_products():
             events.warn(str(reason))
-        settle_threads(config)
+        choose_threads(config)
         self._temporary: TemporaryFolder | None = None
         if folder is None:
             self._temporary = TemporaryFolder("tiller-")
@@ -308,7 +308,7 @@ class Session(Models):
         """
         self._require_generators()
         self.pool.ask(replicas)
-        await self.pool.settled()
+        await self.pool.scaled()
 
     async def abort(self, *request_ids: str) -> None:
         """Abort these requests, or without ids all in flight, also those of cancelled callers."""

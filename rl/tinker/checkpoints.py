@@ -115,7 +115,7 @@ class Checkpoints:
             asyncio.get_running_loop().create_task(self._remove(name))
 
     async def _remove(self, name: str) -> None:
-        await self._store.settled()  # nothing on disk names it any more
+        await self._store.until_written()  # nothing on disk names it any more
         await asyncio.to_thread(self._delete, name)
         self._store.drop("folder", name)
 

@@ -210,7 +210,7 @@ class Store:
         if self._written < asked:
             self.require_written()
 
-    async def settled(self) -> None:
+    async def until_written(self) -> None:
         """Wait until all changes before this call are on disk, however long that takes."""
         asked = self._asked
         self._begin()
@@ -250,7 +250,7 @@ class Store:
         return [id for (id,) in await self._select(sql)]
 
     async def _select(self, sql: str, *values: Any) -> list[Any]:
-        await self.settled()
+        await self.until_written()
         try:
             return await self._in_thread(lambda: self._database.execute(sql, values).fetchall())
         except sqlite3.Error as error:

@@ -146,7 +146,7 @@ class RLTrainer(Trainer[RLConfig]):
         staleness = Counter[int]()
         step = Step(self.algorithm, self.session, self.step)
         trained = self.session.version
-        with self.run.step_calls(step.begun):
+        with self.run.step_calls(step.rollouts):
             while chunk:
                 sampled += sum(map(len, chunk))
                 chunk = [[each for each in group if not each.abstained] for group in chunk]

@@ -17,7 +17,7 @@ from rl.observe.owner import FolderOwner, claim
 from rl.observe.progress import Progress, summary_text
 from rl.observe.record import RunRecord
 from rl.observe.sinks import Sinks
-from rl.session.placement import settle_threads
+from rl.session.placement import choose_threads
 from rl.validation.engines import long_warmups
 from rl.validation.folders import saved_section
 from rl.validation.values import values
@@ -194,4 +194,4 @@ def pin_threads(config: RunConfig) -> None:
     for name, section in sections.items():
         if section.threads == "auto" and (saved := saved_section(config, name)):
             section.threads = saved.get("threads", 1)
-    settle_threads(config.session(), config.trainer_share)
+    choose_threads(config.session(), config.trainer_share)

@@ -31,7 +31,7 @@ class Step:
     algorithm: Algorithm
     session: Session
     number: int
-    begun: list[Sequence[Rollout]] = field(default_factory=list, init=False)
+    rollouts: list[Sequence[Rollout]] = field(default_factory=list, init=False)
     """Rollouts of each chunk, that of a call that failed included."""
     chunks: list[Chunk] = field(default_factory=list, init=False)
     """Rollouts that were trained on, with the values of their tokens."""
@@ -42,7 +42,7 @@ class Step:
         """Add the gradient of ``rollouts``; take all optimizer steps on them except for the
         last.
         """
-        self.begun.append(rollouts)
+        self.rollouts.append(rollouts)
         algorithm = self.algorithm
         with self.session.watch.span("train"):
             batch = await algorithm.prepare(self.session, rollouts)

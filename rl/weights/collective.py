@@ -121,7 +121,7 @@ class _Move(NamedTuple):
 class Lane(Link):
     """Link whose memory travels through a communicator of the two ranks; runs travel over TCP.
 
-    Sends and receives are begun in the order of the pieces, and WINDOW of them are under way.
+    Sends and receives start in the order of the pieces, and WINDOW of them are under way.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class Lane(Link):
             with on_side_stream(self._device):
                 there = memory.to(self._device, non_blocking=True)
                 work = self._group.send([there], self._peer, 0)
-            self._begun(_Move(work, there, None, lambda: None))
+            self._track(_Move(work, there, None, lambda: None))
 
     def run(self) -> range:
         while self._moves and not self._has_news():
@@ -168,7 +168,7 @@ class Lane(Link):
         with on_side_stream(self._device):
             there = memory if is_there else torch.empty_like(memory, device=self._device)
             work = self._group.recv([there], self._peer, 0)
-        self._begun(_Move(work, there, None if is_there else memory, then))
+        self._track(_Move(work, there, None if is_there else memory, then))
 
     def finish(self) -> None:
         while self._moves:
@@ -198,7 +198,7 @@ class Lane(Link):
     def _has_news(self) -> bool:
         return bool(self._news.poll(0))
 
-    def _begun(self, move: _Move) -> None:
+    def _track(self, move: _Move) -> None:
         self._moves.append(move)
         while len(self._moves) > WINDOW:
             self._end_first()

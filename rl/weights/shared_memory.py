@@ -193,7 +193,7 @@ class SharedMemorySubscriber:
         target = version
         while not (claimed := self.claim(target)):
             target = min(
-                max(slot.settled_version(self._timeout_s) for slot in source)
+                max(slot.version_after_write(self._timeout_s) for slot in source)
                 for source in self._sources
             )
             if target < version or time.monotonic() > deadline:
@@ -272,7 +272,7 @@ class _Slot:
             time.sleep(0.0005)
         return True
 
-    def settled_version(self, timeout_s: float) -> int:
+    def version_after_write(self, timeout_s: float) -> int:
         """Return the version after any write in progress, during which the header names none."""
         if not self.wait_for_lock(fcntl.LOCK_SH, timeout_s):
             return _NONE

@@ -60,7 +60,7 @@ async def test_generators_join_and_leave_without_a_lost_request(sessions):
         flow = [asyncio.create_task(sample_on()) for _ in range(CLIENTS)]
         asked = (await ask(2)).json()
         assert (asked["replicas"], [*asked["generators"]]) == (2, ["generator-0"])
-        await session.pool.settled()
+        await session.pool.scaled()
         await session.forward_backward(batch(), rl.losses.grpo())
         await session.optim_step(lr=1e-2)
         await session.push()

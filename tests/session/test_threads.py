@@ -11,7 +11,7 @@ from rl.config.frozen import frozen
 from rl.generation.generator_config import GeneratorConfig
 from rl.model.shape import ModelConfig
 from rl.session import placement
-from rl.session.placement import settle_threads
+from rl.session.placement import choose_threads
 from rl.session.session_config import SessionConfig
 from rl.trainers.rl import RLTrainer
 from rl.trainers.run_folder import pin_threads
@@ -60,7 +60,7 @@ def test_threads_follow_from_the_host_and_the_work_of_the_sides(case, monkeypatc
     fields, expected = CASES[case]
     monkeypatch.setattr(placement, "core_count", lambda: 8)
     made = config(**fields)
-    settle_threads(made.session(), made.trainer_share)
+    choose_threads(made.session(), made.trainer_share)
     assert (made.trainer.threads, made.generator.threads) == expected
     assert {role.trainer.threads for role in made.models().values()} == {expected[0]}
 
@@ -93,5 +93,5 @@ def test_the_config_of_a_run_has_the_threads_that_it_computes_with(tmp_path, mon
 def test_a_session_without_a_trainer_gives_its_cores_to_generators(monkeypatch):
     monkeypatch.setattr(placement, "core_count", lambda: 8)
     made = SessionConfig(model=LARGE, trainer=None, generator=GeneratorConfig(threads="auto"))
-    settle_threads(made)
+    choose_threads(made)
     assert made.generator.threads == 8

@@ -142,7 +142,7 @@ async def test_finished_samples_are_told_once_and_again_after_a_restart(tmp_path
     assert empty == {"completions": [], "cursor": cursor}
     fetched, lost = sorted(found)
     await running.result({"request_id": fetched})
-    await running.server.parts.store.settled()
+    await running.server.parts.store.until_written()
     await running.kill()
     async with Running(tmp_path) as running:
         poll = await running.ask("retrieve_futures", target | {"prev_cursor": cursor})

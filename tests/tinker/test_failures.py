@@ -223,7 +223,7 @@ async def test_a_database_that_cannot_be_written_is_said_until_it_can(tmp_path, 
         assert (await running.http.get("/api/v1/healthz")).status_code == 503
         assert len([each for each in running.warnings if str(error) in each]) == 1
         broken.error = None
-        await kept.settled()
+        await kept.until_written()
         promise = await running.ask("forward_backward", body, **{"content-type": PROTO})
         assert isinstance(await client.done(promise), bytes)
         assert "metrics" in await client.done(await client.step())

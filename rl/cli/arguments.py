@@ -256,24 +256,24 @@ def all_fields(config: RunConfig) -> dict[str, tuple[str, str, str]]:
     """
     rows = {}
     for value in values(config):
-        if isinstance(value.content, bool | int | float | str | None):
-            paragraph = " ".join(value.docstring.partition("\n\n")[0].split())
-            sentence = re.split(r"(?<=[.:]) ", paragraph)[0]
-            rows[value.name] = (_default_text(value.content), _limits_text(value), sentence)
+        content = value.content
+        if not isinstance(content, bool | int | float | str | None):
+            continue
+        if isinstance(content, bool):
+            default = "(on)" if content else "(off)"
+        elif isinstance(content, str):
+            default = shlex.quote(content if len(content) <= 24 else f"{content[:23]}…")
+        else:
+            default = f"{content:g}" if isinstance(content, float) else str(content)
+        paragraph = " ".join(value.docstring.partition("\n\n")[0].split())
+        sentence = re.split(r"(?<=[.:]) ", paragraph)[0]
+        rows[value.name] = (default, _limits_text(value), sentence)
     return rows
 
 
 def common_fields(config: RunConfig) -> dict[str, tuple[str, str, str]]:
     """Return default, range and text of the common fields of a config, by name."""
     return {name: row for name, row in all_fields(config).items() if is_common(name)}
-
-
-def _default_text(content: bool | int | float | str | None) -> str:
-    if isinstance(content, bool):
-        return "(on)" if content else "(off)"
-    if isinstance(content, str):
-        return shlex.quote(content if len(content) <= 24 else f"{content[:23]}…")
-    return f"{content:g}" if isinstance(content, float) else str(content)
 
 
 def _limits_text(value: ConfigValue) -> str:

@@ -179,21 +179,16 @@ def _sequence_lists(chunks: Sequence[Chunk], rollouts: Sequence[Rollout]) -> "pa
     lists = {name: pa.ListArray.from_arrays(ends, pa.array(each)) for name, each in columns.items()}
     masks = [each.sampling_mask for each in sequences]
     if any(mask is not None for mask in masks):
-        lists |= {name: _mask_lists(masks, part) for name, part in OF_MASK.items()}
+        none = np.empty(0, np.int32)
+        for name, part in OF_MASK.items():
+            values = [none if mask is None else getattr(mask, part) for mask in masks]
+            offsets = pa.array(np.cumsum([0, *map(len, values)]), pa.int64())  # may need 64 bits
+            flat = pa.array(np.concatenate([none, *values]))
+            lists[name] = pa.LargeListArray.from_arrays(offsets, flat)
     if any(each.experts is not None for each in sequences):
         lists[EXPERTS] = pa.array(map(_experts_file, sequences), pa.large_binary())
     structs = pa.StructArray.from_arrays([*lists.values()], names=[*lists])
     return pa.ListArray.from_arrays(_ends([len(each.sequences) for each in rollouts]), structs)
-
-
-def _mask_lists(masks: Sequence[SamplingMask | None], part: str) -> "pa.Array":
-    """Return a list for each of ``masks``, empty for None. All lists together may be long."""
-    import pyarrow as pa
-
-    none = np.empty(0, np.int32)
-    arrays = [none if mask is None else getattr(mask, part) for mask in masks]
-    ends = pa.array(np.cumsum([0, *map(len, arrays)]), pa.int64())
-    return pa.LargeListArray.from_arrays(ends, pa.array(np.concatenate([none, *arrays])))
 
 
 def _experts_file(sequence: Tokens) -> bytes | None:

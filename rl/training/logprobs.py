@@ -76,6 +76,13 @@ class LogProbHead(Linear):
         hidden, own = hidden.flatten(0, 1), targets.flatten(0, 1)
         if cells is not None:
             hidden, own = hidden[cells], own[cells]
+        low_rank = None
+        if hasattr(self, "lora_a"):  # alpha / rank * A @ hidden, and this rank's rows of B
+            a, b = self.lora_a.weight, self.lora_b.weight
+            if isinstance(b, DTensor):
+                a = a.to_local(grad_placements=[Partial()])
+                b = b.to_local()
+            low_rank = lora_scale(self) * (hidden @ a.T), b
         logprobs, entropy = linear_logprobs(
             hidden,
             weight,
@@ -87,7 +94,7 @@ class LogProbHead(Linear):
             vocab_size=vocab_size,
             group=group,
             kept=kept,
-            low_rank=self._low_rank(hidden) if hasattr(self, "lora_a") else None,
+            low_rank=low_rank,
             product=self.product,
             bitwise=self.bitwise,
         )
@@ -98,14 +105,6 @@ class LogProbHead(Linear):
                 for each in (logprobs, entropy)
             )
         return logprobs.view(targets.shape), entropy.view(targets.shape[:2])
-
-    def _low_rank(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return alpha / rank * A @ hidden and this rank's rows of B, of the adapter."""
-        a, b = self.lora_a.weight, self.lora_b.weight
-        if isinstance(b, DTensor):
-            a = a.to_local(grad_placements=[Partial()])
-            b = b.to_local()
-        return lora_scale(self) * (hidden @ a.T), b
 
 
 def rounded_logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

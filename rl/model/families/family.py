@@ -206,6 +206,13 @@ class Family:
         if self.two_ropes:
             theta = shape["local_rope_theta"] or shape["rope_theta"]
             rope = {FULL: rope, NEAR: {"rope_type": "default", "rope_theta": theta}}
+        windows: dict[str, Any] = {"sliding_window": None} if self.has_windows else {}
+        limited = shape["layers_with_local_rope"] or shape["layers_with_window"]
+        if self.has_windows and (limited or self.two_ropes):
+            windows["sliding_window"] = shape["window"] or shape["max_seq_len"]
+            windows["layer_types"] = layer_types(shape["n_layers"], NEAR, limited)
+            if "use_sliding_window" in self.allowed:
+                windows["use_sliding_window"] = True
         return {
             "architectures": [self.policy_class],
             "model_type": self.model_type,
@@ -216,22 +223,13 @@ class Family:
                 if values[0] is not None
             },
             **{key: shape[names[0]] for key, names in self.options.items()},
-            **(self._windows(shape) if self.has_windows else {}),
+            **windows,
             "tie_word_embeddings": shape["tie_embeddings"],
             "rope_parameters": rope,
             "max_position_embeddings": shape["max_seq_len"],
             "rms_norm_eps": shape["norm_eps"],
             "dtype": shape["dtype"],
         }
-
-    def _windows(self, shape: Mapping[str, Any]) -> dict[str, Any]:
-        limited = shape["layers_with_local_rope"] or shape["layers_with_window"]
-        if not limited and not self.two_ropes:
-            return {"sliding_window": None}
-        layers = layer_types(shape["n_layers"], NEAR, limited)
-        switch = {"use_sliding_window": True} if "use_sliding_window" in self.allowed else {}
-        window = shape["window"] or shape["max_seq_len"]
-        return {"sliding_window": window, "layer_types": layers} | switch
 
     def _sizes(self, config: HuggingFaceConfig) -> dict[str, int]:
         if self.has_experts:

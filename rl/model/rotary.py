@@ -26,8 +26,19 @@ class RotaryEmbedding(CosSinRoPE):
         if config.rotates and not config.parameters:
             return super()._precompute_cache()
         frequencies, factor = torch.zeros(config.dim // 2), 1.0
-        if config.rotates:
-            frequencies, factor = _scaled_frequencies(config)
+        if config.rotates:  # as transformers does, with a factor of cosines and sines
+            from transformers import PreTrainedConfig
+            from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+            parameters = {"rope_theta": config.theta, **dict(config.parameters)}
+            described = PreTrainedConfig(
+                rope_parameters=parameters,
+                head_dim=config.dim,
+                hidden_size=config.dim,
+                num_attention_heads=1,
+                max_position_embeddings=config.max_seq_len,
+            )
+            frequencies, factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](described, None)
         angles = torch.outer(torch.arange(config.max_seq_len).float(), frequencies).repeat(1, 2)
         return torch.cat([angles.cos() * factor, angles.sin() * factor], dim=-1)
 
@@ -47,19 +58,3 @@ class RotaryEmbedding(CosSinRoPE):
         rotated = super().apply_rotary_emb(*halves, rope_cache)
         q, k = (x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2) for x in rotated)
         return q, k
-
-
-def _scaled_frequencies(config: RotaryEmbedding.Config) -> tuple[torch.Tensor, float]:
-    """Return transformers' frequencies, float32 [dim / 2], and the factor of cosines and sines."""
-    from transformers import PreTrainedConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    parameters = {"rope_theta": config.theta, **dict(config.parameters)}
-    described = PreTrainedConfig(
-        rope_parameters=parameters,
-        head_dim=config.dim,
-        hidden_size=config.dim,
-        num_attention_heads=1,
-        max_position_embeddings=config.max_seq_len,
-    )
-    return ROPE_INIT_FUNCTIONS[parameters["rope_type"]](described, None)

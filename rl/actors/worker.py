@@ -183,12 +183,12 @@ class ModelWorker(Rank):
         if self.engine.version % self.arguments.config.training.gc_freq == 0:
             gc.collect()
         operations = self.engine.work.take() if self.engine.is_leader else 0
-        own = {
+        memory = {
             "memory/peak": Value(peak_memory() / 2**30, "max"),
             "memory/resident": Value(resident_memory() / 2**30, "max"),
             "trainer/tflop": Value(operations / 1e12, "sum"),
         }
-        return _Stepped(self.engine.version, metrics, Metrics(own), gradient, weights)
+        return _Stepped(self.engine.version, metrics, Metrics(memory), gradient, weights)
 
     @engine_endpoint(changes=True)
     def offload(self) -> None:

@@ -216,10 +216,10 @@ class Encoder:
         Both are plain text or both are messages; text also completes messages, as the assistant's.
         """
         if isinstance(prompt, str) and isinstance(completion, str):
-            given = self._with_begin(self.text(row, "prompt", empty=True))
+            before = self._with_begin(self.text(row, "prompt", empty=True))
             answer = self._stopped(self.text(row, name, empty=True))
-            tokens = np.array([*given, *answer], dtype=np.int32)
-            return tokens, np.arange(len(tokens)) >= (0 if self.every_token else len(given))
+            tokens = np.array([*before, *answer], dtype=np.int32)
+            return tokens, np.arange(len(tokens)) >= (0 if self.every_token else len(before))
         if isinstance(prompt, str) or not isinstance(prompt, Sequence):
             raise row.error(
                 f"field 'prompt' is {shown(prompt)} and field {name!r} {shown(completion)}; write "
@@ -233,10 +233,10 @@ class Encoder:
                 f"field {name!r} is {shown(completion)}; write the assistant's text, or messages "
                 "of which the first is the assistant's"
             )
-        given = self.messages(row, prompt, "field 'prompt'")
-        whole = [*given, *self.messages(row, completion, f"field {name!r}")]
+        before = self.messages(row, prompt, "field 'prompt'")
+        whole = [*before, *self.messages(row, completion, f"field {name!r}")]
         origin = f"fields 'prompt' and {name!r}"
-        return self.conversation(row, whole, origin, prompt=len(given))[:2]
+        return self.conversation(row, whole, origin, prompt=len(before))[:2]
 
     def whole_text(self, row: Row) -> Masked:
         """Return the tokens of field ``text`` and the stop token, all of them trained."""

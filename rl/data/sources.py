@@ -131,16 +131,16 @@ def open_source(source: Any, field: str = "data.path") -> Opened:
     if os.path.isfile(path):
         refuse_pointer(path, field)
     elif any(each in path for each in "*?[") and not os.path.exists(path):
-        found = sorted(glob(path, recursive=True))
-        require(bool(found), f"no file matches {path!r}", field=field)
-        return Sets([open_source(replace(source, path=name), field) for name in found])
+        files = sorted(glob(path, recursive=True))
+        require(bool(files), f"no file matches {path!r}", field=field)
+        return Sets([open_source(replace(source, path=name), field) for name in files])
     split_field = f"{field.removesuffix('path')}split"
     is_table = Path(path).suffix in TABLES and os.path.isfile(path)
     is_saved = os.path.isdir(path) and not SAVED.isdisjoint(os.listdir(path))
     known = 1 if is_table or is_saved else 2 if os.path.isdir(path) else 3 * is_hub_name(path)
     for name in ("split", "dataset_config", "revision")[known:]:
-        own = split_field if name == "split" else _beside(field, name)
-        require(not getattr(source, name), f"{path!r} has none", field=own)
+        unused = split_field if name == "split" else _beside(field, name)
+        require(not getattr(source, name), f"{path!r} has none", field=unused)
     if not known:
         return path
     with _refusing(source, field):
@@ -220,10 +220,10 @@ def _refusing(source: SourceConfig, field: str) -> Iterator[None]:
     except Exception as error:
         cause = error.__cause__ if type(error) is DatasetGenerationError else None
         text = " ".join(str(cause or error).split()) or type(error).__name__
-        if found := CONFIGS.search(text):
-            own = _beside(field, "dataset_config")
-            allowed = f"one of {found[1]}"
-            raise ConfigError(field=own, value=source.dataset_config, allowed=allowed) from None
+        if match := CONFIGS.search(text):
+            named = _beside(field, "dataset_config")
+            allowed = f"one of {match[1]}"
+            raise ConfigError(field=named, value=source.dataset_config, allowed=allowed) from None
         fix = HUB_FIX if is_hub_name(source.path) else ""
         problem = f"{source.path!r} cannot be opened: {text}"
         raise ConfigError(problem, field=field, fix=fix) from error

@@ -222,13 +222,13 @@ def _sequences(lists: "pa.ListArray") -> list[tuple[tuple[Tokens, ...], dict[str
     for count in lists.value_lengths().to_pylist():
         rows = range(start, start + count)
         start += count
-        own = tuple(_tokens(columns, row) for row in rows)
+        mine = tuple(_tokens(columns, row) for row in rows)
         others = {
             name: np.concatenate([columns[name][row] for row in rows])
             for name in names
             if name not in OF_SEQUENCE and name not in OF_MASK
         }
-        sequences.append((own, others))
+        sequences.append((mine, others))
     return sequences
 
 

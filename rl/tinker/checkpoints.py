@@ -77,15 +77,15 @@ class Checkpoints:
         """Add or replace a checkpoint; return its size. ``fields`` are facts about it."""
         before = self._facts.get(path, {})
         sizes = [file.stat().st_size for file in folder.rglob("*") if file.is_file()]
-        own: Record = {
+        record: Record = {
             "folder": folder.name,
             "time": time.time(),
             "size": sum(sizes),
             "public": False,
         }
-        self._store.put("checkpoint", path, {**own, "key": secrets.token_urlsafe(24), **fields})
+        self._store.put("checkpoint", path, {**record, "key": secrets.token_urlsafe(24), **fields})
         self.release(before.get("folder", ""))
-        return own["size"]
+        return record["size"]
 
     def find(self, path: str, *kinds: str) -> Record:
         """Return the facts about a checkpoint. Raises UserError if it does not exist, has expired,

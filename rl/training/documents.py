@@ -194,16 +194,16 @@ def _attend_backward(
         own_grad, query, own_out, own_total, key, value = saved
         if group.repeated is not None:
             own_grad = own_grad.masked_fill(group.repeated, 0.0)
-        found = flash_attention_backward(
+        grads = flash_attention_backward(
             own_grad, query, key, value, own_out, own_total, mask=group.mask, scale=scale
         )
         cells = (group.queries, group.keys, group.keys)
-        for whole, own, part in zip(results, cells, found, strict=True):
+        for whole, rows, part in zip(results, cells, grads, strict=True):
             values = part.transpose(1, 2).flatten(0, 1).to(whole.dtype)
-            if isinstance(own, slice):
-                whole.flatten(0, 1)[own] += values
+            if isinstance(rows, slice):
+                whole.flatten(0, 1)[rows] += values
             else:
-                whole.flatten(0, 1).index_add_(0, own, values)
+                whole.flatten(0, 1).index_add_(0, rows, values)
     by_q, by_k, by_v = (each.to(q.dtype) for each in results)
     return by_q, by_k, by_v
 

@@ -392,8 +392,8 @@ class TrainingEngine:
         tokens, targets, positions, *experts = cells
         give(self._routers, *experts)
         kept = kept_logits(micro.sampling_mask, self._sequence, self.device)
-        given = {"positions": positions, "attention_masks": masks, "temperature": temperature}
-        outputs = self.model(tokens, targets, cells=micro.heads, kept=kept, **given)
+        inputs = {"positions": positions, "attention_masks": masks, "temperature": temperature}
+        outputs = self.model(tokens, targets, cells=micro.heads, kept=kept, **inputs)
         if self._sequence is not None:
             outputs = {name: self._sequence.gather(values) for name, values in outputs.items()}
         return {name: micro.per_token(values) for name, values in outputs.items()}

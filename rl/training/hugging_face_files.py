@@ -142,15 +142,15 @@ def stored_tensors(
                 continue
             bare = bare.removeprefix("language_model.") if family.left_out else bare
             name = bare if bare in (HEAD, SCORE) else f"model.{bare}"
-            for own, part in _by_expert(name, tensor, family.stacked):
-                first = stored.setdefault(own, part)
-                require(first is part, f"{folder}: {own} is in both {first.file} and {file}")
+            for key, part in _by_expert(name, tensor, family.stacked):
+                first = stored.setdefault(key, part)
+                require(first is part, f"{folder}: {key} is in both {first.file} and {file}")
     left_out = len(files_by_tensor) - len({each.name for each in stored.values()})
     if reports and left_out:
         _report_left_out(folder, left_out)
     for name, file in files.items():
-        own = files_by_tensor.get(name, "none of the files")
-        require(own == file, f"{index} says that {name} is in {file}; it is in {own}")
+        holder = files_by_tensor.get(name, "none of the files")
+        require(holder == file, f"{index} says that {name} is in {file}; it is in {holder}")
     if shape.tie_embeddings and EMBEDDING not in stored and HEAD in stored:
         stored[EMBEDDING] = stored[HEAD]
     return stored

@@ -73,9 +73,9 @@ class LogProbHead(Linear):
         if isinstance(hidden, DTensor):
             # Each rank adds the gradient of its part of the vocabulary.
             hidden = hidden.to_local(grad_placements=[Partial()])
-        hidden, own = hidden.flatten(0, 1), targets.flatten(0, 1)
+        hidden, flat = hidden.flatten(0, 1), targets.flatten(0, 1)
         if cells is not None:
-            hidden, own = hidden[cells], own[cells]
+            hidden, flat = hidden[cells], flat[cells]
         low_rank = None
         if hasattr(self, "lora_a"):  # alpha / rank * A @ hidden, and this rank's rows of B
             a, b = self.lora_a.weight, self.lora_b.weight
@@ -86,7 +86,7 @@ class LogProbHead(Linear):
         logprobs, entropy = linear_logprobs(
             hidden,
             weight,
-            own,
+            flat,
             temperature=temperature,
             scale=self.scale,
             cap=self.cap,
@@ -145,13 +145,13 @@ def linear_logprobs(
         kept = replace(kept, first=first)
     flat = hidden.flatten(0, -2)
     low, up = (None, None) if low_rank is None else (low_rank[0].flatten(0, -2), low_rank[1])
-    own = (targets - first).reshape(len(flat), *targets.shape[hidden.dim() - 1 :] or (1,))
+    local = (targets - first).reshape(len(flat), *targets.shape[hidden.dim() - 1 :] or (1,))
     logprobs, entropy = _LinearLogProbs.apply(
         flat,
         weight,
         low,
         up,
-        own,
+        local,
         (scale, cap, temperature),
         chunk_tokens,
         group,

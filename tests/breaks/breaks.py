@@ -59,8 +59,8 @@ rl/metrics.py
   test_metrics.py
 # training
 rl/training/engine.py
-  outputs = self.model(tokens, targets, cells=micro.heads, kept=kept, **given)
-  outputs = self.model(tokens, targets, cells=micro.heads, kept=kept, **given); give(self._routers)
+  outputs = self.model(tokens, targets, cells=micro.heads, kept=kept, **inputs)
+  outputs = self.model(tokens, targets, cells=micro.heads, kept=kept, **inputs); give(self._routers)
   training/test_gradient.py
 rl/training/micro_batches.py
   placed[places] = part.experts.ids[inputs.numpy()[known[firsts]]]
@@ -339,8 +339,8 @@ rl/training/documents.py
   key <= (shared + query)[..., None]
   key <= query[..., None]
   training/test_documents.py
-  whole.flatten(0, 1)[own] += values
-  whole.flatten(0, 1)[own] = values
+  whole.flatten(0, 1)[rows] += values
+  whole.flatten(0, 1)[rows] = values
   training/test_documents.py
 rl/host/platform.py
   _libc.mallopt(number, int(os.environ[name]))

@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -243,7 +242,9 @@ class GeneratorMesh(Mesh):
         self._is_empty = False
         self._calls = Gathered(self._exchange)  # calls of processes before still fail with theirs
         count = self.adapters.count if self.adapters is not None else 0
-        self._slots = AdapterSlots(count, partial(self.call, Generator.load_adapter))
+        self._slots = AdapterSlots(
+            count, lambda *adapter: self.call(Generator.load_adapter, *adapter)
+        )
         await super().start()
         self._group.watch(Generator.serve)
 

@@ -186,15 +186,20 @@ def _tensors() -> None:
     fake.tolist = lambda self: self.cpu().tolist()  # one copy, not one for each element
     inner = {FakeTensor: None, DTensor: "_local_tensor", AsyncCollectiveTensor: "elem"}
     for kind, part in inner.items():
-        if part is not None:
-            kind.device = property(lambda self, part=part: getattr(self, part).device)
-        for name in ("cuda", "cpu", "meta"):
-            setattr(kind, f"is_{name}", property(lambda self, name=name: self.device.type == name))
+        _name_device(kind, part)
     vars(fake_tensor)["init_gpu_context"] = lambda device: None
     mode: Any = FakeTensorMode
     mode.avoid_device_init = property(lambda self: True)
     core: Any = torch._C
     core._group_tensors_by_device_and_dtype = _grouped
+
+
+def _name_device(kind: Any, part: str | None) -> None:
+    if part is not None:
+        kind.device = property(lambda self: getattr(self, part).device)
+    kind.is_cuda = property(lambda self: self.device.type == "cuda")
+    kind.is_cpu = property(lambda self: self.device.type == "cpu")
+    kind.is_meta = property(lambda self: self.device.type == "meta")
 
 
 def _grouped(lists: Sequence[Sequence[Any]], with_indices: bool = False) -> dict[Any, Any]:

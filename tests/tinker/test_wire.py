@@ -47,7 +47,7 @@ def test_a_compressed_body_is_the_same_request():
         with pytest.raises(BadRequest) as error:
             read_body(sent, encoding, len(data) - 1)
         assert error.value.status == status
-    with pytest.raises(BadRequest, match="no ForwardBackwardRequest"):
+    with pytest.raises(BadRequest, match="not a ForwardBackwardRequest"):
         parse_forward_backward(b"\xff" + data)
 
 

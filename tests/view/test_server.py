@@ -225,7 +225,7 @@ def test_the_program_exports(folder, tmp_path, capsys):
     ("arguments", "error"),
     [
         (["--port", "0"], "name the folder of a run"),
-        (["/nowhere"], "/nowhere is no folder"),
+        (["/nowhere"], "/nowhere is not a folder"),
         (["{tmp}"], "holds no run"),
         (["{run}", "--port", "70000"], "--port 70000: it must be 0 to 65535"),
         (["{run}", "--port", "x"], "invalid int value"),

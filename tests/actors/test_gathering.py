@@ -8,7 +8,7 @@ import pytest
 
 from rl.actors import gathering
 from rl.actors.gathering import Answers, Gathered
-from tests.tinker.clients import awaited, shortened
+from tests.tinker.clients import shortened
 
 
 class Rank:
@@ -55,7 +55,6 @@ class Rank:
         return not any((*found, self.answers._finished))
 
 
-@awaited
 async def test_calls_that_come_together_are_one_message_and_end_one_by_one():
     rank = Rank()
     long, short, other = rank.ask("long", "short", "other")
@@ -74,7 +73,6 @@ async def test_calls_that_come_together_are_one_message_and_end_one_by_one():
     assert await rank.is_empty()
 
 
-@awaited
 async def test_a_cancelled_call_leaves_the_others():
     rank = Rank()
     unsent, kept = rank.ask("unsent", "kept")
@@ -91,7 +89,6 @@ async def test_a_cancelled_call_leaves_the_others():
     assert await rank.is_empty()
 
 
-@awaited
 async def test_an_exception_fails_its_own_call_alone():
     rank = Rank()
     refused, broken, good = rank.ask("refused", "broken", "good")
@@ -104,7 +101,6 @@ async def test_an_exception_fails_its_own_call_alone():
     assert await good == "answer of good"
 
 
-@awaited
 async def test_parts_of_an_answer_come_before_it_and_what_hears_them_may_fail():
     rank = Rank()
     heard = []
@@ -130,7 +126,6 @@ async def test_parts_of_an_answer_come_before_it_and_what_hears_them_may_fail():
     assert await rank.is_empty() and not rank.calls._hearers
 
 
-@awaited
 async def test_a_failure_of_the_rank_fails_all_calls_and_later_ones_can_work():
     rank = Rank()
     calls = rank.ask("one", "two")
@@ -147,7 +142,6 @@ async def test_a_failure_of_the_rank_fails_all_calls_and_later_ones_can_work():
     assert await later == "answer of later"
 
 
-@awaited
 async def test_many_calls_of_many_callers_lose_nothing_and_need_few_messages():
     rank = Rank()
     draw = random.Random(0)

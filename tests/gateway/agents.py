@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import functools
 import itertools
 import json
 import math
@@ -131,16 +130,6 @@ async def session(policy, **options):
     async with server(policy, **options) as (gateway, url, client):
         name = gateway.open_session()
         yield client.with_options(base_url=f"{url}/sessions/{name}/v1"), gateway.capture(name)
-
-
-def awaited(test):
-    """Return a test that runs the coroutine of ``test`` to its end."""
-
-    @functools.wraps(test)
-    def run(*args, **kwargs):
-        asyncio.run(test(*args, **kwargs))
-
-    return run
 
 
 async def collected(answer):

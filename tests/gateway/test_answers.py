@@ -13,7 +13,7 @@ from rl.gateway.capture import Capture
 from rl.types import Completion
 from rl.types.routed_experts import RoutedExperts
 from tests.dialects.conversations import TOOL
-from tests.gateway.agents import LONGEST, Policy, awaited, collected, joined, server, session
+from tests.gateway.agents import LONGEST, Policy, collected, joined, server, session
 from tests.gateway.test_http import CHAT, GENERATE, MESSAGES, post
 from tests.tiny_tokenizers import qwen3
 
@@ -29,7 +29,6 @@ def test_an_overflow_is_said_in_the_words_that_client_libraries_look_for():
     assert "Please reduce the length of the messages" in said
 
 
-@awaited
 async def test_tool_calls_of_a_conversation_without_a_session_have_ids_of_their_own():
     async with server(Policy(["several calls"])) as (_, _, client):
         create = client.chat.completions.create
@@ -55,7 +54,6 @@ async def call_three_times(client, **options):
     return answers
 
 
-@awaited
 async def test_an_answer_without_parallel_calls_ends_with_its_first_call():
     policy = Policy(["several calls"])
     async with session(policy) as (client, capture):
@@ -87,7 +85,6 @@ class Caller(Policy):
 
 @pytest.mark.parametrize("name", [None, TOOL["function"]["name"]])
 @pytest.mark.parametrize("thinks", [True, False])
-@awaited
 async def test_a_tool_call_can_be_forced_and_continued(name, thinks):
     choice = {"type": "function", "function": {"name": name}} if name else "required"
     more = {"chat_template_kwargs": {"enable_thinking": thinks}}
@@ -107,7 +104,6 @@ STOPS = [("answer", "The"), (["42", "is "], "The answer"), ("never", "The answer
 
 @STREAM
 @pytest.mark.parametrize(("stop", "said"), STOPS)
-@awaited
 async def test_an_answer_ends_before_a_stop_text(stop, said, stream):
     policy = Policy(["no call"])
     options = {"model": "policy", "stop": stop, "stream": stream}
@@ -153,7 +149,6 @@ def test_tokens_have_both_spellings_of_their_ids():
 
 @STREAM
 @pytest.mark.parametrize("count", [None, 0, 3])
-@awaited
 async def test_log_probs_belong_to_the_sampled_tokens_and_to_the_most_likely_ones(count, stream):
     """Each text has its bytes, unless it is a part of a character."""
 
@@ -184,7 +179,6 @@ async def test_log_probs_belong_to_the_sampled_tokens_and_to_the_most_likely_one
 
 @STREAM
 @pytest.mark.parametrize("count", [0, 3])
-@awaited
 async def test_completions_have_the_most_likely_tokens_by_text(count, stream):
     """The most likely of the tokens with one text counts: clients look for the greedy one."""
     policy = Policy(["plain"])
@@ -211,7 +205,6 @@ async def test_completions_have_the_most_likely_tokens_by_text(count, stream):
 @STREAM
 @pytest.mark.parametrize("prompt", ["1 + 2 =", [40, 41, 42]])
 @pytest.mark.parametrize("count", [None, 0, 2])
-@awaited
 async def test_an_echo_begins_with_the_prompt_and_its_log_probs(prompt, count, stream):
     policy = Policy(["plain"])
     async with server(policy) as (_, _, client):
@@ -244,7 +237,6 @@ async def test_an_echo_begins_with_the_prompt_and_its_log_probs(prompt, count, s
 
 
 @pytest.mark.parametrize("form", ["json_object", "json_schema"])
-@awaited
 async def test_an_answer_of_a_form_is_asked_of_the_generator_without_a_thought(form):
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     own = {"type": form} | (
@@ -265,7 +257,6 @@ async def test_an_answer_of_a_form_is_asked_of_the_generator_without_a_thought(f
     assert [text.endswith("</think>\n\n") for text in texts] == [True, False, True]
 
 
-@awaited
 async def test_a_prompt_that_begins_a_thought_takes_no_form(monkeypatch):
     parse = Capture.parse
     opened = lambda self, *args: replace(parse(self, *args), is_reasoning_open=True)  # noqa: E731
@@ -275,7 +266,6 @@ async def test_a_prompt_that_begins_a_thought_takes_no_form(monkeypatch):
             await client.chat.completions.create(**CHAT, response_format={"type": "json_object"})
 
 
-@awaited
 async def test_the_end_of_an_answer_can_be_put_off():
     policy = Policy(["plain"])
     async with server(policy) as (gateway, _, client):
@@ -287,7 +277,6 @@ async def test_the_end_of_an_answer_can_be_put_off():
     assert own == [(5, gateway.dialect.stop_token_ids), (0, ()), (0, (7,))]
 
 
-@awaited
 async def test_samples_of_neighbouring_seeds_have_seeds_of_their_own():
     policy = Policy(["plain"])
     async with server(policy) as (_, _, client):
@@ -300,7 +289,6 @@ async def test_samples_of_neighbouring_seeds_have_seeds_of_their_own():
 
 
 @pytest.mark.parametrize("echo", [False, True])
-@awaited
 async def test_tokens_of_completions_have_their_places_in_the_text(echo):
     policy = Policy(["odd tokens"])
     async with server(policy) as (_, _, client):

@@ -8,7 +8,7 @@ from rl.dialects.dialect import ConversationError
 from rl.dialects.template_dialect import TemplateDialect
 from rl.gateway.capture import Capture
 from rl.types import Completion
-from tests.gateway.agents import KINDS, Policy, act, awaited, session
+from tests.gateway.agents import KINDS, Policy, act, session
 from tests.tiny_tokenizers import copy_of, plain_family, qwen3
 
 TURNS = 6
@@ -40,7 +40,6 @@ def check(capture, turns):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@awaited
 async def test_each_answer_is_captured_once_in_the_tokens_that_the_engine_saw(kind):
     policy = Policy(HABITS)
     async with session(policy) as (client, capture):
@@ -55,7 +54,6 @@ async def test_each_answer_is_captured_once_in_the_tokens_that_the_engine_saw(ki
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@awaited
 async def test_a_streamed_conversation_is_the_same(stream):
     policy = Policy()
     async with session(policy) as (client, capture):
@@ -87,7 +85,6 @@ async def said(client, messages, stream):
     return {**message, "tool_calls": message["tool_calls"] or None}
 
 
-@awaited
 async def test_choices_of_one_prompt_share_its_tokens():
     policy = Policy(["plain"])
     async with session(policy) as (client, capture):
@@ -106,7 +103,6 @@ async def test_choices_of_one_prompt_share_its_tokens():
         assert sum(a != b for a, b in pairwise(marks)) == 3
 
 
-@awaited
 async def test_texts_and_tokens_are_continued_too():
     policy = Policy(["no call"])
     async with session(policy) as (client, capture):

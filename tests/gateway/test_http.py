@@ -23,7 +23,7 @@ from rl.types.routed_experts import RoutedExperts
 from rl.types.sampling_mask import SamplingMask
 from tests.dialects.conversations import TOOL
 from tests.gateway.agent_tasks import Clock
-from tests.gateway.agents import LONGEST, Policy, awaited, collected, make_gateway, server, session
+from tests.gateway.agents import LONGEST, Policy, collected, make_gateway, server, session
 
 MESSAGES = [{"role": "user", "content": "1 + 2?"}]
 CHAT = {"model": "policy", "messages": MESSAGES}
@@ -204,7 +204,6 @@ def test_a_page_of_another_site_opens_no_session():
     assert (elsewhere[0], elsewhere[1]["error"]["code"]) == (403, "wrong_origin")
 
 
-@awaited
 async def test_a_head_that_is_too_long_or_too_slow_ends_its_connection(monkeypatch):
     async def head(url, text):
         """Send the begin of a head; return what comes back until the connection ends."""
@@ -229,7 +228,6 @@ async def test_a_head_that_is_too_long_or_too_slow_ends_its_connection(monkeypat
 
 @STREAM
 @pytest.mark.parametrize("leaves", ["client", "session"])
-@awaited
 async def test_an_answer_that_nobody_waits_for_is_given_up(leaves, stream):
     policy = Held()
     async with asyncio.timeout(120), server(policy) as (gateway, url, client):
@@ -247,7 +245,6 @@ async def test_an_answer_that_nobody_waits_for_is_given_up(leaves, stream):
         await policy.given_up.wait()
 
 
-@awaited
 async def test_an_idle_session_is_forgotten_and_a_busy_one_is_not(monkeypatch):
     monkeypatch.setattr(gateways, "time", Clock)
     Clock.ahead += 3600.0
@@ -269,7 +266,6 @@ async def test_an_idle_session_is_forgotten_and_a_busy_one_is_not(monkeypatch):
         assert gateway.capture(busy).turns == 1
 
 
-@awaited
 async def test_errors_are_those_of_openais_client_and_health_needs_no_key():
     async with server(Policy(), key="right") as (_, url, client), httpx.AsyncClient() as http:
         models = await client.models.list()
@@ -305,7 +301,6 @@ class CutPolicy(Policy):
 
 
 @pytest.mark.parametrize("is_cut", [False, True])
-@awaited
 async def test_sessions_are_opened_read_and_closed(is_cut):
     """A session has the ids that its cut answers were sampled from, and the recorded experts."""
     more = {"return_token_ids": True} | ({"top_k": 9, "min_p": 0.1, "top_p": 0.5} if is_cut else {})
@@ -335,7 +330,6 @@ async def test_sessions_are_opened_read_and_closed(is_cut):
 
 
 @STREAM
-@awaited
 async def test_a_client_that_goes_loses_nothing_and_gets_the_same_answer_again(stream):
     async def call(headers):
         chunks = await chat(client, extra_headers=headers, stream=stream)
@@ -371,7 +365,6 @@ class Busy(Held):
 
 @STREAM
 @pytest.mark.parametrize("policy_type", [Held, Busy])
-@awaited
 async def test_a_server_that_stops_ends_waiting_requests_with_a_typed_error(
     stream, policy_type, caplog
 ):
@@ -388,7 +381,6 @@ async def test_a_server_that_stops_ends_waiting_requests_with_a_typed_error(
 
 
 @STREAM
-@awaited
 async def test_an_engine_that_fails_is_a_typed_error(stream):
     async def fails(ask):
         raise RunError("the generator is gone")
@@ -399,7 +391,6 @@ async def test_an_engine_that_fails_is_a_typed_error(stream):
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "example.org", "127.0.0.1"])
-@awaited
 async def test_other_machines_need_a_key_and_a_port_that_is_taken_is_refused(host):
     async with server(Policy()) as (_, url, _):
         port = int(url.rpartition(":")[2])
@@ -409,7 +400,6 @@ async def test_other_machines_need_a_key_and_a_port_that_is_taken_is_refused(hos
                 pass
 
 
-@awaited
 async def test_a_large_request_holds_up_no_other(monkeypatch):
     """The text of a request is encoded in a thread, and one that no context has room for is not
     encoded at all. Requests of a session keep their order.
@@ -450,7 +440,6 @@ async def test_a_large_request_holds_up_no_other(monkeypatch):
         assert "error" in await large and (await later)["choices"]
 
 
-@awaited
 async def test_large_bodies_answers_and_streams_are_worked_at_beside_the_event_loop(monkeypatch):
     gateway = make_gateway(Policy(["plain"] * 3, is_silent=True))
     monkeypatch.setattr(answers, "BYTES_OF_A_VALUE", protocol.LARGE + 1)

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from tests.dialects.conversations import TOOL
-from tests.gateway.agents import Policy, awaited, server, session
+from tests.gateway.agents import Policy, server, session
 from tests.gateway.test_http import MESSAGES, post
 from tests.tiny_tokenizers import qwen3
 
@@ -15,7 +15,6 @@ ITEM_TOOL = {"type": "function", **TOOL["function"]}
 ASK = {"model": "policy", "input": "1 + 2?"}
 
 
-@awaited
 async def test_a_conversation_in_items_is_continued_token_for_token():
     """Thoughts, texts, calls and their outputs come back as the client got them."""
     policy = Policy(["several calls", "plain"])
@@ -43,7 +42,6 @@ async def test_a_conversation_in_items_is_continued_token_for_token():
     assert capture.rewritten == 0
 
 
-@awaited
 async def test_a_response_is_the_answer_of_a_chat():
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     form = {"type": "json_schema", "name": "a", "schema": schema, "strict": True}
@@ -77,7 +75,6 @@ async def test_a_response_is_the_answer_of_a_chat():
     assert said.usage.input_tokens == chat.usage.prompt_tokens == len(first.tokens)
 
 
-@awaited
 async def test_a_call_and_silence_can_be_asked_for():
     policy = Policy(["plain"])
     async with server(policy) as (_, _, client):
@@ -121,7 +118,6 @@ def test_requests_that_cannot_be_served_get_typed_errors():
 
 
 @pytest.mark.parametrize("form", [{"type": "text"}, None])
-@awaited
 async def test_a_free_text_needs_no_form(form):
     policy = Policy(["plain"])
     async with server(policy) as (_, _, client):

@@ -11,7 +11,7 @@ from rl.dialects.answers import TextReader
 from rl.dialects.choose import dialect_of
 from tests.dialects.adversary import HABITS, Adversary
 from tests.dialects.test_families import FAMILIES
-from tests.gateway.agents import Policy, awaited, collected, joined, parts_of, server, session
+from tests.gateway.agents import Policy, collected, joined, parts_of, server, session
 from tests.gateway.test_http import CHAT
 from tests.tiny_tokenizers import chatml_mistral, mistral, qwen3, qwen3_instruct
 
@@ -77,7 +77,6 @@ def answers_of(tokenizer, count):
 
 
 @pytest.mark.parametrize("name", MAKERS)
-@awaited
 async def test_a_stream_of_a_chat_says_what_the_whole_answer_says(name):
     answers = answers_of(MAKERS[name](), 6)
     policy = Told(answers)
@@ -98,7 +97,6 @@ async def test_a_stream_of_a_chat_says_what_the_whole_answer_says(name):
 
 
 @pytest.mark.parametrize("name", ["Qwen3", "Mistral"])
-@awaited
 async def test_a_stream_of_a_completion_says_what_the_whole_answer_says(name):
     answers = answers_of(MAKERS[name](), 10)
     policy = Told(answers)
@@ -141,7 +139,6 @@ class Waiting(Policy):
 
 
 @pytest.mark.parametrize("path", ["chat", "completions", "responses"])
-@awaited
 async def test_text_comes_before_the_answer_ends(path):
     """A client that leaves then ends its answer."""
     policy = Waiting()
@@ -169,7 +166,6 @@ def chunk_kind(chunk):
     return getattr(chunk, "type", "")
 
 
-@awaited
 async def test_a_session_samples_the_answer_of_a_client_that_left_to_its_end():
     policy = Waiting()
     async with asyncio.timeout(120), session(policy) as (client, capture):
@@ -210,7 +206,6 @@ class Lost(Policy):
         return completion
 
 
-@awaited
 async def test_an_answer_that_is_sampled_again_goes_on_in_its_stream():
     more = "The answer is 42, or so I think."
     async with server(Lost(more)) as (_, _, client):
@@ -219,7 +214,6 @@ async def test_an_answer_that_is_sampled_again_goes_on_in_its_stream():
 
 
 @pytest.mark.parametrize("more", ["The answer was 43, or so I think.", "The"])
-@awaited
 async def test_an_answer_that_is_sampled_again_with_other_tokens_ends_its_stream(more):
     said = ""
     async with server(Lost(more)) as (_, _, client):
@@ -229,7 +223,6 @@ async def test_an_answer_that_is_sampled_again_with_other_tokens_ends_its_stream
     assert said and "The answer is 42, or so I think.".startswith(said)
 
 
-@awaited
 async def test_a_streamed_response_has_the_events_of_the_api():
     policy = Told([qwen3().encode(text + "<|im_end|>") for text in RESPONSES])
     async with server(policy) as (_, _, client):

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import functools
 import itertools
 import json
 from collections.abc import Mapping
@@ -24,7 +23,6 @@ from tests.tinker.bodies import answer_of, request
 from tests.tinker.toy import LONGEST, VOCAB, ToySession
 
 BASE = "tiny"
-TIMEOUT_S = 300.0
 JSON = {"content-type": "application/json"}
 PROTO = "application/x-protobuf"
 LORA = {"rank": 4, "seed": 3, "train_unembed": False}
@@ -199,20 +197,6 @@ def sample_of(data: bytes) -> Any:
     message = pb.SampleResponse()
     message.ParseFromString(data)
     return message
-
-
-def awaited(test):
-    """Return a test that runs the coroutine of ``test`` to its end."""
-
-    @functools.wraps(test)
-    def run(*args, **kwargs):
-        async def bounded():
-            async with asyncio.timeout(TIMEOUT_S):
-                await test(*args, **kwargs)
-
-        asyncio.run(bounded())
-
-    return run
 
 
 @contextlib.contextmanager

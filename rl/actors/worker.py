@@ -99,6 +99,7 @@ class ModelWorker(Rank):
 
     def __post_init__(self) -> None:
         self._engine_thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
+        self._steps = 0
         # Both locks are fair: first come, first served.
         self._turn = asyncio.Lock()
         self._weights = asyncio.Lock()
@@ -180,7 +181,8 @@ class ModelWorker(Rank):
         if with_digests:
             weights = digests(self.engine.trained_shards().values())
         gc.disable()  # one rank that collects stops all, so all collect after the same steps
-        if self.engine.version % self.arguments.config.training.gc_freq == 0:
+        self._steps += 1  # versions are those of an adapter
+        if self._steps % self.arguments.config.training.gc_freq == 0:
             gc.collect()
         operations = self.engine.work.take() if self.engine.is_leader else 0
         memory = {

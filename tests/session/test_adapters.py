@@ -16,6 +16,7 @@ from rl.training.trainer_config import AdapterConfig
 from rl.types import Batch, GenerationRequest, Sampling
 from tests.actors.processes import pids_of
 from tests.generation.policies import EXPERTS
+from tests.session.open_actors import OpenTrainer
 from tests.session.sessions import PROMPTS, batch, config_of, trainer_config
 
 LOSS = grpo(entropy_coef=0.01)
@@ -27,6 +28,7 @@ CONFIG = AdapterConfig(rank=4, alpha=16.0, unembedding=False)
 def session(sessions, common):
     """FSDP2 with adapters, and the generator of two ranks that the tests of the folder share."""
     trainer = trainer_config(fsdp=2, lora=LoRAConverter.Config(rank=4))
+    trainer.training.gc_freq = 3
     mesh = sessions.run(sessions.start_mesh(sessions.meshes(trainer=trainer).models()["trainer"]))
     generator = GeneratorConfig(tensor_parallel_degree=2, kv_cache_gib=0.05)
     session = sessions.on(mesh, common.pool.meshes[0], generator=generator)
@@ -104,6 +106,16 @@ async def test_samples_have_the_log_probs_of_their_snapshot(session, tmp_path):
         assert await difference(session, snapshots["a"], "a/3", weights=snapshots["a"]) <= 1e-5
         await session.settle()
     for name in ("a", "b"):
+        await session.drop_adapter(name)
+
+
+async def test_garbage_is_collected_though_each_adapter_takes_few_steps(session):
+    await session.trainer.call(OpenTrainer.watch_collections)
+    for name in ("a", "b", "c"):
+        await session.create_adapter(name, CONFIG)
+        await train(session, name, steps=2)
+    assert await session.trainer.call(OpenTrainer.collections) == [[2, 2]] * 2
+    for name in ("a", "b", "c"):
         await session.drop_adapter(name)
 
 

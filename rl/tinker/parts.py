@@ -20,6 +20,8 @@ from rl.types import Completion, Prompt, Rollout
 
 MOST = 64
 """Number of samples that a step of a model has: the first ones after the step before."""
+MODELS = 64
+"""Number of models whose samples since their last step are kept. Those of the others are lost."""
 CLONE = 10**9
 """The samples of copy n of a client have numbers from n * CLONE."""
 AHEAD = 2
@@ -43,7 +45,7 @@ class Samples:
 
     def has_room(self, model: str) -> bool:
         """Whether ``add`` keeps anything before the next step of the model."""
-        return len(self._waiting[model]) < MOST
+        return len(self._waiting.get(model, ())) < MOST
 
     def add(self, model: str, prompt: list[int], completions: Sequence[Completion]) -> None:
         """Keep completions of a prompt until the next step of the model."""
@@ -58,6 +60,8 @@ class Samples:
             answer = self._decode(each.tokens)
             drawn = Rollout.single_turn(asked, each, sample=sample, text=answer, reward=math.nan)
             waiting.append(drawn)
+        while len(self._waiting) > MODELS:
+            del self._waiting[next(iter(self._waiting))]
 
     def write(self, model: str, step: int) -> None:
         """Write the samples since the step before as those of ``step``."""

@@ -11,6 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rl.tinker import app, catalog, samplers, store
+from rl.tinker.parts import MODELS, Samples
+from rl.types import Completion
 from tests.tinker.clients import BASE, Running
 from tests.tinker.test_app import GRAPH, ask, sample, sampler_of
 
@@ -238,3 +240,15 @@ async def test_a_key_is_compared_in_its_bytes(tmp_path):
         for given, status in (("schlüssel".encode(), 200), (b"schl\xfcssel", 401)):
             answer = await running.http.get("/api/v1/sessions", headers={b"x-api-key": given})
             assert answer.status_code == status
+
+
+def test_samples_of_models_that_take_no_more_steps_make_room(tmp_path):
+    samples = Samples(tmp_path, str)
+    drawn = Completion(tokens=[1], logprobs=[0.0], versions=[0], finish_reason="length")
+    names = [str(number) for number in range(MODELS + 1)]
+    for name in names:
+        (tmp_path / name).mkdir()
+        samples.add(name, [2], [drawn])
+    for name in names:
+        samples.write(name, 1)
+    assert {each.parent.name for each in tmp_path.glob("*/rollouts")} == {*names[1:]}

@@ -7,8 +7,9 @@ Otherwise, or with --package, it comes from a package of the package index, whos
 4 bits and are written as bfloat16; its tokenizer adds no first token. The package, and what reads
 it, are installed into an environment of their own in ~/.cache/tiller-bench, once. --problems writes
 word problems to train the model on: train.jsonl with 3,000 and held.jsonl with 200, and
-solved.jsonl with 3,200 conversations that solve others, the same on every machine. SmolLM2 and its
-package are published under Apache-2.0, Gemma under Google's terms, which its package has.
+solved.jsonl with 3,200 conversations that solve others, and pairs.jsonl with 400 pairs of a right
+and a wrong solution of still others, the same on every machine. SmolLM2 and its package are
+published under Apache-2.0, Gemma under Google's terms, which its package has.
 """
 
 import argparse
@@ -172,9 +173,13 @@ def problems(seed: int = 0) -> Iterator[dict[str, str]]:
 def write_problems(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     rows = problems()
-    for name, count in (("train.jsonl", 3_000), ("held.jsonl", 200), ("solved.jsonl", 3_200)):
-        problem = map(conversation, rows) if name == "solved.jsonl" else rows
-        lines = [f"{json.dumps(next(problem))}\n" for _ in range(count)]
+    for name, count, row in (
+        ("train.jsonl", 3_000, dict),
+        ("held.jsonl", 200, dict),
+        ("solved.jsonl", 3_200, conversation),
+        ("pairs.jsonl", 400, pair),
+    ):
+        lines = [f"{json.dumps(row(next(rows)))}\n" for _ in range(count)]
         Path(folder, name).write_text("".join(lines))
         print(f"{folder / name}: {count} problems")
 
@@ -183,6 +188,15 @@ def conversation(row: dict[str, str]) -> dict[str, list[dict[str, str]]]:
     """Return a problem and its solution as messages for supervised fine-tuning."""
     question = {"role": "user", "content": f"{row['question']}\n{INSTRUCTION}"}
     return {"messages": [question, {"role": "assistant", "content": row["answer"]}]}
+
+
+def pair(row: dict[str, str]) -> dict[str, list[dict[str, str]]]:
+    """Return a problem with its solution, and with a wrong result, as a preference."""
+    prompt, chosen = conversation(row)["messages"]
+    work, _, number = chosen["content"].rpartition(" ")
+    wrong = int(number) + random.Random(row["question"]).choice((-10, -3, -1, 1, 2, 10))
+    rejected = {**chosen, "content": f"{work} {wrong}"}
+    return {"prompt": [prompt], "chosen": [chosen], "rejected": [rejected]}
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -25,9 +25,9 @@ def script(monkeypatch):
 
 def test_word_problems_are_distinct_right_and_the_same_on_every_machine(script, tmp_path):
     script.write_problems(tmp_path)
-    train, held, solved = (
-        [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
-        for name in ("train.jsonl", "held.jsonl", "solved.jsonl")
+    train, held, solved, pairs = (
+        [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("train", "held", "solved", "pairs")
     )
     rows = train + held
     questions = [row["question"] for row in rows]
@@ -45,6 +45,14 @@ def test_word_problems_are_distinct_right_and_the_same_on_every_machine(script, 
     asked = {user["content"].partition("\n")[0] for user, _ in messages}
     assert len(asked - {*questions}) == len(messages) == 3200
     assert all("####" in assistant["content"] for _, assistant in messages)
+    assert len({*asked, *(row["prompt"][0]["content"].partition("\n")[0] for row in pairs)}) == 3600
+    for row in pairs:
+        (right,), (wrong,) = (
+            [message["content"].rpartition("#### ") for message in row[side]]
+            for side in ("chosen", "rejected")
+        )
+        assert right[0] == wrong[0]
+        assert int(right[2]) == int(right[0].rpartition("= ")[2]) != int(wrong[2])
 
 
 @pytest.mark.parametrize("name", ["smollm2", "gemma3"])

@@ -86,6 +86,7 @@ def interpreted(interpreted_rank):
 @pytest.fixture
 def generator(one_rank):
     """One rank that holds ``policy`` as version 1."""
+    one_rank.restore()
     one_rank.run(push, policies(TIED_SPLIT)[0].weights, 1)
     return one_rank
 
@@ -93,15 +94,16 @@ def generator(one_rank):
 @pytest.fixture
 def generators(two_ranks):
     """Two ranks of one generator that hold ``policy`` as version 1."""
+    two_ranks.restore()
     two_ranks.run(push, policies(NARROW)[0].weights, 1)
     return two_ranks
 
 
 @pytest.fixture
 def rebuilt(two_ranks):
-    """Two ranks that the test may rebuild."""
+    """Two ranks that the test may rebuild, or close the engines of."""
     yield two_ranks
-    two_ranks.rebuild(NARROW)
+    two_ranks.is_restored = False
 
 
 @pytest.fixture(params=["generator", "generators"], ids=["one rank", "two ranks"])

@@ -5,6 +5,7 @@ the process of pytest.
 ``fn`` are at the end of this file.
 """
 
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -47,6 +48,7 @@ class GeneratorRanks:
         tp = config.tensor_parallel_degree
         self.config = config
         self.model = model
+        self.is_restored = True
         self._store = loopback_store()
         self.folder = tempfile.TemporaryDirectory(prefix="tiller-ranks-")
         self.processes = []
@@ -95,11 +97,18 @@ class GeneratorRanks:
 
     def rebuild(self, model: ModelConfig, **changes) -> None:
         """Build an engine for ``model`` in every rank's process, with ``changes`` of the config."""
+        self.is_restored = False
         store = loopback_store()
         for pipe in self.pipes:
             pipe.send((GeneratorRanks.rebuild, (model, store.port), changes))
         self._replies()
         self._store = store
+
+    def restore(self) -> None:
+        """Build the engines of the first model again, if others were built or they were closed."""
+        if not self.is_restored:
+            self.rebuild(self.model)
+            self.is_restored = True
 
     def close(self):
         """End every rank; kill those that do not end."""
@@ -142,6 +151,7 @@ def host(
         try:
             if fn is GeneratorRanks.rebuild:
                 close(engine)
+                gc.freeze()  # vLLM thaws the heap of imports, and collects three times at a start
                 os.environ["MASTER_PORT"] = str(args[1])
                 engine = GenerationEngine(replace(config, **kwargs), args[0], seed=0, parity=parity)
                 pipe.send(("done", None))

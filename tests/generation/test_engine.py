@@ -117,7 +117,6 @@ def test_a_vocabulary_smaller_than_the_number_of_most_likely_tokens_is_returned_
     one_rank.rebuild(small)
     one_rank.run(push, Policy(small, seed=2).weights, 1)
     ((found,),) = one_rank.run(generate, [request("all", top_logprobs=20)])
-    one_rank.rebuild(TIED_SPLIT)
     assert {len(top) for top in found.top_logprobs} == {16}
 
 
@@ -153,7 +152,6 @@ def test_other_forms_of_the_model_give_the_same_logprobs_as_torchtitan(one_rank,
     one_rank.rebuild(form)
     one_rank.run(push, policy.weights, 1)
     (completions,) = one_rank.run(generate, asked(max_tokens=40))
-    one_rank.rebuild(TIED_SPLIT)
     assert max(error(policy, p, c) for p, c in zip(PROMPTS, completions, strict=True)) <= 1e-5
 
 
@@ -180,7 +178,6 @@ def test_a_push_in_bfloat16_leaves_the_rope_cache_in_float32(one_rank, policy):
     one_rank.rebuild(TIED_SPLIT, dtype="bfloat16")
     one_rank.run(push, policy.weights, 1)
     (caches,) = one_rank.run(rope_caches)
-    one_rank.rebuild(TIED_SPLIT)
     for cache, layer in zip(caches, policy.model.layers.values(), strict=True):
         assert cache.dtype == torch.float32
         assert torch.equal(

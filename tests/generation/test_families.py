@@ -112,11 +112,7 @@ def worst_error(
     [pytest.param(name, marks=[] if name in DISTINCT else [pytest.mark.long]) for name in ALL],
 )
 def test_generators_agree_with_transformers(one_rank, tmp_path, name):
-    folder = folder_of(name, tmp_path / "in")
-    try:
-        assert worst_error(one_rank, folder, fuse_qkv=True) <= 1e-5
-    finally:
-        one_rank.rebuild(TIED_SPLIT)
+    assert worst_error(one_rank, folder_of(name, tmp_path / "in"), fuse_qkv=True) <= 1e-5
 
 
 def test_a_family_of_the_documentation_agrees_with_transformers(one_rank, tmp_path, monkeypatch):
@@ -129,11 +125,7 @@ def test_a_family_of_the_documentation_agrees_with_transformers(one_rank, tmp_pa
     one_rank.run(extend_path, str(tmp_path))
     sizes = {"residual_dropout": 0.0, "attention_dropout": 0.0, "mlp_bias": True}
     folder = Folder(sizes, family="seed_oss").write(tmp_path / "in")
-    try:
-        error = worst_error(one_rank, folder, fuse_qkv=True, family="my_families.seed_oss")
-    finally:
-        one_rank.rebuild(TIED_SPLIT)
-    assert error <= 1e-5
+    assert worst_error(one_rank, folder, fuse_qkv=True, family="my_families.seed_oss") <= 1e-5
 
 
 def extend_path(_engine: object, folder: str) -> None:

@@ -35,6 +35,7 @@ def replicas(tmp_path_factory) -> Run:
     return run
 
 
+@pytest.mark.long
 def test_generators_die_join_and_leave_while_training_goes_on(replicas):
     restarts = replicas.metrics()[-1]["restarts/generators"]
     assert replicas.json("summary.json")["restarts"] == restarts == 1

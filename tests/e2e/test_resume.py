@@ -62,6 +62,7 @@ def test_sampling_ahead_hides_what_it_overlaps(finished):
     assert stages - sum(hidden) <= 1.001 * sum(row["timing/step"] for row in rows)
 
 
+@pytest.mark.long
 def test_a_resume_that_cannot_load_its_checkpoint_leaves_the_run_as_it_was(tmp_path):
     command = (*TINY, "--steps", "2", "--trainer.checkpoint.interval", "1")
     run = start(tmp_path, command)
@@ -82,7 +83,8 @@ def test_a_resume_that_cannot_load_its_checkpoint_leaves_the_run_as_it_was(tmp_p
     assert (export.process.returncode, found["equal"]) == (0, True), export.stderr + replay.stderr
 
 
-@pytest.mark.parametrize("options", [(), pytest.param(WITH_EXPERTS, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("options", [(), WITH_EXPERTS])
 def test_a_hybrid_that_is_killed_is_the_undisturbed_one(tmp_path, options):
     command = (*HYBRID, "--steps", "6", *options)
     for name in ("killed", "whole"):

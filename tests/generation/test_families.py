@@ -132,22 +132,33 @@ def extend_path(_engine: object, folder: str) -> None:
     sys.path.insert(0, folder)
 
 
+@pytest.fixture(scope="module")
+def sharded():
+    """Return a function from a degree of tensor parallelism to ranks that the test rebuilds."""
+    ranks = {}
+
+    def of(degree: int) -> GeneratorRanks:
+        if degree not in ranks:
+            config = GeneratorConfig(tensor_parallel_degree=degree, kv_cache_gib=0.05)
+            ranks[degree] = GeneratorRanks(config, replace(TIED_SPLIT, n_kv_heads=4))
+        return ranks[degree]
+
+    yield of
+    for each in ranks.values():
+        each.close()
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("name", "tp"),
+    ("tp", "name"),
     [
-        *((name, 2) for name in TENSOR_PARALLEL),
-        *((name, 4) for name in (*TENSOR_PARALLEL, MORE) if name not in TWO_KEY_HEADS),
+        *((2, name) for name in TENSOR_PARALLEL),
+        *((4, name) for name in (*TENSOR_PARALLEL, MORE) if name not in TWO_KEY_HEADS),
     ],
 )
-def test_tensor_parallel_generators_agree_with_transformers(tmp_path, name, tp):
-    config = GeneratorConfig(tensor_parallel_degree=tp, kv_cache_gib=0.05)
+def test_tensor_parallel_generators_agree_with_transformers(sharded, tmp_path, tp, name):
     folder = folder_of(name, tmp_path / "in")
-    ranks = GeneratorRanks(config, replace(TIED_SPLIT, n_kv_heads=4))
-    try:
-        for fuse_qkv in (True, False):
-            whole = fuse_qkv and name == "gpt_oss"
-            error = worst_error(ranks, folder, fuse_qkv=fuse_qkv, expert_parallel=whole)
-            assert error <= 1e-5
-    finally:
-        ranks.close()
+    for fuse_qkv in (True, False):
+        whole = fuse_qkv and name == "gpt_oss"
+        error = worst_error(sharded(tp), folder, fuse_qkv=fuse_qkv, expert_parallel=whole)
+        assert error <= 1e-5

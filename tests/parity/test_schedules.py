@@ -16,7 +16,7 @@ EXPERTS = {"num_experts": 4, "experts_per_token": 2, "moe_hidden_dim": 40}
 REFUSED = ("gemma2", "qwen3_5_moe_text", "qwen3_5_text")
 """Families without bitwise parity."""
 FAMILIES = [name for name in BUILT_IN if name not in REFUSED]
-OFTEN = {"gpt_oss": 10, "gemma3_text": 10}
+OFTEN = {"gemma3_text": 10}
 """Number of schedules in the default tests. The long tests take 16 of each family."""
 CONFIG = {"kv_cache_gib": 0.006, "max_batched_tokens": 256, "max_running_requests": 16}
 CUT = {"top_k": 20, "top_p": 0.9, "min_p": 0.01}

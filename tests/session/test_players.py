@@ -165,6 +165,7 @@ async def test_a_players_answers_are_those_of_its_policy(sessions, model, tmp_pa
     await players.session.stop()
 
 
+@pytest.mark.long
 async def test_players_with_opposite_aims_both_learn_and_do_so_again(sessions, model, tmp_path):
     runs = []
     for attempt in ("first", "again"):

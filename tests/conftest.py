@@ -19,7 +19,7 @@ from rl.actors import fork_server
 from rl.host.process import COLLECT_AT
 from tests import warm
 
-pytest_plugins = ["tests.durations.plugin", "tests.hub", "tests.must_run"]
+pytest_plugins = ["tests.durations.plugin", "tests.kit.hub", "tests.must_run"]
 
 ROOT = Path(__file__).parent
 ENGINES = (

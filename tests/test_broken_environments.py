@@ -16,7 +16,7 @@ from rl.model.shape import ModelConfig
 from rl.trainers import trial
 from rl.trainers.rl import RLTrainer
 from rl.trainers.trial import MAX_TURNS
-from tests.tiny_tokenizers import make_model
+from tests.kit.tokenizers import make_model
 
 TASK = """\
 class Mine({kind}):

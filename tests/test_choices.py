@@ -7,7 +7,7 @@ from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC,
 
 from rl.cli.arguments import find_config
 from rl.config import RLConfig
-from tests.config.command_line import parse, parse_line
+from tests.kit.command_line import parse, parse_line
 
 FRUGAL = f"{__name__}.frugal"
 

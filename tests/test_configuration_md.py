@@ -4,8 +4,8 @@ import pytest
 
 from rl.types.rules import Bounds, at_least
 from rl.validation.values import values
-from tests.bench.programs import module
-from tests.validation.full_config import full_config
+from tests.kit.full_config import full_config
+from tests.kit.scripts import module
 
 SCRIPT = "scripts/make_configuration_md.py"
 

@@ -20,9 +20,8 @@ from rl.cli.arguments import read_config
 from rl.config.algorithm import ALGORITHMS
 from rl.plan.__main__ import main as plan
 from tests import warm
-from tests.bench.programs import module
-from tests.docs.commands import check_command
-from tests.docs.pages import (
+from tests.kit.commands import check_command
+from tests.kit.pages import (
     LANGUAGES,
     PAGES,
     ROOT,
@@ -35,7 +34,8 @@ from tests.docs.pages import (
     text_of,
     words,
 )
-from tests.tables import check_rows
+from tests.kit.scripts import module
+from tests.kit.tables import check_rows
 
 FOLDERS = ("rl", "configs", "scripts", "docs", "tests")
 LONGEST_README = 1300  # words

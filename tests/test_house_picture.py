@@ -2,7 +2,7 @@
 
 import re
 
-from tests.bench.programs import module
+from tests.kit.scripts import module
 
 SCRIPT = "scripts/make_house_picture.py"
 

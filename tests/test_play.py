@@ -7,7 +7,7 @@ import pytest
 
 from rl.cli.arguments import parse_config
 from rl.play import main
-from tests.tiny_tokenizers import make_model
+from tests.kit.tokenizers import make_model
 
 
 @pytest.fixture(scope="module")

@@ -8,14 +8,14 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl.generation.generator_config import GeneratorConfig
-from tests.bench.programs import module
-from tests.e2e.runs import Run, words
-from tests.generation.policies import TIED_SPLIT
-from tests.generation.ranks import GeneratorRanks
 from tests.generation.test_families import worst_error
-from tests.tiny_tokenizers import make_model
-from tests.training.model_folders import open_folder, transformers_logits
-from tests.training.scenes import logits_of
+from tests.kit.generator_ranks import GeneratorRanks
+from tests.kit.model_folders import open_folder, transformers_logits
+from tests.kit.policies import TIED_SPLIT
+from tests.kit.runs import Run, words
+from tests.kit.scenes import logits_of
+from tests.kit.scripts import module
+from tests.kit.tokenizers import make_model
 
 
 @pytest.fixture

@@ -41,7 +41,7 @@ FORK.set_forkserver_preload(
     [
         *fork_server.PRELOADED,
         "rl.cli.arguments",
-        "tests.training.scenes",
+        "tests.kit.scenes",
         "torchtitan.components.metrics",
         "torchtitan.components.quantization.utils",
         "torchtitan.trainer",  # which Qwen3's config imports late, with pandas and more behind it

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 from rl.actors import fork_server
-from tests.actors.moody_task import FORKS
 from tests.actors.test_reward_workers import COMPLETIONS, pids_of, workers_and_task
+from tests.kit.moody_task import FORKS
 
 
 async def main(folder: Path) -> None:

@@ -21,13 +21,13 @@ from rl.session.session_config import SessionConfig
 from rl.tasks.guessing_game import GuessingGame
 from rl.types import Completion, Sampling
 from rl.types.deadlines import DeadlineConfig
-from tests.actors.processes import assert_ended
 from tests.actors.test_reward_workers import forked, pids_of, running
-from tests.rollout import moody_environment as moody
-from tests.rollout import wild_tools as wild
+from tests.kit import moody_environment as moody
+from tests.kit import wild_tools as wild
+from tests.kit.processes import assert_ended
+from tests.kit.tokenizers import make_model, qwen3
 from tests.rollout.test_episodes import Engine
 from tests.rollout.test_recovery import asked, numbers
-from tests.tiny_tokenizers import make_model, qwen3
 
 DEADLINES = DeadlineConfig(start=200.0, heartbeat=4.0)
 ANSWER = Completion.written(qwen3().encode("The answer is 42.<|im_end|>"))

@@ -34,7 +34,7 @@ from rl.errors import ActorFailure, RankLost, end_program
 from rl.host.process import LEAVING
 from rl.types import Place
 from tests import warm
-from tests.actors.processes import assert_ended, wait_until_delivered
+from tests.kit.processes import assert_ended, wait_until_delivered
 
 LONG = 200.0
 

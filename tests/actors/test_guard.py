@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from rl.actors import guard
-from tests.actors.forks import __file__ as forks
-from tests.actors.processes import assert_ended, wait_until_delivered
+from tests.kit.forks import __file__ as forks
+from tests.kit.processes import assert_ended, wait_until_delivered
 
 GUARDED = f"""
 import os, sys
 {Path(guard.__file__).read_text()}
 guard()
 sys.path.insert(0, {str(Path(forks).parents[2])!r})
-from tests.actors.forks import fork
+from tests.kit.forks import fork
 fork(sys.argv[1])
 print("forked", flush=True)
 """

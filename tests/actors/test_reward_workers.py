@@ -20,7 +20,7 @@ from rl.session.session_config import SessionConfig
 from rl.types import Completion
 from rl.types.deadlines import DeadlineConfig
 from tests import warm
-from tests.actors.moody_task import (
+from tests.kit.moody_task import (
     DIES,
     DIES_ONCE,
     EXITS,
@@ -31,7 +31,7 @@ from tests.actors.moody_task import (
     Later,
     Moody,
 )
-from tests.actors.processes import assert_ended, stop
+from tests.kit.processes import assert_ended, stop
 
 DEADLINES = DeadlineConfig(start=200.0, heartbeat=4.0, reward=3.0)
 COMPLETIONS = [

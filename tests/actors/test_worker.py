@@ -7,7 +7,7 @@ import torch
 
 from rl.actors.worker import ModelWorker
 from rl.actors.worker_group import _merge
-from tests.training.batches import ragged_batch, with_targets
+from tests.kit.batches import ragged_batch, with_targets
 
 
 def test_an_offload_waits_for_a_save_that_reads_the_weights():

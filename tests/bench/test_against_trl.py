@@ -7,7 +7,7 @@ import pytest
 from rl.cli.arguments import parse_config
 from rl.trainers.trial import try_task
 from rl.types import Completion
-from tests.bench.programs import module
+from tests.kit.scripts import module
 
 SCRIPT = "scripts/bench/against_trl.py"
 

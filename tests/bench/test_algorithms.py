@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.bench.programs import module
+from tests.kit.scripts import module
 
 SCRIPT = "scripts/bench/algorithms.py"
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.bench.programs import module, python
+from tests.kit.scripts import module, python
 
 SCRIPT = "scripts/bench/gateway.py"
 

@@ -5,7 +5,7 @@ from math import nan
 
 import pytest
 
-from tests.bench.programs import module
+from tests.kit.scripts import module
 
 SCRIPT = "scripts/bench/layouts.py"
 

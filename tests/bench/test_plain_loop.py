@@ -5,7 +5,7 @@ from dataclasses import asdict
 import pytest
 
 from configs.quickstart import quickstart
-from tests.bench.programs import module
+from tests.kit.scripts import module
 
 
 @pytest.mark.parametrize("size", ["0.1m", "3m"])

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.bench.programs import module
+from tests.kit.scripts import module
 
 
 def test_runs_and_files_of_lines_are_drawn_over_steps_or_minutes(tmp_path, monkeypatch, capsys):

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests import warm
-from tests.bench.programs import module
+from tests.kit.scripts import module
 
 SCRIPT = "scripts/bench/reference.py"
 TIMEOUT_S = 1800.0

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rl.weights.transport import NETWORKS
-from tests.bench.programs import ROOT, module, python
+from tests.kit.scripts import ROOT, module, python
 
 Result = dict[str, Any]
 

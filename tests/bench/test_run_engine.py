@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from tests.bench.programs import module, python
-from tests.training.ranks import loopback_store, rank_environment
+from tests.kit.ranks import loopback_store, rank_environment
+from tests.kit.scripts import module, python
 
 SCRIPT = "scripts/run_engine.py"
 TINY = ["--config", "quickstart", "--steps", "3", "--rollout.prompts_per_step", "2"]

@@ -7,7 +7,7 @@ import pytest
 from rl.cli.arguments import parse_config
 from rl.trainers.preference import PreferenceTrainer
 from rl.trainers.sft import SFTTrainer
-from tests.bench.programs import module
+from tests.kit.scripts import module
 
 SCRIPT = "scripts/bench/sft_against_trl.py"
 STEPS = 4

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.bench.programs import module
+from tests.kit.scripts import module
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from rl.config.frozen import frozen
 from rl.errors import ConfigError
 from rl.tasks.copy_digits import CopyDigits
 from rl.weights.transport import TransportName
-from tests.config.command_line import PROGRAM, parse, parse_line
-from tests.tables import check_rows
+from tests.kit.command_line import PROGRAM, parse, parse_line
+from tests.kit.tables import check_rows
 
 
 def test_overrides_reach_nested_fields_as_their_own_type():

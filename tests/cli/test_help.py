@@ -7,8 +7,8 @@ import pytest
 
 from rl.cli.arguments import SHIPPED, all_fields, common_fields, parse_config, shipped_configs
 from rl.cli.help import GROUPS, shipped_sources
-from tests.config.command_line import PROGRAM
-from tests.tables import check_rows
+from tests.kit.command_line import PROGRAM
+from tests.kit.tables import check_rows
 
 
 def printed(*arguments: str, capsys) -> str:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rl.cli.program import begin
 from rl.host.process import steady
 from rl.observe.progress import Progress
-from tests.observe.rows import make_rows
+from tests.kit.records import make_rows
 
 
 def python(*arguments: str, **options) -> subprocess.CompletedProcess:

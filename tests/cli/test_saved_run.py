@@ -13,7 +13,7 @@ from rl.cli.arguments import parse_config
 from rl.cli.saved_run import open_model, open_run
 from rl.config.frozen import frozen
 from rl.training.trainer_config import one_rank
-from tests.trainers.tiny_chat import tiny_chat_model
+from tests.kit.chats import tiny_chat_model
 
 TWO_NODES = ["--trainer.nodes", "2", "--trainer.parallelism.data_parallel_shard_degree", "2"]
 H100S = ["--hardware.device", "h100", "--hardware.gpus_per_node", "8"]

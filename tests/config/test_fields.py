@@ -18,12 +18,12 @@ from rl.errors import ConfigError
 from rl.types.rules import Fixed, rule_of
 from rl.validation import validate
 from rl.validation.values import values
-from tests.bench.programs import module
 from tests.config.fields import ACTS
 from tests.config.refused_fields import REFUSED, REFUSED_BY_KIND
-from tests.tables import check_rows
-from tests.trainers.tiny_chat import tiny_chat_model
-from tests.validation.full_config import full_config
+from tests.kit.chats import tiny_chat_model
+from tests.kit.full_config import full_config
+from tests.kit.scripts import module
+from tests.kit.tables import check_rows
 from tests.validation.test_values import put
 
 TESTS = Path(__file__).parents[1]

@@ -16,7 +16,7 @@ from rl.errors import ConfigError
 from rl.model.shape import ModelConfig
 from rl.tasks.copy_digits import CopyDigits
 from rl.tasks.mixture import Mixture, Stage
-from tests.config.command_line import parse_line
+from tests.kit.command_line import parse_line
 
 
 def test_the_frozen_copy_is_json_with_every_value_in_its_place():

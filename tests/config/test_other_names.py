@@ -5,7 +5,7 @@ import pytest
 from rl.cli.arguments import all_fields, load_config, parse_config, shipped_configs
 from rl.config.other_names import OTHER_NAMES
 from rl.errors import ConfigError
-from tests.tables import check_rows
+from tests.kit.tables import check_rows
 
 
 def refusal(*arguments: str) -> str:

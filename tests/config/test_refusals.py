@@ -21,8 +21,8 @@ from rl.errors import ConfigError
 from rl.tasks.guessing_game import GuessingGame
 from rl.validation import validate
 from rl.weights.transport import NETWORKS
-from tests.config.command_line import parse
-from tests.tables import check_rows
+from tests.kit.command_line import parse
+from tests.kit.tables import check_rows
 from tests.validation.test_values import put
 
 EP, DP, TP, CP = (

@@ -8,8 +8,8 @@ from torchtitan.components.checkpointer import base as checkpointing
 from rl.cli.arguments import find_config
 from rl.config import RunConfig, SampledEvaluationConfig
 from rl.tasks.copy_digits import CopyDigits
-from tests.trainers.tiny_chat import tiny_chat_model
-from tests.validation.full_config import full_config
+from tests.kit.chats import tiny_chat_model
+from tests.kit.full_config import full_config
 
 
 @pytest.fixture(scope="module")

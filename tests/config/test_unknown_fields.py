@@ -17,7 +17,7 @@ from rl.errors import ConfigError
 from rl.tasks.chat import ChatJsonl
 from rl.validation import validate
 from rl.validation.values import values
-from tests.tables import check_rows
+from tests.kit.tables import check_rows
 
 ROOMS = ("algorithms", "config", "data", "environments", "model", "observe", "session", "tasks")
 ENGINES = ("rl.generation.generator_config", "rl.training.trainer_config", "rl.weights.transport")

@@ -6,7 +6,7 @@ import pytest
 
 from rl.dialects.choose import dialect_of
 from rl.dialects.dialect import Dialect
-from tests.tiny_tokenizers import qwen3
+from tests.kit.tokenizers import qwen3
 
 
 @pytest.fixture(scope="session")

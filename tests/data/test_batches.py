@@ -13,7 +13,7 @@ from rl.data.examples import EncodingConfig
 from rl.data.preferences import read_preferences
 from rl.types import Completion, Prompt, Rollout
 from rl.types.deadlines import DeadlineConfig
-from tests.dialects.conversations import said, user
+from tests.kit.conversations import said, user
 
 
 def examples(dialect, *lengths: int):

@@ -11,7 +11,7 @@ from tokenizers.processors import TemplateProcessing
 from rl.data.conversations import ConversationsConfig, read_conversations
 from rl.dialects.choose import dialect_of, dialect_or_text
 from rl.errors import ConfigError
-from tests.dialects.conversations import (
+from tests.kit.conversations import (
     ASKED,
     CORPUS,
     EMPTY,
@@ -24,7 +24,7 @@ from tests.dialects.conversations import (
     user,
     wrote,
 )
-from tests.tiny_tokenizers import copy_of, painted, qwen3, qwen3_instruct
+from tests.kit.tokenizers import copy_of, painted, qwen3, qwen3_instruct
 
 ANSWERED = {name: row for name, row in CORPUS.items() if row[2]}
 CHAT = [*ASKED, said("d")]

@@ -6,8 +6,8 @@ import pytest
 from rl.data.examples import EncodingConfig
 from rl.data.preferences import read_labelled, read_preferences
 from rl.errors import ConfigError
-from tests.dialects.conversations import ASKED, EMPTY, HEAD, TOOL, call, said, tool, user
-from tests.tiny_tokenizers import painted, qwen3
+from tests.kit.conversations import ASKED, EMPTY, HEAD, TOOL, call, said, tool, user
+from tests.kit.tokenizers import painted, qwen3
 
 
 def pairs(rows, dialect, **fields):

@@ -12,9 +12,9 @@ from rl.data.jsonl import read_rows
 from rl.data.stored import Stored
 from rl.dialects.choose import dialect_of
 from rl.errors import ConfigError
-from tests.dialects.conversations import TOOL, said, system, tool, user
-from tests.tables import check_rows
-from tests.tiny_tokenizers import copy_of, qwen3
+from tests.kit.conversations import TOOL, said, system, tool, user
+from tests.kit.tables import check_rows
+from tests.kit.tokenizers import copy_of, qwen3
 
 ROWS = [{"messages": [user(f"{n}?"), said("a" * n)]} for n in range(1, 9)]
 

@@ -17,8 +17,8 @@ from rl.data.preferences import read_preferences
 from rl.data.sources import SourceConfig, is_hub_name, newest_commit
 from rl.data.stored import Stored, parted
 from rl.errors import ConfigError
-from tests.hub import TOKEN, using_hub
-from tests.tables import check_rows
+from tests.kit.hub import TOKEN, using_hub
+from tests.kit.tables import check_rows
 
 ROWS = [
     {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "é" * n}]}

@@ -4,8 +4,8 @@ import pytest
 
 from rl.errors import ConfigError
 from tests.data.test_conversations import CHAT, read, shown
-from tests.dialects.conversations import TOOL, call, said, system, tool, user
-from tests.tiny_tokenizers import painted, qwen3
+from tests.kit.conversations import TOOL, call, said, system, tool, user
+from tests.kit.tokenizers import painted, qwen3
 
 THOUGHTFUL = [
     system("s"),

@@ -5,7 +5,7 @@ import pytest
 from rl.data.batches import batch_of
 from rl.errors import ConfigError
 from tests.data.test_conversations import CHAT, read
-from tests.dialects.conversations import said, user
+from tests.kit.conversations import said, user
 
 
 def weighted(**keys):

@@ -7,8 +7,8 @@ from rl.dialects.choose import dialect_of, dialect_or_text
 from rl.dialects.dialect import ConversationError
 from rl.dialects.qwen3 import Qwen3Dialect
 from rl.errors import ConfigError
-from tests.dialects.conversations import said, user
-from tests.tiny_tokenizers import copy_of, glm, qwen3, qwen3_instruct
+from tests.kit.conversations import said, user
+from tests.kit.tokenizers import copy_of, glm, qwen3, qwen3_instruct
 
 OTHER = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
 

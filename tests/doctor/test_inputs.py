@@ -11,8 +11,8 @@ from rl.dialects.template import stop_tokens
 from rl.doctor.data import check_template
 from rl.model.tokenizer import load_tokenizer
 from tests.doctor import broken_task
-from tests.tables import check_rows
-from tests.tiny_tokenizers import make_model
+from tests.kit.tables import check_rows
+from tests.kit.tokenizers import make_model
 
 
 def edit_json(path, **changes):

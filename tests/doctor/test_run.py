@@ -17,7 +17,7 @@ from rl.doctor.examine import check_run
 from rl.observe.checkpoint_folders import ROLLOUTS
 from rl.observe.owner import FolderOwner
 from rl.observe.rollout_files import Chunk, write_rollouts
-from tests.tables import check_rows
+from tests.kit.tables import check_rows
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,9 @@ from rl.model.shape import ModelConfig
 from rl.tasks.copy_digits import WORDS, CopyDigits
 from rl.tasks.gsm8k_jsonl import Gsm8kJsonl
 from rl.types import Prompt
-from tests.gateway.agent_tasks import Guesser
-from tests.rollout.wild_tools import WildTools
-from tests.tasks.held import HeldCalculator, HeldGuessingGame
+from tests.e2e.held import HeldCalculator, HeldGuessingGame
+from tests.kit.agent_tasks import Guesser
+from tests.kit.wild_tools import WildTools
 
 BLOCK = 32
 PREAMBLE = [place % len(WORDS) for place in range(2 * BLOCK + 6)]
@@ -111,7 +111,7 @@ def agents() -> RLConfig:
 
 def countdown() -> RLConfig:
     """Return a config of two steps of a text environment of gymnasium."""
-    from tests.environments.countdown import CountdownTask
+    from tests.kit.countdown import CountdownTask
 
     config = guessing()
     config.steps = 2
@@ -121,7 +121,7 @@ def countdown() -> RLConfig:
 
 def skyrl_sums() -> RLConfig:
     """Return a config of two steps of an environment of skyrl-gym."""
-    from tests.environments.sums import SumsTask
+    from tests.kit.sums import SumsTask
 
     config = countdown()
     config.task = SumsTask.Config(max_turns=3, max_episode_tokens=12 * BLOCK)

@@ -16,8 +16,8 @@ from tests.e2e.pipelines import (
     TOOLS,
     TWO_AHEAD,
 )
-from tests.e2e.runs import LR, Run, make_sums, words
-from tests.trainers.tiny_chat import chat_rows, preference_rows, tiny_chat_model
+from tests.kit.chats import chat_rows, preference_rows, tiny_chat_model
+from tests.kit.runs import LR, Run, make_sums, words
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,7 @@ for tests that disturb runs, and of every kind that programs read.
 
 import pytest
 
-from tests.e2e.runs import LR, TINY, words
+from tests.kit.runs import LR, TINY, words
 
 STEPS = 24
 GROUPS = 4

@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.e2e.runs import TINY
 from tests.environments.verifiers_server import served
-from tests.tiny_tokenizers import make_model
+from tests.kit.runs import TINY
+from tests.kit.tokenizers import make_model
 
 
 @pytest.mark.long

@@ -6,7 +6,7 @@ import pytest
 
 from rl.train import main
 from tests.e2e.pipelines import LONG, MANY_MODELS
-from tests.e2e.runs import Run, digest, numbers, strike, words
+from tests.kit.runs import Run, digest, numbers, strike, words
 
 OF_ONE_OWN = ("--config", "tests.trainers.rejection_sampling.rejection_sampling")
 

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from tests.e2e.pipelines import ASYNCHRONOUS, GROUPS, LOCKSTEP, ONE_AHEAD, STEPS, TWO_AHEAD
-from tests.e2e.runs import Run, assert_same, check_ledger, strike
+from tests.kit.runs import Run, assert_same, check_ledger, strike
 
 BOUNDS = {TWO_AHEAD: 2, ASYNCHRONOUS: 2, LOCKSTEP: 0, ONE_AHEAD: 1}
 """Largest staleness of each pipeline."""

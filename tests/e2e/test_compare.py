@@ -4,8 +4,8 @@ import pytest
 
 from rl.compare.__main__ import main
 from tests.e2e.pipelines import LONG
-from tests.e2e.runs import TINY
 from tests.e2e.test_programs import accepted, answer_of
+from tests.kit.runs import TINY
 
 
 @LONG

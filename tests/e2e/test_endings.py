@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import PATIENCE_S, TINY, Run
+from tests.kit.runs import PATIENCE_S, TINY, Run
 
 
 def test_ctrl_c_says_what_will_happen_and_a_second_one_leaves_at_once_without_a_trace(

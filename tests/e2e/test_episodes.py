@@ -7,9 +7,9 @@ import pytest
 
 from tests import warm
 from tests.e2e.configs import BLOCK
-from tests.e2e.runs import TINY, Run, assert_same
-from tests.tasks.held import Hold
-from tests.tiny_tokenizers import make_model
+from tests.e2e.held import Hold
+from tests.kit.runs import TINY, Run, assert_same
+from tests.kit.tokenizers import make_model
 
 EPISODES = ("--config", "tests.e2e.configs.guessing", *TINY[2:])
 

@@ -12,13 +12,13 @@ import pytest
 
 from rl.model.families import BUILT_IN, family_named
 from tests import warm
-from tests.docs.pages import blocks, commands, text_of
 from tests.e2e.pipelines import EXPERTS
-from tests.e2e.runs import TINY, Run
-from tests.tiny_tokenizers import qwen3
-from tests.trainers.tiny_chat import chat_rows
-from tests.training.model_cases import GPT_OSS
-from tests.training.model_folders import Folder
+from tests.kit.chats import chat_rows
+from tests.kit.model_cases import GPT_OSS
+from tests.kit.model_folders import Folder
+from tests.kit.pages import blocks, commands, text_of
+from tests.kit.runs import TINY, Run
+from tests.kit.tokenizers import qwen3
 
 RUN = """\
 --config sft_jsonl --model.max_seq_len 128 --task.max_tokens 96 --task.held_out_fraction 0.2

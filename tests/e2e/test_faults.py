@@ -5,8 +5,8 @@ import re
 import pytest
 
 from tests import warm
-from tests.bench.programs import module
-from tests.docs.pages import blocks
+from tests.kit.pages import blocks
+from tests.kit.scripts import module
 
 OFTEN = ("weights_never_arrive", "kl_is_off")
 ENDS = {}

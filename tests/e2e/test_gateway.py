@@ -14,9 +14,9 @@ import pytest
 
 from tests import warm
 from tests.e2e.configs import BLOCK
-from tests.e2e.runs import PATIENCE_S, TIMEOUT_S, TINY, Run, listening, living, words
-from tests.gateway.agents import joined
-from tests.tiny_tokenizers import make_model
+from tests.kit.agents import joined
+from tests.kit.runs import PATIENCE_S, TIMEOUT_S, TINY, Run, listening, living, words
+from tests.kit.tokenizers import make_model
 
 READY = r"^serving .* (http://[^/,\s]+)"
 MESSAGES = [{"role": "user", "content": "How many apples are left?"}]

@@ -4,9 +4,9 @@ import json
 import os
 
 from tests import warm
-from tests.hub import Hub, files_of
-from tests.servers import serving
-from tests.trainers.tiny_chat import chat_rows, tiny_chat_model
+from tests.kit.chats import chat_rows, tiny_chat_model
+from tests.kit.hub import Hub, files_of
+from tests.kit.servers import serving
 
 NAME = "tiller/tiny"
 RUN = f"""\

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from tests.e2e.pipelines import EXPERTS
-from tests.e2e.runs import QUICK_STEPS, QUICKSTART, TINY, Run, words
-from tests.metric_names import undocumented
+from tests.kit.pages import undocumented
+from tests.kit.runs import QUICK_STEPS, QUICKSTART, TINY, Run, words
 
 
 def rise(run: Run) -> tuple[float, float]:

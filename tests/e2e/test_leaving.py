@@ -6,7 +6,7 @@ import time
 import pytest
 
 from tests.e2e.pipelines import LOCKSTEP, TWO_AHEAD
-from tests.e2e.runs import Run, assert_same, start, words
+from tests.kit.runs import Run, assert_same, start, words
 
 SLOW = (
     *words("--steps 8 --trainer.checkpoint.interval 100"),

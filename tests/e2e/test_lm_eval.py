@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.bench.programs import module, python
-from tests.e2e.runs import words
 from tests.e2e.test_gateway import Server
+from tests.kit.runs import words
+from tests.kit.scripts import module, python
+from tests.kit.tokenizers import make_model
 from tests.tasks.test_ifeval import CASES, PACKAGES
-from tests.tiny_tokenizers import make_model
 
 pytestmark = pytest.mark.long
 ROOT = Path(__file__).parents[2]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.e2e.runs import TINY
+from tests.kit.runs import TINY
 
 
 @pytest.mark.long

@@ -12,7 +12,7 @@ import pytest
 
 from rl.evaluate import main
 from tests.e2e.pipelines import LONG, each_kind
-from tests.e2e.runs import Run, scores
+from tests.kit.runs import Run, scores
 
 SAVED = {"models": 2}
 """Step of a checkpoint that was evaluated on the way; 35 for other kinds."""

@@ -7,8 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests import warm
-from tests.docs.pages import blocks, commands
-from tests.e2e.runs import Run
+from tests.kit.pages import blocks, commands
+from tests.kit.runs import Run
 
 SMALL = ["--rollout.samples_per_prompt", "4", "--generator.kv_cache_gib", "0.1"]
 

@@ -11,10 +11,10 @@ from torch.distributed.checkpoint import FileSystemReader
 from rl.observe.rollout_files import read_rollouts, write_rollouts
 from rl.replay.__main__ import main
 from tests.e2e.pipelines import EXPERTS, LONG, each_kind
-from tests.e2e.runs import TINY, Run, words
 from tests.e2e.test_episodes import EPISODES
 from tests.e2e.test_programs import Program, accepted, answer_of, times
-from tests.tiny_tokenizers import make_model
+from tests.kit.runs import TINY, Run, words
+from tests.kit.tokenizers import make_model
 
 SHORT = (*TINY, *words("--steps 4 --evaluation.prompts 0 --trainer.checkpoint.interval 2"))
 PARALLELISM = "--trainer.parallelism"

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from rl.observe.rollout_files import read_rollouts
-from tests.e2e.runs import TINY, Run, words
 from tests.e2e.test_programs import answer_of
+from tests.kit.runs import TINY, Run, words
 
 pytestmark = pytest.mark.long
 

@@ -8,10 +8,10 @@ import time
 import pytest
 
 from rl.observe.spans import STAGES
+from tests.e2e.held import Hold
 from tests.e2e.pipelines import EXPERTS, GROUPS, HYBRID, SHORT, SHORT_STEPS
-from tests.e2e.runs import TINY, Run, assert_same, check_ledger, start, strike
 from tests.e2e.test_programs import answer_of
-from tests.tasks.held import Hold
+from tests.kit.runs import TINY, Run, assert_same, check_ledger, start, strike
 
 WITH_EXPERTS = (*EXPERTS, "--model.family", "qwen3_5_moe_text")
 

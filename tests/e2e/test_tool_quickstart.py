@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from tests.e2e.runs import Run, make_sums
+from tests.kit.runs import Run, make_sums
 
 
 def test_a_model_that_saw_tool_calls_makes_them_and_is_trained_on_both_turns(calling):

@@ -3,7 +3,7 @@
 import pytest
 
 from rl.weights.transport import NETWORKS
-from tests.e2e.runs import TINY, Run, digest, numbers
+from tests.kit.runs import TINY, Run, digest, numbers
 
 RUN = (*TINY, "--steps", "4", "--weights.digests", "--generator.dtype", "bfloat16", "--quiet")
 SLOWLY = (

@@ -5,9 +5,9 @@ import signal
 import pytest
 
 from tests.e2e.pipelines import DEADLINES
-from tests.e2e.runs import TINY, Run, check_ledger, strike
-from tests.rollout.wild_tools import LOST, NAMES
-from tests.tiny_tokenizers import make_model
+from tests.kit.runs import TINY, Run, check_ledger, strike
+from tests.kit.tokenizers import make_model
+from tests.kit.wild_tools import LOST, NAMES
 
 STEPS = {"lockstep": 12, "two ahead": 12, "asynchronous": 48}
 """Steps of each pipeline. An asynchronous run goes on while a worker hangs."""

@@ -1,7 +1,7 @@
 import pytest
 
 from rl.model.shape import ModelConfig
-from tests.tiny_tokenizers import make_model
+from tests.kit.tokenizers import make_model
 
 
 @pytest.fixture(scope="session")

@@ -8,9 +8,9 @@ import pytest
 from rl.errors import ConfigError, GroupLost
 from rl.rollout.episodes import Environments
 from rl.types import Completion
-from tests.environments.countdown import Countdown, CountdownTask
 from tests.environments.openenv_server import Games, Guess, serving, url_of
-from tests.environments.sums import SumsTask
+from tests.kit.countdown import Countdown, CountdownTask
+from tests.kit.sums import SumsTask
 
 WAIT_S = 60.0
 

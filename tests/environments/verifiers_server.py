@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.installed import verifiers_python
+from tests.kit.packages import verifiers_python
 
 OURS = Path(__file__).parent / "verifiers_env"
 

@@ -14,10 +14,10 @@ from rl.rollout import episodes
 from rl.rollout.episodes import Environments
 from rl.rollout.rollouter import Rollouter
 from rl.types import Sampling
-from tests.gateway import agent_tasks as agents
+from tests.kit import agent_tasks as agents
+from tests.kit.tokenizers import make_model
 from tests.rollout import test_episodes
 from tests.rollout.test_episodes import Engine
-from tests.tiny_tokenizers import make_model
 
 PLAIN = ["plain", "odd tokens", "several calls"]
 SAMPLING = Sampling(max_tokens=150, temperature=0.7)

@@ -12,10 +12,10 @@ from rl.gateway.answers import until
 from rl.gateway.capture import Capture
 from rl.types import Completion
 from rl.types.routed_experts import RoutedExperts
-from tests.dialects.conversations import TOOL
-from tests.gateway.agents import LONGEST, Policy, collected, joined, server, session
 from tests.gateway.test_http import CHAT, GENERATE, MESSAGES, post
-from tests.tiny_tokenizers import qwen3
+from tests.kit.agents import LONGEST, Policy, collected, joined, server, session
+from tests.kit.conversations import TOOL
+from tests.kit.tokenizers import qwen3
 
 STREAM = pytest.mark.parametrize("stream", [False, True])
 

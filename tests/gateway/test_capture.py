@@ -8,8 +8,8 @@ from rl.dialects.dialect import ConversationError
 from rl.dialects.template_dialect import TemplateDialect
 from rl.gateway.capture import Capture
 from rl.types import Completion
-from tests.gateway.agents import KINDS, Policy, act, session
-from tests.tiny_tokenizers import copy_of, plain_family, qwen3
+from tests.kit.agents import KINDS, Policy, act, session
+from tests.kit.tokenizers import copy_of, plain_family, qwen3
 
 TURNS = 6
 HABITS = ("plain", "odd tokens", "spacing", "several calls")

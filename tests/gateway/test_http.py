@@ -21,9 +21,9 @@ from rl.gateway.streams import Stream
 from rl.host import http_server
 from rl.types.routed_experts import RoutedExperts
 from rl.types.sampling_mask import SamplingMask
-from tests.dialects.conversations import TOOL
-from tests.gateway.agent_tasks import Clock
-from tests.gateway.agents import LONGEST, Policy, collected, make_gateway, server, session
+from tests.kit.agent_tasks import Clock
+from tests.kit.agents import LONGEST, Policy, collected, make_gateway, server, session
+from tests.kit.conversations import TOOL
 
 MESSAGES = [{"role": "user", "content": "1 + 2?"}]
 CHAT = {"model": "policy", "messages": MESSAGES}

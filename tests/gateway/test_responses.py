@@ -5,10 +5,10 @@ import json
 
 import pytest
 
-from tests.dialects.conversations import TOOL
-from tests.gateway.agents import Policy, server, session
 from tests.gateway.test_http import MESSAGES, post
-from tests.tiny_tokenizers import qwen3
+from tests.kit.agents import Policy, server, session
+from tests.kit.conversations import TOOL
+from tests.kit.tokenizers import qwen3
 
 PATH = "/v1/responses"
 ITEM_TOOL = {"type": "function", **TOOL["function"]}

@@ -11,7 +11,7 @@ import xgrammar
 from rl.gateway.protocol import ApiError, ChatRequest, read
 from rl.gateway.schemas import MAX_SCHEMA, WORDS, schema_of
 from tests.gateway.test_http import CHAT
-from tests.tiny_tokenizers import qwen3
+from tests.kit.tokenizers import qwen3
 
 WORD = {"type": "string", "enum": ["a", 'b"\\', "\n"]}
 SCHEMAS = [

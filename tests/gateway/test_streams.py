@@ -9,11 +9,11 @@ import pytest
 
 from rl.dialects.answers import TextReader
 from rl.dialects.choose import dialect_of
-from tests.dialects.adversary import HABITS, Adversary
 from tests.dialects.test_families import FAMILIES
-from tests.gateway.agents import Policy, collected, joined, parts_of, server, session
 from tests.gateway.test_http import CHAT
-from tests.tiny_tokenizers import chatml_mistral, mistral, qwen3, qwen3_instruct
+from tests.kit.adversary import HABITS, Adversary
+from tests.kit.agents import Policy, collected, joined, parts_of, server, session
+from tests.kit.tokenizers import chatml_mistral, mistral, qwen3, qwen3_instruct
 
 MAKERS = {name: make for name, (make, _) in FAMILIES.items()}
 MAKERS |= {"Qwen3": qwen3, "Qwen3 Instruct": qwen3_instruct}

@@ -4,8 +4,8 @@ import pytest
 
 from rl.generation.generator_config import GeneratorConfig
 from rl.model.shape import ModelConfig
-from tests.generation.policies import EXPERTS, NARROW, TIED_SPLIT, Policy
-from tests.generation.ranks import INTERPRETED, GeneratorRanks, push
+from tests.kit.generator_ranks import INTERPRETED, GeneratorRanks, push
+from tests.kit.policies import EXPERTS, NARROW, TIED_SPLIT, Policy
 
 SMALL = {"kv_cache_gib": 0.05, "max_batched_tokens": 256}
 

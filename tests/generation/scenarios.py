@@ -3,7 +3,7 @@
 import asyncio
 from contextlib import contextmanager
 
-from tests.generation.ranks import DEADLINE_S, write
+from tests.kit.generator_ranks import DEADLINE_S, write
 
 
 class Borrowed:

@@ -8,8 +8,8 @@ import torch
 from rl.errors import RunError
 from rl.generation.generator_config import BankConfig, GeneratorConfig
 from tests.generation.conftest import SMALL
-from tests.generation.policies import TIED_SPLIT, UNTIED_SPLIT, Policy, error
-from tests.generation.ranks import INTERPRETED, GeneratorRanks, generate, push, request
+from tests.kit.generator_ranks import INTERPRETED, GeneratorRanks, generate, push, request
+from tests.kit.policies import TIED_SPLIT, UNTIED_SPLIT, Policy, error
 
 RANK = 4
 FEW = 8

@@ -14,10 +14,10 @@ from rl.compat.vllm_internals import kv_caches
 from rl.errors import ConfigError, RunError
 from rl.generation.generator_config import GeneratorConfig
 from rl.generation.start_vllm import RUNNER, vllm_config
-from tests.generation.policies import EXPERTS, TIED_SPLIT, UNTIED_SPLIT, Policy, error
-from tests.generation.ranks import generate, push, request
 from tests.generation.test_swap import scheduler_of
-from tests.plan.resident import resident
+from tests.kit.generator_ranks import generate, push, request
+from tests.kit.memory import resident
+from tests.kit.policies import EXPERTS, TIED_SPLIT, UNTIED_SPLIT, Policy, error
 
 PROMPTS = [[5], list(range(1, 20)), [7] * 40, list(range(60, 0, -1)) * 2]
 

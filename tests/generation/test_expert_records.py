@@ -10,8 +10,6 @@ import torch
 
 from rl.types import Completion, GenerationRequest
 from rl.types.routed_experts import dtype_of
-from tests.generation.policies import EXPERTS, NARROW, Policy, logprobs_of_swaps
-from tests.generation.ranks import finish, push, request
 from tests.generation.test_swap import (
     DRAWN,
     REQUESTS,
@@ -20,6 +18,8 @@ from tests.generation.test_swap import (
     swap_in_flight,
     swap_while_preempted,
 )
+from tests.kit.generator_ranks import finish, push, request
+from tests.kit.policies import EXPERTS, NARROW, Policy, logprobs_of_swaps
 
 PROMPT = [*range(60), *range(10)]
 LONG = [*range(60)] * 4

@@ -17,10 +17,10 @@ from rl.model.shape import ModelConfig, ModelShape, family_of, shape_of
 from rl.model.shards import Box
 from rl.training.hugging_face_files import stored_tensors
 from rl.training.hugging_face_names import HuggingFaceNames
-from tests.generation.policies import TIED_SPLIT
-from tests.generation.ranks import GeneratorRanks, generate, push, request
-from tests.training.family_cases import ALL, ONE_EACH, UNSHARDED
-from tests.training.model_folders import Folder, tensors_of, transformers_model
+from tests.kit.family_cases import ALL, ONE_EACH, UNSHARDED
+from tests.kit.generator_ranks import GeneratorRanks, generate, push, request
+from tests.kit.model_folders import Folder, tensors_of, transformers_model
+from tests.kit.policies import TIED_SPLIT
 
 PROMPTS = [[5], [*range(1, 20)], [7, 3] * 60]
 DISTINCT = {"llama 3.1, older keys", "qwen2, yarn", "smollm3, a list of layers"}

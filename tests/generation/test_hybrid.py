@@ -8,11 +8,11 @@ import torch
 
 from rl.generation.generator_config import GeneratorConfig, block_tokens, kv_bytes_at_least
 from rl.model.shape import shape_of
-from tests.generation.policies import HYBRID, Policy, error
-from tests.generation.ranks import GeneratorRanks, generate, push, request
-from tests.generation.schedules import play, schedule
 from tests.generation.test_engine import in_chunks
 from tests.generation.test_swap import share_prefixes_across_a_swap
+from tests.kit.generator_ranks import GeneratorRanks, generate, push, request
+from tests.kit.policies import HYBRID, Policy, error
+from tests.kit.schedules import play, schedule
 
 CONFIG = GeneratorConfig(kv_cache_gib=0.02, max_batched_tokens=256, max_running_requests=16)
 

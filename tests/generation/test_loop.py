@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from rl.errors import RunError
-from tests.generation.ranks import generate, request
 from tests.generation.scenarios import played
+from tests.kit.generator_ranks import generate, request
 
 
 def test_concurrent_calls_get_their_own_completions_in_order(generator):

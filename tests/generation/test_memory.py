@@ -7,9 +7,9 @@ from rl.plan.memory import all_ranks
 from rl.plan.planned_run import PlannedRun
 from rl.validation.layouts import bank_bytes
 from tests.generation.conftest import SMALL
-from tests.generation.policies import UNTIED_SPLIT
-from tests.generation.ranks import GeneratorRanks
-from tests.plan.generators import held
+from tests.kit.generator_ranks import GeneratorRanks
+from tests.kit.memory import held
+from tests.kit.policies import UNTIED_SPLIT
 from tests.plan.test_memory import config_of
 
 BLOCKS = {"KV cache": 2 * 2 * 32 * 2 * 32 * 4, "records of experts": 32 * 2 * 2}

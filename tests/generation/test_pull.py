@@ -10,9 +10,9 @@ from unittest.mock import patch
 
 import pytest
 
-from tests.generation.policies import error
-from tests.generation.ranks import request
 from tests.generation.scenarios import played
+from tests.kit.generator_ranks import request
+from tests.kit.policies import error
 
 IN_FLIGHT = [
     request("a", [9] * 70, max_tokens=60, seed=1),

@@ -5,8 +5,6 @@ Triton interprets its kernels, which takes half a minute to start.
 import pytest
 
 from rl.types import GivenSequence
-from tests.generation.policies import EXPERTS
-from tests.generation.ranks import generate, push, request
 from tests.generation.test_engine import (  # noqa: F401
     test_a_prompt_of_one_token_has_no_log_prob,
     test_a_weight_that_was_not_pushed_is_an_error,
@@ -37,6 +35,8 @@ from tests.generation.test_swap import (  # noqa: F401
     test_every_token_in_flight_has_its_version_and_that_versions_logprob,
     test_other_requests_see_no_key_or_value_of_older_weights,
 )
+from tests.kit.generator_ranks import generate, push, request
+from tests.kit.policies import EXPERTS
 
 pytestmark = pytest.mark.long
 

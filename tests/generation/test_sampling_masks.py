@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from rl.types import Completion
-from tests.generation.policies import Policy
-from tests.generation.ranks import finish, generate, push, request
+from tests.kit.generator_ranks import finish, generate, push, request
+from tests.kit.policies import Policy
 
 PROMPTS = [[5], list(range(1, 20)), [7] * 40]
 TEMPERATURE = 0.7

@@ -6,10 +6,10 @@ from rl.compat.vllm_internals import kv_caches
 from rl.generation.generator_config import GeneratorConfig
 from rl.model.shards import Box
 from tests.generation.conftest import SMALL, policies
-from tests.generation.policies import EXPERTS
 from tests.generation.pools import POOLS, pretend
-from tests.generation.ranks import INTERPRETED, GeneratorRanks, generate, push
 from tests.generation.test_engine import addresses, asked
+from tests.kit.generator_ranks import INTERPRETED, GeneratorRanks, generate, push
+from tests.kit.policies import EXPERTS
 
 ALLOCATED = [f"allocate {pool}" for pool in ("weights", "runtime", "kv_cache")]
 TURN = [

@@ -9,8 +9,8 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from rl.errors import ConfigError
 from rl.generation.requests import StopTexts
-from tests.generation.ranks import generate, request
-from tests.tiny_tokenizers import mistral, qwen3
+from tests.kit.generator_ranks import generate, request
+from tests.kit.tokenizers import mistral, qwen3
 
 PARTS = ["é", "한", "ab", "a\n", "\n\n", " é", "한국", "Human:", " ", "b"]
 """Texts whose tokens share bytes of characters."""

@@ -8,10 +8,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from tests.generation.policies import SIZES
-from tests.generation.ranks import generate, request
 from tests.generation.test_sampling_masks import error_over_masks, sets_of
 from tests.generation.test_stop_texts import generate_with
+from tests.kit.generator_ranks import generate, request
+from tests.kit.policies import SIZES
 
 STOP = 60
 WORDS = ['"a', 'b"', "1", '"', "a", "b", "1b", "tr", "ue", "{", "}", ":", ",", "7", " ", '":']

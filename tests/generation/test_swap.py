@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from rl.errors import RunError
-from tests.generation.policies import error, logprobs_of_swaps
-from tests.generation.ranks import finish, push, request
 from tests.generation.scenarios import swapping
+from tests.kit.generator_ranks import finish, push, request
+from tests.kit.policies import error, logprobs_of_swaps
 
 REQUESTS = [
     request("a", [9] * 70, max_tokens=60, seed=1),

@@ -12,7 +12,10 @@ import torch
 from rl.compat.vllm_internals import model_of
 from rl.errors import ConfigError
 from rl.generation.generator_config import GeneratorConfig
-from tests.generation.policies import (
+from tests.generation.scenarios import played
+from tests.generation.test_engine import PROMPTS, asked
+from tests.kit.generator_ranks import GeneratorRanks, generate, names_left, push, request
+from tests.kit.policies import (
     BIASED,
     EXPERTS,
     NARROW,
@@ -22,9 +25,6 @@ from tests.generation.policies import (
     Policy,
     error,
 )
-from tests.generation.ranks import GeneratorRanks, generate, names_left, push, request
-from tests.generation.scenarios import played
-from tests.generation.test_engine import PROMPTS, asked
 
 
 def test_a_kill_of_live_ranks_would_leave_no_files(generators, generator):

@@ -11,9 +11,9 @@ import pytest
 
 from rl.generation.generator_config import GeneratorConfig
 from tests.generation.conftest import SMALL
-from tests.generation.policies import EXPERTS, Policy
-from tests.generation.ranks import INTERPRETED, GeneratorRanks, push, request
 from tests.generation.triton_kernels import WORDS, launches
+from tests.kit.generator_ranks import INTERPRETED, GeneratorRanks, push, request
+from tests.kit.policies import EXPERTS, Policy
 
 pytestmark = pytest.mark.long
 MOST_REGISTERS = 255

@@ -43,7 +43,7 @@ def launches(engine: Any, requests: list[Any]) -> list[tuple[str, tuple, dict[st
     """Return the kernels that Triton's interpreter launches for ``requests``, with arguments."""
     from triton.runtime.interpreter import GridExecutor
 
-    from tests.generation.ranks import generate
+    from tests.kit.generator_ranks import generate
 
     recorded: dict[str, tuple[str, tuple, dict[str, Any]]] = {}
     run = GridExecutor.__call__

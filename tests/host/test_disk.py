@@ -10,7 +10,7 @@ import pytest
 
 from rl.host import disk
 from rl.host.disk import TemporaryFolder, boot, shorten
-from tests.tables import check_rows
+from tests.kit.tables import check_rows
 
 KILLED = """
 import os, shutil, sys

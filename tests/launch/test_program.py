@@ -16,8 +16,8 @@ from rl.launch.__main__ import PLACES, main
 from rl.launch.targets import TARGETS
 from rl.observe.owner import FolderOwner
 from tests import warm
-from tests.e2e.runs import TINY
-from tests.trainers.tiny_chat import tiny_chat_model
+from tests.kit.chats import tiny_chat_model
+from tests.kit.runs import TINY
 
 H100 = ["--hardware.device", "h100", "--hardware.gpus_per_node", "8"]
 SMALL = [*TINY, "--rollout.reward_workers", "0"]

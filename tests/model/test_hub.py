@@ -25,9 +25,9 @@ from rl.session.session import Session
 from rl.session.session_config import SessionConfig
 from rl.validation import validate
 from rl.validation.folders import find_models
-from tests.hub import TOKEN, files_of
-from tests.tables import check_rows
-from tests.trainers.tiny_chat import tiny_chat_model
+from tests.kit.chats import tiny_chat_model
+from tests.kit.hub import TOKEN, files_of
+from tests.kit.tables import check_rows
 
 NAME = "tiller/tiny"
 ONE = "model.safetensors"

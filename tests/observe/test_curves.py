@@ -3,7 +3,7 @@ import math
 import pytest
 
 from rl.observe.curves import smoothed, write_curves_png
-from tests.observe.rows import make_rows
+from tests.kit.records import make_rows
 
 
 def test_smoothing_keeps_constants_and_skips_nan():

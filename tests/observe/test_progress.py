@@ -9,7 +9,7 @@ from rich.console import Console
 
 from rl.errors import end_program
 from rl.observe.progress import Progress, duration, sparkline, summary_text, time_shares
-from tests.observe.rows import make_rows
+from tests.kit.records import make_rows
 
 
 def run(count, *, terminal=False, quiet=False, rows=None, **options):

@@ -14,7 +14,7 @@ from rl.observe.rollout_files import (
     read_rollouts,
     write_rollouts,
 )
-from tests.observe.rollout_cases import chunk, rollout, two_chunks
+from tests.kit.records import chunk, rollout, two_chunks
 
 
 @pytest.fixture

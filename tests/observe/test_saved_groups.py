@@ -6,7 +6,7 @@ from rl.errors import RunError
 from rl.observe.checkpoint_folders import ROLLOUTS, StepFolders
 from rl.observe.record import RunRecord
 from rl.observe.rollout_files import read_groups
-from tests.observe.rollout_cases import rollout
+from tests.kit.records import rollout
 
 
 def groups():

@@ -17,8 +17,8 @@ from rl.observe.sinks import Sinks
 from rl.observe.trackers import MLflow, TensorBoard, Trackio, WeightsAndBiases
 from rl.observe.webhook import Webhook
 from rl.validation import validate
-from tests.docs.pages import ROOT
-from tests.installed import MLFLOW, TRACKIO, package_folder
+from tests.kit.packages import MLFLOW, TRACKIO, package_folder
+from tests.kit.pages import ROOT
 from tests.observe.test_sinks import WAIT_S, Lines, attempt, events_to
 
 
@@ -161,7 +161,7 @@ def test_an_offline_wandb_run_is_complete_and_resumed_as_itself(tmp_path):
 
 WRITE = """
     from rl.observe.rollout_files import RolloutFolder
-    from tests.observe.rollout_cases import chunk, rollout
+    from tests.kit.records import chunk, rollout
     folder = RolloutFolder(Path(sys.argv[1], "rollouts"))
     if step == 2:  # that of step 1 is written late, that of step 3 never
         for late in (1, 2):

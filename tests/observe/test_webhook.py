@@ -13,8 +13,8 @@ from rl.observe import webhook as module
 from rl.observe.sinks import Sinks
 from rl.observe.webhook import Webhook
 from rl.validation import validate
+from tests.kit.servers import Handler, Server, serving
 from tests.observe.test_sinks import Lines, attempt, events_to
-from tests.servers import Handler, Server, serving
 
 
 class Hook(Server):

@@ -16,9 +16,9 @@ from rl.training.sharded_model import gradient_shards, named_weights, own_part
 from rl.training.trainer_config import TrainerConfig
 from rl.types import Batch, Completion, GenerationRequest, Rollout
 from rl.types.sequences import SequenceLog
-from tests.generation.policies import Policy
-from tests.generation.ranks import request
-from tests.training.layouts import LAYOUTS
+from tests.kit.generator_ranks import request
+from tests.kit.layouts import LAYOUTS
+from tests.kit.policies import Policy
 
 SIZES = {
     "vocab_size": 96,
@@ -33,7 +33,7 @@ SIZES = {
 MODELS = {
     "dense": ModelConfig(**SIZES),
     "split, untied": ModelConfig(**SIZES, fuse_qkv=False, tie_embeddings=False, float32_head=True),
-    "biases": ModelConfig(**SIZES, family="tests.seed_oss"),
+    "biases": ModelConfig(**SIZES, family="tests.kit.seed_oss"),
     "experts": ModelConfig(
         **SIZES, num_experts=4, experts_per_token=2, moe_hidden_dim=40, expert_bias=True
     ),

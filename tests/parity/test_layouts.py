@@ -8,7 +8,9 @@ from torchtitan.config import TrainingConfig
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
 from rl.types import Batch
-from tests.generation.ranks import GeneratorRanks, request
+from tests.kit.generator_ranks import GeneratorRanks, request
+from tests.kit.layouts import LAYOUTS
+from tests.kit.ranks import on_ranks
 from tests.parity.sides import (
     MODELS,
     answers,
@@ -21,8 +23,6 @@ from tests.parity.sides import (
     weights_of,
 )
 from tests.parity.test_parity import CUT, WINDOWS, engine_config
-from tests.training.layouts import LAYOUTS
-from tests.training.ranks import on_ranks
 
 ROUNDED = TrainingConfig(dtype="bfloat16", mixed_precision_param="bfloat16")
 TRAINERS: dict[str, tuple[str, dict[str, Any]]] = {

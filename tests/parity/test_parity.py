@@ -11,8 +11,9 @@ from rl.session.meshes import Meshes
 from rl.session.placement import choose_threads
 from rl.types import Batch, Completion
 from rl.validation import validate
-from tests.config.command_line import parse
-from tests.generation.ranks import GeneratorRanks, request
+from tests.kit.command_line import parse
+from tests.kit.generator_ranks import GeneratorRanks, request
+from tests.kit.ranks import on_ranks
 from tests.parity.sides import (
     MODELS,
     answers,
@@ -25,7 +26,6 @@ from tests.parity.sides import (
     swapped,
     weights_of,
 )
-from tests.training.ranks import on_ranks
 
 WINDOWS = "windows, sinks, clamped experts"
 BORDERS = [1, 2, 15, 16, 31, 32, 33, 63, 64, 65, 127, 128, 129, 254, 255, 256, 511, 512, 513, 600]

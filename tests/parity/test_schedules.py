@@ -7,10 +7,10 @@ import torch
 from rl.generation.generator_config import GeneratorConfig
 from rl.model.families import BUILT_IN, family_named
 from rl.model.shape import ModelConfig
-from tests.generation.ranks import GeneratorRanks
-from tests.generation.schedules import play, schedule
+from tests.kit.generator_ranks import GeneratorRanks
+from tests.kit.ranks import on_ranks
+from tests.kit.schedules import play, schedule
 from tests.parity.sides import SIZES, batch_of, load, scored, weights_of
-from tests.training.ranks import on_ranks
 
 EXPERTS = {"num_experts": 4, "experts_per_token": 2, "moe_hidden_dim": 40}
 REFUSED = ("gemma2", "qwen3_5_moe_text", "qwen3_5_text")

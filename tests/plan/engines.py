@@ -12,8 +12,8 @@ from rl.training.sharded_model import named_adapters, named_weights
 from rl.types import Batch
 from rl.weights.shared_memory import SharedMemoryPublisher
 from rl.weights.transport import Transfer
-from tests.plan.resident import resident
-from tests.training.scenes import share
+from tests.kit.memory import resident
+from tests.kit.scenes import share
 
 # so that no activation has the shape of a weight
 ROWS = 9

@@ -13,8 +13,8 @@ from rl.plan.__main__ import main
 from rl.plan.plan import Plan
 from rl.plan.report import describe
 from rl.tasks.copy_digits import CopyDigits
+from tests.kit.chats import tiny_chat_model
 from tests.plan.programs import planned
-from tests.trainers.tiny_chat import tiny_chat_model
 
 
 @pytest.fixture(scope="module")

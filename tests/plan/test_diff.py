@@ -14,7 +14,7 @@ from rl.plan.__main__ import main
 from rl.plan.report import changes
 from rl.types.rules import Fixed, rule_of
 from rl.validation.values import values
-from tests.validation.full_config import full_config, with_converters
+from tests.kit.full_config import full_config, with_converters
 
 PERFORMANCE = """
     model.attention model.max_seq_len rollout.stream_chunks rollout.reward_workers

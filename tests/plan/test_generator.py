@@ -8,8 +8,8 @@ from rl.generation.generator_config import GeneratorConfig, kv_bytes_at_least
 from rl.model.shape import ModelConfig, shape_of
 from rl.plan.memory import GIB, all_ranks, kv_sequences
 from rl.plan.planned_run import PlannedRun
-from tests.generation.ranks import GeneratorRanks
-from tests.plan.generators import held, repacked
+from tests.kit.generator_ranks import GeneratorRanks
+from tests.kit.memory import held, repacked
 from tests.plan.test_memory import SIZES, config_of
 
 MODEL = ModelConfig(**SIZES, dim=512, n_layers=8, hidden_dim=1536, max_seq_len=300)

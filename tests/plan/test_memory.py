@@ -18,9 +18,9 @@ from rl.plan.memory import RankMemory, all_ranks, pinned, transfer_of
 from rl.plan.peak_memory import MemoryOfPasses
 from rl.plan.planned_run import PlannedRun
 from rl.weights.packed import PackedPublisher, PackedSubscriber
+from tests.kit.layouts import LAYOUTS
+from tests.kit.ranks import on_ranks
 from tests.plan.engines import LENGTH, ROWS, gathered, grown, held, saved, storages
-from tests.training.layouts import LAYOUTS
-from tests.training.ranks import on_ranks
 
 SIZES = {"vocab_size": 2048, "n_heads": 4, "n_kv_heads": 2, "head_dim": 64}
 TIED = ModelConfig(**SIZES, dim=256, n_layers=4, hidden_dim=768, max_seq_len=64)

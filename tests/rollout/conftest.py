@@ -2,7 +2,7 @@ import pytest
 
 from rl.model.shape import ModelConfig
 from rl.types import Completion, Prompt, Rollout
-from tests.tiny_tokenizers import make_model
+from tests.kit.tokenizers import make_model
 
 
 @pytest.fixture(scope="session")

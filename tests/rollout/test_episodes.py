@@ -17,9 +17,9 @@ from rl.rollout.rollout_metrics import rollout_metrics
 from rl.rollout.rollouter import Rollouter
 from rl.types import Completion, Sampling
 from rl.types.routed_experts import RoutedExperts
-from tests.dialects.adversary import HABITS, Adversary
-from tests.rollout import moody_environment as moody
-from tests.tiny_tokenizers import qwen3
+from tests.kit import moody_environment as moody
+from tests.kit.adversary import HABITS, Adversary
+from tests.kit.tokenizers import qwen3
 
 SAMPLING = Sampling(max_tokens=150)
 LONGEST = 900

@@ -10,11 +10,11 @@ from rl.errors import GroupLost, WorkerLost
 from rl.rollout.episodes import Environments
 from rl.rollout.rollouter import MAX_DEATHS
 from rl.types import Sampling
-from tests.dialects.conversations import user
-from tests.rollout import moody_environment as moody
+from tests.kit import moody_environment as moody
+from tests.kit.conversations import user
+from tests.kit.tokenizers import qwen3
 from tests.rollout import test_episodes
 from tests.rollout.test_episodes import Engine
-from tests.tiny_tokenizers import qwen3
 
 LONGEST = 1500
 KILLER = 50

@@ -9,9 +9,9 @@ from rl.environments.tools import Tools
 from rl.errors import GroupLost
 from rl.rollout.episodes import Environments
 from rl.types import Completion
-from tests.dialects.conversations import user
-from tests.rollout import wild_tools as wild
-from tests.tiny_tokenizers import qwen3
+from tests.kit import wild_tools as wild
+from tests.kit.conversations import user
+from tests.kit.tokenizers import qwen3
 
 ANSWER = Completion.written(qwen3().encode("The answer is 42.<|im_end|>"))
 

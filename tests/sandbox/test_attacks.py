@@ -2,8 +2,8 @@
 
 import pytest
 
+from tests.kit.tables import check_rows
 from tests.sandbox.attacks import ATTACKS, LIMITS, MESSES
-from tests.tables import check_rows
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from rl.sandbox import elsewhere as module
 from rl.sandbox.elsewhere import CircuitBreaker, ContainerSandbox, RemoteSandbox, sandbox_at
 from rl.sandbox.sandbox import open_sandbox
 from rl.sandbox.sandboxed_program import Limits
-from tests.servers import Handler, Server, serving
+from tests.kit.servers import Handler, Server, serving
 
 LONG = Limits(wall_s=60, cpu_s=20)
 

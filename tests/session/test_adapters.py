@@ -14,8 +14,8 @@ from rl.errors import ActorFailure, ConfigError, RunError
 from rl.generation.generator_config import GeneratorConfig
 from rl.training.trainer_config import AdapterConfig
 from rl.types import Batch, GenerationRequest, Sampling
-from tests.actors.processes import pids_of
-from tests.generation.policies import EXPERTS
+from tests.kit.policies import EXPERTS
+from tests.kit.processes import pids_of
 from tests.session.open_actors import OpenTrainer
 from tests.session.sessions import PROMPTS, batch, config_of, trainer_config
 

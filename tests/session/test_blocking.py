@@ -14,7 +14,7 @@ import rl
 from rl.errors import ConfigError, RankLost, RunError
 from rl.tasks.copy_digits import CopyDigits
 from rl.types.deadlines import DeadlineConfig
-from tests.actors.processes import assert_ended, pids_of
+from tests.kit.processes import assert_ended, pids_of
 
 HEARTBEAT_S = 10.0  # imports on a busy machine take seconds in which no rank answers
 MODEL = rl.ModelConfig(vocab_size=16, max_seq_len=32)

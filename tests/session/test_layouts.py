@@ -13,9 +13,9 @@ from rl.algorithms.losses import grpo
 from rl.generation.generator_config import GeneratorConfig
 from rl.model.digest import merge_digests
 from rl.types import Batch, GenerationRequest, Prompt, Rollout, Sampling
+from tests.kit.reference import Qwen3, given_experts, per_token
 from tests.session.open_actors import shards_of, whole
 from tests.session.sessions import PROMPTS, batch, model_config, trainer_config
-from tests.training.reference import Qwen3, given_experts, per_token
 
 
 async def assert_equal_weights(trainer, generator) -> None:

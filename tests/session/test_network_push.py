@@ -19,7 +19,7 @@ from rl.session.device_sharing import DeviceSharing
 from rl.session.push import WeightPush
 from rl.session.session_config import SessionConfig
 from rl.weights.transport import TransferFailed, VersionGone, WeightPushConfig
-from tests.trainers.fakes import WAIT_S, Generator, Trainer
+from tests.kit.fakes import WAIT_S, Generator, Trainer
 
 TOO_SLOW = TransferFailed("fetch of version 1: 15.0 MiB did not arrive within 60 s")
 GIB_15 = (Region("w", (15 * 2**29,), Box.whole((15 * 2**29,))),)

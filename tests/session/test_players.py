@@ -16,8 +16,8 @@ from rl.generation.generator_config import GeneratorConfig
 from rl.model.shape import ModelConfig
 from rl.session.session import Session
 from rl.training.trainer_config import AdapterConfig
+from tests.kit.tokenizers import make_model
 from tests.session.sessions import config_of, trainer_config
-from tests.tiny_tokenizers import make_model
 
 LORA = LoRAConverter.Config(rank=4, target_modules=["wqkv", "wo", "w1", "w2", "w3", "lm_head"])
 NAMES = ("letters", "others")

@@ -14,7 +14,7 @@ from rl.algorithms.losses import grpo
 from rl.errors import ActorFailure, RankLost
 from rl.generation.generator_config import GeneratorConfig
 from rl.types import Completion, GenerationRequest, Sampling
-from tests.actors.processes import assert_ended, pids_of, stop
+from tests.kit.processes import assert_ended, pids_of, stop
 from tests.session.sessions import DEADLINES, PROMPTS, batch, trainer_config
 
 SAMPLING = Sampling(max_tokens=16, temperature=1.0)

@@ -18,8 +18,8 @@ from rl.observe.prometheus import Numbers
 from rl.serve import api_of, make_gateway
 from rl.session.metrics_page import metrics_page
 from rl.types import Sampling
-from tests.gateway.agents import collected, joined
-from tests.tiny_tokenizers import qwen3
+from tests.kit.agents import collected, joined
+from tests.kit.tokenizers import qwen3
 
 
 def words():

@@ -10,9 +10,9 @@ from rl.model.digest import merge_digests
 from rl.model.shape import ModelConfig
 from rl.training.start_weights import Start, StartWeights
 from rl.types import GenerationRequest, Sampling
+from tests.kit.model_folders import Folder
 from tests.session import faults
 from tests.session.sessions import config_of, model_config, trainer_config
-from tests.training.model_folders import Folder
 
 GREEDY = Sampling(max_tokens=8, temperature=0.0)
 NORM = "layers.0.attention_norm.weight"

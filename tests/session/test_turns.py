@@ -15,7 +15,7 @@ from rl.session.concurrency import background
 from rl.session.device_sharing import DeviceSharing
 from rl.session.push import WeightPush
 from rl.session.session_config import SessionConfig
-from tests.trainers.fakes import WAIT_S, Generator, Trainer
+from tests.kit.fakes import WAIT_S, Generator, Trainer
 
 
 class Role:

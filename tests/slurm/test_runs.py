@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import Run, digest
+from tests.kit.runs import Run, digest
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import (
     NODES,

@@ -9,7 +9,7 @@ from rl.errors import ConfigError
 from rl.rollout.prompts import eval_prompts
 from rl.trainers.trial import build_task, try_task
 from rl.types import Completion
-from tests.tables import check_rows
+from tests.kit.tables import check_rows
 from tests.tasks.test_multiple_choice import GPQA
 from tests.tasks.test_python_puzzles import HUMAN_EVAL
 

@@ -14,7 +14,7 @@ from rl.model.shape import ModelConfig, shape_of
 from rl.tasks.gsm8k_jsonl import Gsm8kJsonl
 from rl.tasks.mixture import Mixture
 from rl.types import Completion
-from tests.tables import check_rows
+from tests.kit.tables import check_rows
 
 SILENT = Completion.written([])
 

@@ -12,7 +12,7 @@ from rl.metrics import Metrics
 from rl.tasks.ifeval import IFEval
 from rl.tasks.instructions import RULES, follows, loosened
 from rl.types import Completion
-from tests.tables import check_rows
+from tests.kit.tables import check_rows
 
 LESS, LEAST = "less than", "at least"
 CASES = {

@@ -12,8 +12,8 @@ import rl
 from rl.errors import ConfigError, RunError
 from rl.gateway.http import serving
 from rl.tasks.judge import Judge, JudgeConfig
-from tests.gateway.agents import server
-from tests.tiny_tokenizers import qwen3
+from tests.kit.agents import server
+from tests.kit.tokenizers import qwen3
 
 
 class Court:

@@ -10,7 +10,7 @@ from rl.tasks import algebra
 from rl.tasks.algebra import is_same_expression
 from rl.tasks.gsm8k_jsonl import Gsm8kJsonl, final_answer, reference_answer, same_value
 from rl.types import Completion, Prompt
-from tests.tables import check_rows
+from tests.kit.tables import check_rows
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from rl.errors import ConfigError
 from rl.tasks.multiple_choice import MultipleChoice, chosen_letter
 from rl.types import Completion
-from tests.tables import check_rows
+from tests.kit.tables import check_rows
 
 SILENT = Completion.written([])
 WORDS = ["red", "green", "blue", "none"]

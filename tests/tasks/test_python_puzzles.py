@@ -12,7 +12,7 @@ from rl.sandbox.sandboxed_program import Limits
 from rl.tasks import python_puzzles
 from rl.tasks.python_puzzles import PythonPuzzles, free_names, last_block, run_tests
 from rl.types import Completion
-from tests.tables import check_rows
+from tests.kit.tables import check_rows
 
 LIMITS = Limits(wall_s=30, cpu_s=20)
 ADD = "assert add(1, 2) == 3"

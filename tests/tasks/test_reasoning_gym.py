@@ -8,7 +8,7 @@ from rl.errors import ConfigError
 from rl.model.shape import ModelConfig
 from rl.tasks.reasoning_gym import ReasoningGym
 from rl.types import Completion
-from tests.installed import reasoning_gym_folder
+from tests.kit.packages import reasoning_gym_folder
 
 SILENT = Completion.written([])
 

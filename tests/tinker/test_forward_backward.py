@@ -15,10 +15,10 @@ from rl.tinker.forward_backward import Limits, batch_of, prepare, target_logprob
 from rl.tinker.graph import Graph
 from rl.tinker.losses import FORMULAS, LOW
 from rl.tinker.wire import parse_forward_backward
+from tests.kit.reference import relative_error
+from tests.kit.scenes import TIED_FUSED, engine_of, gradients_of
 from tests.tinker.bodies import answer_of, csr, request
 from tests.tinker.graphs import encoded
-from tests.training.reference import relative_error
-from tests.training.scenes import TIED_FUSED, engine_of, gradients_of
 
 LIMITS = Limits(vocab_size=30, max_tokens=14, stand_ins=True, targets=8, cells=1 << 12)
 

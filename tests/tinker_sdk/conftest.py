@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.bench.programs import module
 from tests.e2e.test_gateway import Server
+from tests.kit.scripts import module
 
 
 @pytest.fixture(scope="session")

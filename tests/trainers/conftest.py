@@ -16,9 +16,9 @@ from rl.observe.record import RunRecord
 from rl.session.session import Session
 from rl.trainers.rl import RLTrainer
 from rl.trainers.run_folder import RunFolder
-from tests.trainers.fakes import Generator, Rewards, Trainer
+from tests.kit.chats import examples_fields, tiny_chat_model
+from tests.kit.fakes import Generator, Rewards, Trainer
 from tests.trainers.loops import set_fields
-from tests.trainers.tiny_chat import examples_fields, tiny_chat_model
 
 
 @pytest.fixture(scope="package", autouse=True)

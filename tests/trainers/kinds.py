@@ -19,10 +19,10 @@ from rl.cli.arguments import find_config
 from rl.config import RLConfig, RunConfig
 from rl.trainers.trainer import Trainer
 from rl.types import Batch
-from tests.docs.pages import blocks
-from tests.e2e.runs import OF_TIMING, living
+from tests.kit.chats import chat_rows, examples_fields, preference_rows
+from tests.kit.pages import blocks
+from tests.kit.runs import OF_TIMING, living
 from tests.trainers.loops import set_fields
-from tests.trainers.tiny_chat import chat_rows, examples_fields, preference_rows
 
 CONFIGS = {
     "rl": "quickstart",

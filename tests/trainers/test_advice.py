@@ -28,7 +28,7 @@ from rl.observe.record import RunRecord, failing_loudly
 from rl.trainers import advice, run_folder
 from rl.trainers.advice import FailedCall, advice_after
 from rl.trainers.run_folder import RunFolder
-from tests.docs.commands import check_command
+from tests.kit.commands import check_command
 
 
 @pytest.fixture

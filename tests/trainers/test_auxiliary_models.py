@@ -18,7 +18,7 @@ from rl.model.shape import ModelConfig
 from rl.tasks.copy_digits import CopyDigits
 from rl.tasks.mixture import Mixture
 from rl.validation.rl_runs import _validate_roles
-from tests.trainers.fakes import Critic, Reference
+from tests.kit.fakes import Critic, Reference
 from tests.trainers.loops import calls, left, lost_once, updates
 
 IN_LOSS = {"algorithm.loss": ClippedLoss.Config(kl_coef=0.1)}

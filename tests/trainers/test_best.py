@@ -11,8 +11,8 @@ from rl.observe.checkpoint_folders import StepFolders
 from rl.trainers.best import Best
 from rl.trainers.evaluation import Evaluation
 from rl.trainers.sft import SFTTrainer
+from tests.kit.chats import chat_rows
 from tests.trainers.loops import evaluating, results
-from tests.trainers.tiny_chat import chat_rows
 
 VALUES = [0.9, 0.1, 0.5, 0.3, 0.5, 0.2, 0.1, 0.1, 0.4, 0.6, 0.7, 0.8, 0.9]
 """Scores of the weights after each step."""

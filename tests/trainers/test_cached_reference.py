@@ -13,7 +13,7 @@ from rl.errors import ConfigError, Interrupted, RunError
 from rl.trainers import reference_scores
 from rl.trainers.preference import PreferenceTrainer
 from rl.trainers.reference_scores import ReferenceScores, data_digest, source_digest
-from tests.trainers.tiny_chat import labelled_rows, preference_rows
+from tests.kit.chats import labelled_rows, preference_rows
 
 HELD_OUT = preference_rows(23)[20:]
 CACHED = {"reference.scores": "cached"}

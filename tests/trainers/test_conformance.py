@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from rl.errors import Interrupted, RunError
 from rl.trainers.trainer import TrainerState
+from tests.kit.chats import tiny_chat_model
 from tests.trainers.kinds import (
     CONFIGS,
     Run,
@@ -24,7 +25,6 @@ from tests.trainers.kinds import (
     temporary_files,
     write_custom_trainer,
 )
-from tests.trainers.tiny_chat import tiny_chat_model
 from tests.warm import rank_variables
 
 MEMBERS = (

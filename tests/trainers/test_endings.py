@@ -21,7 +21,7 @@ from rl.observe.progress import Progress
 from rl.observe.record import RunRecord
 from rl.trainers.endings import Interrupts, fail
 from rl.trainers.run_folder import RunFolder, claim_run
-from tests.actors.processes import wait_until_delivered
+from tests.kit.processes import wait_until_delivered
 from tests.trainers.loops import set_fields
 
 COMMAND = "python -m rl.train --config quickstart"

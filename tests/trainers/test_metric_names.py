@@ -9,8 +9,8 @@ from rl.algorithms.advantages import GAE
 from rl.algorithms.corrections import StalenessDecay
 from rl.algorithms.losses import ClippedLoss, DecoupledLoss, DistillationLoss, ValueLoss
 from rl.algorithms.tokens import Tokens
-from tests.metric_names import documented, undocumented
-from tests.trainers.fakes import Critic, Reference
+from tests.kit.fakes import Critic, Reference
+from tests.kit.pages import documented, undocumented
 
 SOURCES = [path.read_text() for path in (Path(__file__).parents[2] / "rl").rglob("*.py")]
 COMPOSED = {

@@ -10,8 +10,8 @@ from rl.data.order import epoch_index
 from rl.errors import ConfigError
 from rl.trainers.sft import SFTTrainer
 from rl.training.packing import MicroBatchLimits, plan
+from tests.kit.chats import chat_rows
 from tests.trainers.test_place_in_data import after, resumed
-from tests.trainers.tiny_chat import chat_rows
 
 
 @pytest.fixture

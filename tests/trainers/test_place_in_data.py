@@ -13,7 +13,7 @@ from rl.errors import RunError
 from rl.trainers.dataset import DatasetTrainer
 from rl.trainers.preference import PreferenceTrainer
 from rl.trainers.sft import SFTTrainer
-from tests.trainers.tiny_chat import chat_rows, labelled_rows, preference_rows
+from tests.kit.chats import chat_rows, labelled_rows, preference_rows
 
 KINDS = {
     "sft": (SFTTrainer, "sft_jsonl", chat_rows(23), {}),

@@ -17,7 +17,7 @@ from rl.config import PolicyGradientConfig, RolloutConfig
 from rl.errors import ConfigError, RunError
 from rl.metrics import Value
 from rl.trainers.algorithm import Algorithm
-from tests.trainers.fakes import Critic
+from tests.kit.fakes import Critic
 from tests.trainers.loops import EACH_PIPELINE, calls, updates
 
 FOUR_UPDATES = updates(1, 1, prompts=4)

@@ -7,8 +7,8 @@ import pytest
 
 from rl.algorithms.sequence_losses import IPOLoss, KTOLoss, SimPOLoss
 from rl.trainers.preference import PreferenceTrainer
-from tests.metric_names import undocumented
-from tests.trainers.tiny_chat import labelled_rows, preference_rows
+from tests.kit.chats import labelled_rows, preference_rows
+from tests.kit.pages import undocumented
 
 LONG = pytest.mark.long
 

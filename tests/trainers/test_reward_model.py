@@ -21,8 +21,8 @@ from rl.session.session import Session
 from rl.trainers.preference import PreferenceTrainer
 from rl.types import Batch
 from rl.validation import validate
+from tests.kit.chats import examples_fields, preference_rows
 from tests.trainers.loops import set_fields
-from tests.trainers.tiny_chat import examples_fields, preference_rows
 
 HELD_OUT = preference_rows(48)[40:]
 

@@ -20,9 +20,9 @@ from rl.tasks.gsm8k_jsonl import Gsm8kJsonl
 from rl.trainers.dataset import split_examples
 from rl.trainers.sft import SFTTrainer
 from rl.trainers.trainer import TrainerState
-from tests.metric_names import undocumented
+from tests.kit.chats import chat_rows, examples_fields
+from tests.kit.pages import undocumented
 from tests.trainers.loops import set_fields
-from tests.trainers.tiny_chat import chat_rows, examples_fields
 
 
 @pytest.fixture

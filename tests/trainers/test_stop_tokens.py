@@ -15,7 +15,7 @@ from rl.tasks.gsm8k_jsonl import Gsm8kJsonl
 from rl.tasks.mixture import Mixture
 from rl.trainers.preference import PreferenceTrainer
 from rl.trainers.sft import SFTTrainer
-from tests.trainers.tiny_chat import chat_rows, preference_rows
+from tests.kit.chats import chat_rows, preference_rows
 
 TEXT, END = 0, 2  # <|endoftext|> and <|im_end|>
 CHATS = chat_rows(9)

@@ -12,7 +12,7 @@ from rl.errors import Interrupted
 from rl.tasks.gsm8k_jsonl import Gsm8kJsonl
 from rl.trainers.preference import PreferenceTrainer
 from rl.trainers.sft import SFTTrainer
-from tests.trainers.tiny_chat import chat_rows, preference_rows
+from tests.kit.chats import chat_rows, preference_rows
 
 
 def once_left_and_once_failing(base):

@@ -9,7 +9,7 @@ from rl.cli.arguments import read_config
 from rl.config import WatchdogConfig
 from rl.errors import RunError
 from rl.trainers.report import Watchdog
-from tests.tables import check_rows
+from tests.kit.tables import check_rows
 
 GOOD = {
     "reward/zero_std_groups": 0.5,

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.training.ranks import in_layout, loopback_store, rank_environment
-from tests.training.scenes import (
+from tests.kit.ranks import in_layout, loopback_store, rank_environment
+from tests.kit.scenes import (
     CUTS,
     KINDS,
     MODELS,

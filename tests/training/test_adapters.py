@@ -15,9 +15,9 @@ from rl.training.checkpoint import Checkpointer
 from rl.training.engine import TrainingEngine
 from rl.training.sharded_model import is_adapter
 from rl.training.trainer_config import BASE, AdapterConfig
-from tests.training.batches import ragged_batch
-from tests.training.layouts import LAYOUTS
-from tests.training.scenes import (
+from tests.kit.batches import ragged_batch
+from tests.kit.layouts import LAYOUTS
+from tests.kit.scenes import (
     CLAMPED,
     EXPERTS,
     LOSS,

@@ -12,10 +12,10 @@ from rl.errors import RunError
 from rl.model.digest import ShardDigests, digests, merge_digests
 from rl.observe.checkpoint_folders import ROLLOUTS
 from rl.training.checkpoint import Checkpointer
-from tests.training.batches import ragged_batch
-from tests.training.layouts import LAYOUTS
-from tests.training.ranks import in_layout, on_ranks
-from tests.training.scenes import (
+from tests.kit.batches import ragged_batch
+from tests.kit.layouts import LAYOUTS
+from tests.kit.ranks import in_layout, on_ranks
+from tests.kit.scenes import (
     LOSS,
     MODELS,
     RUN_STATE,

@@ -23,10 +23,10 @@ from rl.errors import RunError, StorageFull
 from rl.model.digest import digests, merge_digests
 from rl.observe.checkpoint_folders import StepFolders
 from rl.training.all_ranks import failures_as_run_error
-from tests.training.batches import ragged_batch
-from tests.training.layouts import LAYOUTS
-from tests.training.ranks import in_layout, on_ranks
-from tests.training.scenes import (
+from tests.kit.batches import ragged_batch
+from tests.kit.layouts import LAYOUTS
+from tests.kit.ranks import in_layout, on_ranks
+from tests.kit.scenes import (
     MODELS,
     TIED_FUSED,
     checkpointer_of,

@@ -21,8 +21,8 @@ from rl.training.attention import DenseAttention, attention_config
 from rl.training.context import SequenceShard
 from rl.training.engine import TrainingEngine
 from rl.training.trainer_config import TrainerConfig, one_rank
-from tests.training.ranks import on_ranks
-from tests.training.scenes import TIED_FUSED
+from tests.kit.ranks import on_ranks
+from tests.kit.scenes import TIED_FUSED
 
 
 def cells_of(balancers: list[str | None]) -> list[list[int]]:

@@ -10,10 +10,10 @@ from rl.model.digest import digests, merge_digests
 from rl.model.shape import ModelConfig
 from rl.training.engine import TrainingEngine
 from rl.types import Batch
-from tests.training.batches import ragged_batch
-from tests.training.layouts import LAYOUTS
-from tests.training.ranks import on_ranks
-from tests.training.scenes import (
+from tests.kit.batches import ragged_batch
+from tests.kit.layouts import LAYOUTS
+from tests.kit.ranks import on_ranks
+from tests.kit.scenes import (
     MODELS,
     engine_of,
     exported,

@@ -19,8 +19,8 @@ from rl.training.hugging_face_files import stored_tensors
 from rl.training.hugging_face_folders import read_tensors
 from rl.training.hugging_face_names import HuggingFaceNames
 from rl.training.sharded_model import shard_of, shards_of
-from tests.training.model_cases import EQUAL
-from tests.training.model_folders import transformers_model
+from tests.kit.model_cases import EQUAL
+from tests.kit.model_folders import transformers_model
 
 LENGTHS = [20, 150, 1, 3, 64, 65, 97, 2, 128]
 SOURCES = {"qwen3_5_text": modeling_qwen3_5, "qwen3_5_moe_text": modeling_qwen3_5_moe}

@@ -13,10 +13,10 @@ from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
 from rl.model.expert_adapters import groups_of, low_rank
 from rl.training.sharded_model import is_adapter
-from tests.training.batches import ragged_batch
-from tests.training.ranks import in_layout
-from tests.training.reference import loss_sum, of_scene, relative_error, worst_error
-from tests.training.scenes import (
+from tests.kit.batches import ragged_batch
+from tests.kit.ranks import in_layout
+from tests.kit.reference import loss_sum, of_scene, relative_error, worst_error
+from tests.kit.scenes import (
     CUTS,
     KINDS,
     TEMPERATURE,

@@ -19,11 +19,11 @@ from rl.model.shards import Box, Region
 from rl.model.tp_plan import generator_layout
 from rl.training.trainer_config import BalanceConfig
 from rl.weights.routes import plan_routes
-from tests.training.batches import ragged_batch, with_experts, with_prompts
-from tests.training.layouts import Layout
-from tests.training.ranks import on_ranks
-from tests.training.reference import BALANCE, given_experts, loss_sum, of_scene, worst_error
-from tests.training.scenes import (
+from tests.kit.batches import ragged_batch, with_experts, with_prompts
+from tests.kit.layouts import Layout
+from tests.kit.ranks import on_ranks
+from tests.kit.reference import BALANCE, given_experts, loss_sum, of_scene, worst_error
+from tests.kit.scenes import (
     CLAMPED,
     EXPERTS,
     FEW_CLAMPED,

@@ -9,8 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from rl.model.shape import ModelConfig
 from rl.tasks.copy_digits import TOKEN, CopyDigits
-from tests.training.model_folders import Folder
-from tests.training.scenes import SIZES, engine_of, exported
+from tests.kit.model_folders import Folder
+from tests.kit.scenes import SIZES, engine_of, exported
 
 EOS = TOKEN["<eos>"]
 PAD = TOKEN["<pad>"]

@@ -6,10 +6,10 @@ from functools import partial
 import pytest
 from torchtitan.components.quantization import Float8Linear, Float8LinearConverter
 
-from tests.training.layouts import Layout
-from tests.training.ranks import on_ranks
-from tests.training.reference import relative_error, worst_error
-from tests.training.scenes import EXPERTS, TIED_FUSED, engine_of, held
+from tests.kit.layouts import Layout
+from tests.kit.ranks import on_ranks
+from tests.kit.reference import relative_error, worst_error
+from tests.kit.scenes import EXPERTS, TIED_FUSED, engine_of, held
 
 FLOAT8 = Float8LinearConverter.Config(emulate=True)
 IN_FLOAT8 = {"float8": FLOAT8, "micro_batch_size": 1}

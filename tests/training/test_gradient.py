@@ -25,15 +25,15 @@ from rl.algorithms.losses import (
 from rl.algorithms.ratio_losses import GMPOLoss, SAPOLoss
 from rl.training import attention, sharded_model
 from rl.training.packing import MicroBatchLimits
-from tests.training.batches import ragged_batch, with_experts, with_prompts
-from tests.training.reference import (
+from tests.kit.batches import ragged_batch, with_experts, with_prompts
+from tests.kit.reference import (
     loss_sum,
     of_scene,
     per_token,
     relative_error,
     worst_error,
 )
-from tests.training.scenes import (
+from tests.kit.scenes import (
     BY_SEQUENCE,
     CLAMPED,
     CUTS,

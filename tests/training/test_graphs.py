@@ -14,7 +14,7 @@ from rl.training.attention import MaskedAttention, tree_mask
 from rl.training.micro_batches import lay_out
 from rl.training.packing import MicroBatchLimits, plan
 from rl.training.trainer_config import TrainerConfig
-from tests.training.batches import ragged_batch
+from tests.kit.batches import ragged_batch
 
 
 @pytest.fixture

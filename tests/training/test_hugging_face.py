@@ -18,11 +18,11 @@ from rl.model.shape import ModelConfig
 from rl.training import hugging_face_folders
 from rl.training.hugging_face_names import TensorPiece
 from rl.training.sharded_model import is_adapter
-from tests.training.batches import ragged_batch
-from tests.training.family_cases import ONE_EACH, UNSHARDED
-from tests.training.layouts import LAYOUTS, Layout
-from tests.training.model_cases import EQUAL
-from tests.training.model_folders import (
+from tests.kit.batches import ragged_batch
+from tests.kit.family_cases import ONE_EACH, UNSHARDED
+from tests.kit.layouts import LAYOUTS, Layout
+from tests.kit.model_cases import EQUAL
+from tests.kit.model_folders import (
     Folder,
     edit_tensors,
     open_folder,
@@ -32,8 +32,8 @@ from tests.training.model_folders import (
     transformers_logits,
     transformers_model,
 )
-from tests.training.ranks import on_ranks
-from tests.training.scenes import (
+from tests.kit.ranks import on_ranks
+from tests.kit.scenes import (
     CLAMPED,
     MODELS,
     SIZES,

@@ -10,10 +10,10 @@ from typing import Any
 from rl.model.digest import digests, merge_digests
 from rl.model.shape import ModelConfig
 from rl.observe.checkpoint_folders import StepFolders
-from tests.training.batches import ragged_batch
-from tests.training.layouts import LAYOUTS
-from tests.training.ranks import Ranks
-from tests.training.scenes import checkpointer_of, engine_of, everything, learn
+from tests.kit.batches import ragged_batch
+from tests.kit.layouts import LAYOUTS
+from tests.kit.ranks import Ranks
+from tests.kit.scenes import checkpointer_of, engine_of, everything, learn
 
 DEADLINE_S = 120.0
 # Large enough that a save takes a while, small enough that a step does not.

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from tests.training.batches import ragged_batch
-from tests.training.layouts import HYBRID, LAYOUTS, PAIRS, TOGETHER
-from tests.training.reference import worst_error
-from tests.training.scenes import CUTS, KINDS, unequal
+from tests.kit.batches import ragged_batch
+from tests.kit.layouts import HYBRID, LAYOUTS, PAIRS, TOGETHER
+from tests.kit.reference import worst_error
+from tests.kit.scenes import CUTS, KINDS, unequal
 
 APART = tuple(name for name, cut in CUTS.items() if "prompt_sharing" not in cut.fields)
 """Cuts of models with gated delta nets, which share no prompts."""

@@ -15,9 +15,9 @@ from rl.model.decoder import float32_logits
 from rl.training.kept_logits import KeptLogits
 from rl.training.logprobs import linear_logprobs, rounded_logits
 from rl.types.sampling_mask import SamplingMask, encode
-from tests.training.batches import ragged_batch
-from tests.training.ranks import on_ranks
-from tests.training.scenes import TIED_FUSED, engine_of
+from tests.kit.batches import ragged_batch
+from tests.kit.ranks import on_ranks
+from tests.kit.scenes import TIED_FUSED, engine_of
 
 TOKENS = 10
 WIDTH = 6

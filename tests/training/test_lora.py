@@ -20,13 +20,13 @@ from rl.model.shards import Box
 from rl.training.checkpoint import Checkpointer
 from rl.training.engine import TrainingEngine
 from rl.training.sharded_model import is_adapter, local_box
-from tests.training.batches import ragged_batch
-from tests.training.layouts import LAYOUTS
-from tests.training.model_folders import (
+from tests.kit.batches import ragged_batch
+from tests.kit.layouts import LAYOUTS
+from tests.kit.model_folders import (
     tensors_of,
 )
-from tests.training.reference import worst_error
-from tests.training.scenes import (
+from tests.kit.reference import worst_error
+from tests.kit.scenes import (
     CLAMPED,
     EXPERTS,
     FEW_CLAMPED,
@@ -41,7 +41,7 @@ from tests.training.scenes import (
     unequal,
     weights_of,
 )
-from tests.training.scenes import MODELS as USUAL
+from tests.kit.scenes import MODELS as USUAL
 from tests.training.test_residency import resident
 
 LORA = LoRAConverter.Config(rank=4, alpha=6.0)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rl.training.matmul import _faster_on, faster_kernel, use_kernel
-from tests.training.ranks import on_ranks
+from tests.kit.ranks import on_ranks
 
 SHAPES = [(1, 1, 1), (3, 5, 7), (64, 48, 33), (200, 16, 24), (0, 4, 3), (4, 0, 3)]
 

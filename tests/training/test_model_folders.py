@@ -19,9 +19,9 @@ from rl.training.engine import TrainingEngine
 from rl.types.batch import Batch
 from rl.validation import validate
 from rl.validation.folders import check_numbers
-from tests.training.family_cases import ALL, family_in
-from tests.training.model_cases import EQUAL, HEAD, REFUSED, UP
-from tests.training.model_folders import (
+from tests.kit.family_cases import ALL, family_in
+from tests.kit.model_cases import EQUAL, HEAD, REFUSED, UP
+from tests.kit.model_folders import (
     Folder,
     edit_config,
     open_folder,
@@ -30,7 +30,7 @@ from tests.training.model_folders import (
     transformers_logits,
     truncate,
 )
-from tests.training.scenes import logits_of
+from tests.kit.scenes import logits_of
 
 
 def config_of(folder) -> RLConfig:

@@ -14,9 +14,9 @@ import rl.training.offloaded_optimizers as module
 from rl.compat.torch_internals import local_tensor
 from rl.training.engine import TrainingEngine
 from rl.training.offloaded_optimizers import parts_of
-from tests.training.batches import ragged_batch
-from tests.training.layouts import LAYOUTS
-from tests.training.scenes import (
+from tests.kit.batches import ragged_batch
+from tests.kit.layouts import LAYOUTS
+from tests.kit.scenes import (
     MODELS,
     TIED_FUSED,
     checkpointer_of,

@@ -12,11 +12,11 @@ from rl.algorithms.tokens import Tokens
 from rl.errors import RunError
 from rl.model.digest import ShardDigests, digests
 from rl.types import Batch
-from tests.training.batches import broken, ragged_batch
-from tests.training.layouts import LAYOUTS
-from tests.training.ranks import on_ranks
-from tests.training.reference import relative_error
-from tests.training.scenes import (
+from tests.kit.batches import broken, ragged_batch
+from tests.kit.layouts import LAYOUTS
+from tests.kit.ranks import on_ranks
+from tests.kit.reference import relative_error
+from tests.kit.scenes import (
     LOSS,
     TEMPERATURE,
     TIED_FUSED,

@@ -12,16 +12,16 @@ from rl.model.shape import ModelConfig
 from rl.training.checkpoint import Checkpointer
 from rl.training.lora import rename_base
 from rl.types import Batch
-from tests.training.batches import VOCAB_SIZE, ragged_batch
-from tests.training.family_cases import ONE_EACH
-from tests.training.model_cases import EQUAL, TIED, gemma3, gpt_oss, phi3, qwen3_5, qwen3_5_moe
-from tests.training.model_folders import (
+from tests.kit.batches import VOCAB_SIZE, ragged_batch
+from tests.kit.family_cases import ONE_EACH
+from tests.kit.model_cases import EQUAL, TIED, gemma3, gpt_oss, phi3, qwen3_5, qwen3_5_moe
+from tests.kit.model_folders import (
     Folder,
     tensors_of,
     transformers_logits,
     transformers_model,
 )
-from tests.training.scenes import SIZES, engine_of, exported, learn, loaded, logits_of
+from tests.kit.scenes import SIZES, engine_of, exported, learn, loaded, logits_of
 from tests.training.test_adapters import SMALL, layers_of, step, train
 from tests.training.test_lora import LORA, wake
 

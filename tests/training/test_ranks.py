@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.training.ranks import DEADLINE_S, on_ranks
+from tests.kit.ranks import DEADLINE_S, on_ranks
 
 
 def fails_on_rank_1():

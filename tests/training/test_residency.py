@@ -5,8 +5,8 @@ import torch
 
 from rl.compat.torch_internals import local_tensor
 from rl.training.checkpoint import Checkpointer
-from tests.training.batches import ragged_batch
-from tests.training.scenes import (
+from tests.kit.batches import ragged_batch
+from tests.kit.scenes import (
     LOSS,
     MODELS,
     engine_of,

@@ -31,11 +31,11 @@ from rl.algorithms.sequence_scores import (
 from rl.metrics import Metrics
 from rl.training.engine import TrainingEngine
 from rl.types import Batch, Head
-from tests.training.batches import ragged_batch
-from tests.training.layouts import LAYOUTS, PAIRS
-from tests.training.ranks import on_ranks
-from tests.training.reference import Qwen3, of_scene, per_token, relative_error, worst_error
-from tests.training.scenes import (
+from tests.kit.batches import ragged_batch
+from tests.kit.layouts import LAYOUTS, PAIRS
+from tests.kit.ranks import on_ranks
+from tests.kit.reference import Qwen3, of_scene, per_token, relative_error, worst_error
+from tests.kit.scenes import (
     MODELS,
     cut_by,
     engine_of,

@@ -11,14 +11,14 @@ from rl.model.shape import ModelConfig
 from rl.model.shards import Box
 from rl.model.updates import Update, sample
 from rl.training.checkpoint import Checkpointer
-from tests.training.batches import ragged_batch
-from tests.training.model_folders import (
+from tests.kit.batches import ragged_batch
+from tests.kit.model_folders import (
     Folder,
     open_folder,
     tensors_of,
     transformers_logits,
 )
-from tests.training.scenes import engine_of, learn, logits_of
+from tests.kit.scenes import engine_of, learn, logits_of
 
 LORA = LoRAConverter.Config(rank=2, target_modules=["wq", "wv", "w1", "w2"])
 

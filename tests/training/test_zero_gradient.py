@@ -20,11 +20,11 @@ from rl.algorithms.losses import (
 from rl.algorithms.ratio_losses import GMPOLoss, SAPOLoss
 from rl.algorithms.tokens import Tokens
 from rl.types import Batch
-from tests.training.batches import ragged_batch
-from tests.training.layouts import LAYOUTS
-from tests.training.ranks import in_layout
-from tests.training.reference import relative_error
-from tests.training.scenes import MODELS, TEMPERATURE, engine_of, gradients_of, share, weights_of
+from tests.kit.batches import ragged_batch
+from tests.kit.layouts import LAYOUTS
+from tests.kit.ranks import in_layout
+from tests.kit.reference import relative_error
+from tests.kit.scenes import MODELS, TEMPERATURE, engine_of, gradients_of, share, weights_of
 
 LENGTHS = (9, 12, 5, 7, 11, 6)
 IDLE = {

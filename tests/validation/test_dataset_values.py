@@ -6,7 +6,7 @@ from rl.algorithms.sequence_losses import KTOLoss
 from rl.cli.arguments import find_config
 from rl.errors import ConfigError
 from rl.validation import validate
-from tests.trainers.tiny_chat import tiny_chat_model
+from tests.kit.chats import tiny_chat_model
 from tests.validation.test_values import ABSURD, MORE_ABSURD, check_absurd
 
 

@@ -23,7 +23,7 @@ from rl.validation.values import (
     value_of,
     values,
 )
-from tests.validation.full_config import full_config, with_converters
+from tests.kit.full_config import full_config, with_converters
 
 ABSURD = (-1, 0, math.nan, 1e30)
 MORE_ABSURD = (math.inf, -math.inf, -0.5, 999_999_999_999)

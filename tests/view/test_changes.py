@@ -4,7 +4,7 @@ import pytest
 
 from rl.observe.rollout_files import Chunk, write_rollouts
 from rl.view.run import Run
-from tests.observe.rollout_cases import rollout
+from tests.kit.records import rollout
 from tests.view.runs import make_run, write_evaluation
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import tests.training.scenes as scenes
+import tests.kit.scenes as scenes
 from rl.model.digest import ShardDigests, digests, merge_digests
 from rl.model.shape import ModelConfig, shape_of
 from rl.model.shards import Box, Layout, layout_of, local_shapes, local_shards
@@ -33,8 +33,8 @@ MODELS = {
     "tied_fused": TIED_FUSED,
     "untied_fused": replace(TIED_FUSED, tie_embeddings=False),
     "tied_split": replace(TIED_FUSED, fuse_qkv=False),
-    "biased": replace(TIED_FUSED, family="tests.seed_oss"),
-    "biased_split": replace(TIED_FUSED, family="tests.seed_oss", fuse_qkv=False),
+    "biased": replace(TIED_FUSED, family="tests.kit.seed_oss"),
+    "biased_split": replace(TIED_FUSED, family="tests.kit.seed_oss", fuse_qkv=False),
     "untied_split": replace(TIED_FUSED, tie_embeddings=False, fuse_qkv=False),
     "experts": EXPERTS,
     "untied_split_experts": replace(EXPERTS, tie_embeddings=False, fuse_qkv=False),

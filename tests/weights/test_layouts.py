@@ -12,8 +12,8 @@ from rl.model.tp_plan import generator_layout
 from rl.training.layout import trainer_layout
 from rl.training.trainer_config import TrainerConfig
 from rl.weights.routes import plan_push
-from tests.training.layouts import Layout as TrainerLayout
-from tests.training.ranks import on_ranks
+from tests.kit.layouts import Layout as TrainerLayout
+from tests.kit.ranks import on_ranks
 from tests.weights.pushes import MODELS, TRAINERS, push_all
 
 CASES = [

@@ -1,7 +1,7 @@
 import pytest
 
+from tests.kit.chats import tiny_chat_model
 from tests.plan.rehearsal.rehearsals import Rehearsals
-from tests.trainers.tiny_chat import tiny_chat_model
 
 
 @pytest.fixture(scope="package")

@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3_5MoeTextConfig, Qwen3_5TextConfig
 
+from tests.kit.tokenizers import qwen3
 from tests.plan.rehearsal.rehearsals import is_known, waits_of
 from tests.plan.rehearsal.test_layouts import check_collectives
-from tests.tiny_tokenizers import qwen3
 
 ROPE = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
 DENSE = Qwen3_5TextConfig(

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl.model.shape import ModelConfig
 from rl.training.checkpoint import Checkpointer
-from tests.training.scenes import engine_of, unequal
+from tests.kit.scenes import engine_of, unequal
 
 SIZES = {
     "vocab_size": 40,

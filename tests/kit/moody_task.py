@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from rl.environments.task import Score, Task
 from rl.types import Completion, Prompt
-from tests.actors.forks import fork
+from tests.kit.forks import fork
 
 RAISES, DIES, HANGS, SLOW, DIES_ONCE, EXITS, FORKS = range(100, 107)
 

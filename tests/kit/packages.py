@@ -11,7 +11,7 @@ import pytest
 
 FOLDER = Path("~/.cache/tiller-tests").expanduser() / f"python{sys.version_info.minor}"
 UV = Path(sys.executable).with_name("uv")
-CONSTRAINTS = Path(__file__).parents[1] / "constraints.txt"
+CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
 INSTALL_S = 600.0
 VERIFIERS = "verifiers==0.4.0"
 TRACKIO = "trackio==0.43.0"

@@ -22,7 +22,7 @@ from rl.model.parity import Parity
 from rl.model.shape import ModelConfig
 from rl.model.shards import Box
 from rl.types import Completion, GenerationRequest, Sampling
-from tests.training.ranks import loopback_store
+from tests.kit.ranks import loopback_store
 from tests.warm import FORK
 
 DEADLINE_S = 180

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from rl.environments.protocol import EnvironmentTask, Opening, Reply, ToolEnvironment
 from rl.environments.tools import Tools
-from tests.actors.moody_task import fork
+from tests.kit.moody_task import fork
 
 SLEEP_S = 3600.0
 MEGABYTES = 4

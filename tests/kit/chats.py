@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from tests.tiny_tokenizers import make_model
+from tests.kit.tokenizers import make_model
 
 
 def tiny_chat_model(folder: Path) -> Path:

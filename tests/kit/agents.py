@@ -15,9 +15,9 @@ from rl.gateway.gateway import Gateway
 from rl.gateway.http import serving
 from rl.gateway.protocol import Limits
 from rl.types import Completion, Part, Sampling
-from tests.dialects.adversary import Adversary
-from tests.dialects.conversations import TOOL
-from tests.tiny_tokenizers import qwen3
+from tests.kit.adversary import Adversary
+from tests.kit.conversations import TOOL
+from tests.kit.tokenizers import qwen3
 
 LONGEST = 4000
 HABITS = ("plain", "odd tokens", "spacing", "key order", "several calls", "thinking, cut")

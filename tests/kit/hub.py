@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from tests.servers import Handler, Server, serving
+from tests.kit.servers import Handler, Server, serving
 
 TOKEN = "hf_of_the_test"
 CHUNK = 10_000

@@ -24,7 +24,7 @@ from rl.training.engine import TrainingEngine
 from rl.training.sharded_model import shard_of
 from rl.training.trainer_config import BalanceConfig, TrainerConfig
 from rl.types import Batch, Head
-from tests.training.batches import (
+from tests.kit.batches import (
     VOCAB_SIZE,
     broken,
     ragged_batch,
@@ -34,8 +34,8 @@ from tests.training.batches import (
     with_targets,
     without_advantages,
 )
-from tests.training.layouts import LAYOUTS, Layout
-from tests.training.reference import BALANCE
+from tests.kit.layouts import LAYOUTS, Layout
+from tests.kit.reference import BALANCE
 
 # 46 over tensor parallel 2 is 23, which FSDP over 2 then cuts unevenly; 15 is no multiple of any
 # padding.
@@ -54,7 +54,7 @@ EXPERTS = replace(TIED_FUSED, num_experts=4, experts_per_token=2, moe_hidden_dim
 FEW_EXPERTS = replace(
     EXPERTS, num_experts=2, tie_embeddings=False
 )  # fewer than four ranks: FSDP cuts within them
-BIASED = replace(TIED_FUSED, family="tests.seed_oss")
+BIASED = replace(TIED_FUSED, family="tests.kit.seed_oss")
 CLAMPED = replace(EXPERTS, family="gpt_oss")  # the first of two layers has a window of 8 tokens
 FEW_CLAMPED = replace(CLAMPED, num_experts=2, tie_embeddings=False)
 MODELS = {

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tests.training.model_folders import (
+from tests.kit.model_folders import (
     GONE,
     INDEX,
     ONE_FILE,

@@ -9,8 +9,8 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "make_tiny_model.py"
-TEMPLATES = Path(__file__).parent / "dialects" / "templates"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "make_tiny_model.py"
+TEMPLATES = Path(__file__).with_name("templates")
 LLAMA = (
     "<|begin_of_text|> <|end_of_text|> <|start_header_id|> <|end_header_id|> <|eot_id|> <|eom_id|>"
     " <|python_tag|>"

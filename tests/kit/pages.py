@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -106,3 +107,22 @@ def commands(block: Block) -> list[list[str]]:
 def _without_variables(command: list[str]) -> list[str]:
     first = next((at for at, word in enumerate(command) if not re.match(r"\w+=", word)), 0)
     return command[first:]
+
+
+def documented() -> list[str]:
+    """Return the names of the metrics in docs/run-folder.md; parts in capitals are placeholders."""
+    section = text_of("docs/run-folder.md").split("## Metrics\n")[1].split("\n## ")[0]
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    return [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
+
+
+def undocumented(names: Iterable[str]) -> set[str]:
+    """Return the names without a row in the table."""
+    patterns = [re.sub(r"[A-Z]+", "[^/]+", name) for name in documented()]
+    known = re.compile("|".join(patterns))
+    plain = {re.sub("^critic/", "", name): name for name in names}
+    return {
+        name
+        for own, name in plain.items()
+        if not known.fullmatch(own) and not known.fullmatch(f"trainer/{own}")
+    }

@@ -8,8 +8,8 @@ import time
 from dataclasses import dataclass
 
 from rl.environments.protocol import EnvironmentTask, MessageEnvironment, Opening, Reply
-from tests.dialects.adversary import reply
-from tests.dialects.conversations import TOOL, system, user
+from tests.kit.adversary import reply
+from tests.kit.conversations import TOOL, system, user
 
 RAISES, RAISES_AT_RESET, NO_STEP, NAN, NO_MESSAGES, DIES, HANGS, HANGS_ASYNC, EXITS = range(
     100, 109

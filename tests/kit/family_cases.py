@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from tests.training.model_cases import EQUAL, OLD_ROPE, TIED
-from tests.training.model_folders import GONE, Folder
+from tests.kit.model_cases import EQUAL, OLD_ROPE, TIED
+from tests.kit.model_folders import GONE, Folder
 
 SCARCE = {
     **{"cwm": "cwm", "ernie4_5": "ernie4_5", "exaone4": "exaone4, windows", "granite": "granite"},

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from rl.compat.torch_internals import open_store
 from rl.host.listening import listen
-from tests.training.layouts import LAYOUTS
+from tests.kit.layouts import LAYOUTS
 from tests.warm import FORK
 
 DEADLINE_S = 600.0

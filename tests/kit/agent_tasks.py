@@ -12,7 +12,7 @@ from openai import AsyncOpenAI, BadRequestError, OpenAI, OpenAIError
 
 from rl.environments.agent import AgentTask
 from rl.environments.protocol import Reply
-from tests.gateway.agents import act
+from tests.kit.agents import act
 
 PROGRAM = Path(__file__).with_name("agent_program.py")
 TURNS = 4

@@ -24,7 +24,7 @@ TIED_SPLIT = replace(TIED_FUSED, fuse_qkv=False)
 UNTIED_SPLIT = ModelConfig(**SIZES, tie_embeddings=False, fuse_qkv=False)
 HYBRID = ModelConfig(**SIZES | {"n_layers": 4}, family="qwen3_5_text")
 """Three layers with a gated delta net, then one with attention."""
-BIASED = ModelConfig(**SIZES, family="tests.seed_oss")
+BIASED = ModelConfig(**SIZES, family="tests.kit.seed_oss")
 EXPERTS = ModelConfig(
     **SIZES, num_experts=4, experts_per_token=2, moe_hidden_dim=48, expert_bias=True
 )

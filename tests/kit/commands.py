@@ -4,7 +4,7 @@ from functools import cache
 
 from rl.cli.arguments import parse_config, shipped_configs
 from rl.launch.targets import TARGETS
-from tests.docs.pages import ROOT
+from tests.kit.pages import ROOT
 
 SHELL = ("cd", "git", "kill", "source", "squeue", "ssh", "tail")
 """Commands that are not Tiller's."""

@@ -1,13 +1,24 @@
-"""Memory of a real generator, to compare with plans. The functions run on separate ranks."""
+"""Memory of this process and of a real generator, to compare with plans."""
 
+import ctypes
+import gc
+import re
+from pathlib import Path
 from typing import Any
 
-from rl.compat.vllm_internals import runner_of
-from tests.plan.resident import resident
+
+def resident(field: str) -> int:
+    """Return the bytes of this process's memory after returning freed memory to the system."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(rf"{field}:\s+(\d+) kB", status)[1]) * 1024  # type: ignore[index]
 
 
 def held(engine: Any) -> dict[str, int]:
-    """Bytes of parameters and KV cache, and of records of experts if there are any."""
+    """Return the bytes of parameters and KV cache, and of records of experts if there are any."""
+    from rl.compat.vllm_internals import runner_of
+
     runner = runner_of(engine._engine)
     caches = {
         cache.untyped_storage().data_ptr(): cache.untyped_storage().nbytes()

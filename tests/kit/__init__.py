@@ -1,0 +1,1 @@
+"""Models, batches, rollouts, servers, tasks and fakes that tests of several folders share."""

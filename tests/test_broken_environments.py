@@ -213,12 +213,11 @@ SEEN = []
 """
 
 
-def random_states() -> tuple[Any, ...]:
-    return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
-
-
 def test_a_good_environment_is_played_for_some_turns_and_draws_nothing(construct):
     """A thread that a library started in an earlier test may draw once between both states."""
+
+    def random_states() -> tuple[Any, ...]:
+        return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
 
     def draws() -> bool:
         before = random_states()

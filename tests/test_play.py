@@ -16,12 +16,11 @@ def arguments(tmp_path_factory) -> list[str]:
     return ["--config", "tests.e2e.configs.guessing", "--model.hf_path", str(folder)]
 
 
-def number_of(arguments: list[str], prompt_id: int) -> int:
-    _, config = parse_config(arguments, program="test")
-    return int(config.task.build(seed=config.seed, model=config.model).prompt(prompt_id).answer)
-
-
 def test_a_person_plays_and_sees_the_tokens_of_each_turn(arguments):
+    def number_of(arguments: list[str], prompt_id: int) -> int:
+        _, config = parse_config(arguments, program="test")
+        return int(config.task.build(seed=config.seed, model=config.model).prompt(prompt_id).answer)
+
     number = number_of(arguments, 2)
     assert number != 50
     typed = f"Is it 50?\n\nperhaps\n{number}\n\n"

@@ -48,11 +48,6 @@ def set_up(folder: Path, *, timeout: float, **variables: str) -> subprocess.Comp
     )
 
 
-def program(path: Path, text: str) -> None:
-    path.write_text(text)
-    path.chmod(0o755)
-
-
 OLD = (
     "setup: the NVIDIA driver is 535.104.05, and CUDA 13.0, which torch and vLLM are built for, "
     "needs 580 or newer; update the driver, or run TILLER_DEVICE=cpu scripts/setup.sh\n"
@@ -70,6 +65,10 @@ CHECKED = "could not create .venv"
     ],
 )
 def test_a_driver_older_than_the_wheels_need_is_refused(tmp_path, device, driver, cuda, said):
+    def program(path: Path, text: str) -> None:
+        path.write_text(text)
+        path.chmod(0o755)
+
     stand_in = f"#!/bin/sh\ncat <<END\n{HEADER.format(driver=driver, cuda=cuda)}END\n"
     program(tmp_path / "nvidia-smi", stand_in)
     program(tmp_path / "python", FAILING_PYTHON)

@@ -79,26 +79,6 @@ def rloo(rows):
         yield from [reward + sum(extra) - statistics.fmean(others(rows, index))] * len(extra)
 
 
-def maxrl(rows):
-    for index, (reward, _, extra, _) in enumerate(rows):
-        own = reward + sum(extra)
-        mean = statistics.fmean([*others(rows, index), own])
-        yield from [(own - mean) / mean if mean else 0.0] * len(extra)
-
-
-def gdpo(rows, metrics, weights):
-    """Return the advantages of GDPO of the reward and of ``metrics``, a list by name."""
-    sums = [0.0] * len(rows)
-    for name, weight in weights.items():
-        own = [r + sum(extra) for r, _, extra, _ in rows] if name == "reward" else metrics[name]
-        for index, (_, group, _, _) in enumerate(rows):
-            mine = [v for v, (_, g, _, _) in zip(own, rows, strict=True) if g == group]
-            apart = own[index] - statistics.fmean(mine)
-            sums[index] += weight * apart / (statistics.stdev(mine) + 1e-6)
-    for (_, _, extra, _), value in zip(rows, whitened(sums), strict=True):
-        yield from [value] * len(extra)
-
-
 def whitened(values):
     return [(v - statistics.fmean(values)) / (statistics.pstdev(values) + 1e-8) for v in values]
 
@@ -157,6 +137,12 @@ def test_advantages_match_the_papers(name):
 
 
 def test_maxrl_divides_by_the_mean_reward_of_the_group():
+    def maxrl(rows):
+        for index, (reward, _, extra, _) in enumerate(rows):
+            own = reward + sum(extra)
+            mean = statistics.fmean([*others(rows, index), own])
+            yield from [(own - mean) / mean if mean else 0.0] * len(extra)
+
     given = replace(ragged(0), token_rewards=torch.zeros(len(ragged(0).sequence)))
     given = replace(given, rewards=torch.tensor([0.0, 1, 0, 0, 1, 0.5, 0, 0, 0]))
     wanted = torch.tensor(list(maxrl(completions(given))), dtype=torch.float64)
@@ -169,6 +155,18 @@ def test_maxrl_divides_by_the_mean_reward_of_the_group():
 
 @pytest.mark.parametrize("rewards", [{}, {"reward": 0.5, "right": 2.0, "short": -1.0}])
 def test_gdpo_normalizes_each_reward_in_its_group_and_whitens_the_sum(rewards):
+    def gdpo(rows, metrics, weights):
+        """Return the advantages of GDPO of the reward and of ``metrics``, a list by name."""
+        sums = [0.0] * len(rows)
+        for name, weight in weights.items():
+            own = [r + sum(extra) for r, _, extra, _ in rows] if name == "reward" else metrics[name]
+            for index, (_, group, _, _) in enumerate(rows):
+                mine = [v for v, (_, g, _, _) in zip(own, rows, strict=True) if g == group]
+                apart = own[index] - statistics.fmean(mine)
+                sums[index] += weight * apart / (statistics.stdev(mine) + 1e-6)
+        for (_, _, extra, _), value in zip(rows, whitened(sums), strict=True):
+            yield from [value] * len(extra)
+
     metrics = {"right": [0, 1, 0, 1, 1, 0, 0, 0, 1], "short": [3, 1, 4, 1, 5, 9, 2, 6, 5]}
     columns = {name: torch.tensor(each).double() for name, each in metrics.items()}
     given = replace(ragged(0), metrics=columns)

@@ -15,22 +15,21 @@ TINY = ["--config", "quickstart", "--steps", "3", "--rollout.prompts_per_step", 
 NUMBER = r"([+-]?[\d,]+\.?\d*)"
 
 
-def steps_of(out: str) -> list[tuple[float, float]]:
-    """Loss and gradient norm of each step, from what the script printed."""
-    *steps, mean = out.splitlines()
-    assert re.fullmatch(rf"mean after the first step: {NUMBER} tokens/s", mean)
-    found = []
-    for number, line in enumerate(steps, start=1):
-        match = re.fullmatch(
-            rf"step {number}  loss {NUMBER}  grad norm {NUMBER}  {NUMBER} tokens/s", line
-        )
-        assert match, line
-        found.append((float(match[1]), float(match[2])))
-    return found
-
-
 @pytest.mark.long
 def test_two_ranks_of_torchrun_train_as_one_does_and_are_traced(tmp_path, monkeypatch, capsys):
+    def steps_of(out: str) -> list[tuple[float, float]]:
+        """Loss and gradient norm of each step, from what the script printed."""
+        *steps, mean = out.splitlines()
+        assert re.fullmatch(rf"mean after the first step: {NUMBER} tokens/s", mean)
+        found = []
+        for number, line in enumerate(steps, start=1):
+            match = re.fullmatch(
+                rf"step {number}  loss {NUMBER}  grad norm {NUMBER}  {NUMBER} tokens/s", line
+            )
+            assert match, line
+            found.append((float(match[1]), float(match[2])))
+        return found
+
     options = [
         "--trainer.parallelism.data_parallel_shard_degree",
         "2",

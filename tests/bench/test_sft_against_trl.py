@@ -24,24 +24,22 @@ def work(bench, tmp_path):
     return tmp_path / "work"
 
 
-def texts(tokenizer, examples, *, trained):
-    return [
-        tokenizer.decode([int(t) for t in each.tokens[each.trained == trained]])
-        for each in examples
-    ]
-
-
-def trainer_of(kind, name, work):
-    arguments = ["--config", f"sft_ours.{name}_words", "--model.hf_path", str(work / "model")]
-    arguments += ["--task.path", str(work / f"{name}.jsonl"), "--steps", str(STEPS)]
-    return kind(parse_config(arguments, program="test")[1])
-
-
 def rows_in_order(work, name):
     return [json.loads(line) for line in (work / f"{name}_in_order.jsonl").read_text().splitlines()]
 
 
 def test_both_sides_train_on_the_same_batches(bench, work):
+    def trainer_of(kind, name, work):
+        arguments = ["--config", f"sft_ours.{name}_words", "--model.hf_path", str(work / "model")]
+        arguments += ["--task.path", str(work / f"{name}.jsonl"), "--steps", str(STEPS)]
+        return kind(parse_config(arguments, program="test")[1])
+
+    def texts(tokenizer, examples, *, trained):
+        return [
+            tokenizer.decode([int(t) for t in each.tokens[each.trained == trained]])
+            for each in examples
+        ]
+
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(work / "model")

@@ -69,16 +69,6 @@ def config_of(kind: str, folder: Path) -> Any:
     return config
 
 
-def leaves(script) -> set[str]:
-    """Return the fields that hold no section, each as CLASS.FIELD."""
-    return {
-        f"{kind.__qualname__}.{name}"
-        for kind in script.sections()
-        for name, hint in script.own_fields(kind)
-        if not [*script.dataclasses_in(hint)]
-    }
-
-
 LOSSES = "algorithms/test_losses.py::test_loss_and_gradient_match_the_papers"
 """Test of the fields of all losses of a policy."""
 
@@ -116,6 +106,15 @@ def source_of(path: Path) -> str:
 
 
 def test_every_field_is_known_and_no_entry_is_stale(script):
+    def leaves(script) -> set[str]:
+        """Return the fields that hold no section, each as CLASS.FIELD."""
+        return {
+            f"{kind.__qualname__}.{name}"
+            for kind in script.sections()
+            for name, hint in script.own_fields(kind)
+            if not [*script.dataclasses_in(hint)]
+        }
+
     known = [*acting(script), *REFUSED]
     assert len(known) == len({*known}), "a field acts and is refused"
     assert {*known} == leaves(script)
@@ -141,15 +140,6 @@ def test_every_entry_refers_to_code_with_its_field(script):
     check_rows(entries, check)
 
 
-def places_of(config: Any, kind: str) -> list[str]:
-    """Return the sections of ``config`` that are of the dataclass named ``kind``."""
-    return [
-        value.name
-        for value in values(config)
-        if kind in {each.__qualname__ for each in type(value.content).__mro__}
-    ]
-
-
 @pytest.fixture(scope="module")
 def prepared(folder):
     """Return a function that returns a valid config of a kind that has the section of a field."""
@@ -167,6 +157,14 @@ def prepared(folder):
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "ServeConfig"])
 def test_a_field_without_an_effect_is_refused_with_what_to_use(kind, prepared):
+    def places_of(config: Any, kind: str) -> list[str]:
+        """Return the sections of ``config`` that are of the dataclass named ``kind``."""
+        return [
+            value.name
+            for value in values(config)
+            if kind in {each.__qualname__ for each in type(value.content).__mro__}
+        ]
+
     def check(field: str) -> None:
         section, name = field.rsplit(".", 1)
         value, instead = REFUSED[field]

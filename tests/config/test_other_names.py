@@ -8,12 +8,6 @@ from rl.errors import ConfigError
 from tests.kit.tables import check_rows
 
 
-def refusal(*arguments: str) -> str:
-    with pytest.raises(ConfigError) as error:
-        parse_config(["--config", "quickstart", *arguments], program="test")
-    return str(error.value)
-
-
 def test_every_new_name_is_a_field_or_a_section_and_no_other_name_is():
     fields = {name for make in shipped_configs().values() for name in all_fields(make())}
     sections = {name[:end] for name in fields for end, sign in enumerate(name) if sign == "."}
@@ -22,6 +16,11 @@ def test_every_new_name_is_a_field_or_a_section_and_no_other_name_is():
 
 
 def test_the_command_line_refuses_a_name_of_another_trainer_by_tillers():
+    def refusal(*arguments: str) -> str:
+        with pytest.raises(ConfigError) as error:
+            parse_config(["--config", "quickstart", *arguments], program="test")
+        return str(error.value)
+
     def check(name: str) -> None:
         expected = f"{name}: Tiller's name of this field is --{OTHER_NAMES[name]}"
         assert refusal(f"--{name}", "1") == f"--{expected}"

@@ -42,22 +42,6 @@ class Mine(ChatJsonl):
             return self.part.size // 2
 
 
-def sections(config):
-    return [each.content for each in values(config) if dataclasses.is_dataclass(each.content)]
-
-
-def config_classes() -> set[type]:
-    """Return every config class that a module of ``rl`` defines."""
-    for room in ROOMS:
-        package = importlib.import_module(f"rl.{room}")
-        for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
-            importlib.import_module(module.name)
-    for module in ENGINES:
-        importlib.import_module(module)
-    found = {*subclasses(Configurable.Config), *subclasses(RunConfig)}
-    return {kind for kind in found if kind.__module__.startswith("rl.")}
-
-
 def subclasses(kind):
     for each in kind.__subclasses__():
         yield each
@@ -65,6 +49,9 @@ def subclasses(kind):
 
 
 def test_every_part_of_every_shipped_config_refuses_an_unknown_attribute():
+    def sections(config):
+        return [each.content for each in values(config) if dataclasses.is_dataclass(each.content)]
+
     def check(name: str) -> None:
         for part in sections(shipped_configs()[name]()):
             with pytest.raises(AttributeError, match=r"has no attribute 'unknown_one'; "):
@@ -74,6 +61,17 @@ def test_every_part_of_every_shipped_config_refuses_an_unknown_attribute():
 
 
 def test_every_config_class_refuses_an_unknown_attribute():
+    def config_classes() -> set[type]:
+        """Return every config class that a module of ``rl`` defines."""
+        for room in ROOMS:
+            package = importlib.import_module(f"rl.{room}")
+            for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+                importlib.import_module(module.name)
+        for module in ENGINES:
+            importlib.import_module(module)
+        found = {*subclasses(Configurable.Config), *subclasses(RunConfig)}
+        return {kind for kind in found if kind.__module__.startswith("rl.")}
+
     for kind in config_classes():
         with pytest.raises(AttributeError, match=f"^{kind.__qualname__} has no attribute"):
             kind.__new__(kind).unknown_one = 1

@@ -87,12 +87,12 @@ def test_every_format_gives_the_same_examples_in_the_same_order(folder, dialect)
     wanted = examples("rows.jsonl")
     assert len(wanted) == len(ROWS)
     names = [*(f"rows.{ending}" for ending in FORMATS), "saved", "splits", "parts"]
-    check_rows(names, lambda name: _same(examples(name), wanted))
+
+    def check(name):
+        assert examples(name) == wanted
+
+    check_rows(names, check)
     assert read(str(folder / "parts")) == ROWS
-
-
-def _same(found, wanted):
-    assert found == wanted
 
 
 def test_splits_and_their_parts_are_read(folder):

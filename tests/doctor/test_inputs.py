@@ -53,11 +53,6 @@ def spelled(folder):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def stop_elsewhere(folder):
-    edit_json(folder / "tiny" / "tokenizer_config.json", eos_token="<|endoftext|>")
-    edit_json(folder / "tiny" / "generation_config.json", eos_token_id=0)
-
-
 MANY = [problem(f"What is {n} and {n}?", str(2 * n)) for n in range(100)]
 DAMAGED = {
     "no weights": (
@@ -114,6 +109,10 @@ def test_damaged_inputs_are_found(damaged, matches):
 
 
 def test_stop_tokens_are_named_with_their_sources(good_inputs, tmp_path):
+    def stop_elsewhere(folder):
+        edit_json(folder / "tiny" / "tokenizer_config.json", eos_token="<|endoftext|>")
+        edit_json(folder / "tiny" / "generation_config.json", eos_token_id=0)
+
     folder = shutil.copytree(good_inputs, tmp_path / "model")
     stop_elsewhere(folder)
     tokenizer = load_tokenizer(str(folder / "tiny"))

@@ -65,11 +65,6 @@ def age(folder: Path) -> None:
     os.utime(folder / "owner.json", (0, 0))
 
 
-def unsave(folder: Path) -> None:
-    for path in folder.glob("checkpoints/*/.metadata"):
-        path.unlink()
-
-
 LOST = ("error", "step-100")
 GONE_BACK = "delete .*step-100; .* before it"
 DAMAGED_CONFIGS = {
@@ -175,6 +170,10 @@ def test_a_run_of_the_supervised_trainer_needs_no_rollouts(run, good_inputs, tmp
 
 
 def test_a_run_without_checkpoints_is_found(run, doctor):
+    def unsave(folder: Path) -> None:
+        for path in folder.glob("checkpoints/*/.metadata"):
+            path.unlink()
+
     unsave(run)
     code, found = doctor(run)
     assert code == 0

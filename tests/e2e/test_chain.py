@@ -46,10 +46,6 @@ def prompt(digits: str) -> str:
     return f"copy {' '.join(digits)} ="
 
 
-def answered(digits: str) -> dict[str, str]:
-    return {"prompt": prompt(digits), "completion": " ".join(digits)}
-
-
 def compared(digits: str) -> dict[str, str]:
     """Return a pair whose rejected answer has one wrong digit."""
     draws = random.Random(digits)
@@ -86,14 +82,16 @@ def measured(trainer, folder) -> tuple[dict[str, float], dict[str, float]]:
     return before, after
 
 
-def margin(scores: dict[str, float]) -> float:
-    """Return the mean log-prob of chosen answers minus that of rejected ones, in nats."""
-    return scores["eval/logps/chosen"] - scores["eval/logps/rejected"]
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("seed", [0, 1])
 def test_each_stage_improves_on_the_one_before(base, tmp_path, seed):
+    def margin(scores: dict[str, float]) -> float:
+        """Return the mean log-prob of chosen answers minus that of rejected ones, in nats."""
+        return scores["eval/logps/chosen"] - scores["eval/logps/rejected"]
+
+    def answered(digits: str) -> dict[str, str]:
+        return {"prompt": prompt(digits), "completion": " ".join(digits)}
+
     sft = rl.SFTConfig(
         **common(base, tmp_path / "sft", seed, 28, 1e-3),
         task=SFTDataConfig(max_tokens=16),

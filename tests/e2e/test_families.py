@@ -72,13 +72,6 @@ def test_the_commands_of_the_table_train_each_family(tmp_path, family):
         assert step.get("logprob/error_max", 0) <= 1e-5
 
 
-def write(folder: Folder, path: Path) -> Path:
-    """Write a model with a tokenizer that fits it."""
-    replace(folder, sizes=folder.sizes | {"vocab_size": 512}).write(path)
-    qwen3().save_pretrained(path)
-    return path
-
-
 @pytest.fixture
 def environment(tmp_path) -> dict[str, str]:
     """Variables with which programs find the family of the documentation."""
@@ -96,6 +89,12 @@ def environment(tmp_path) -> dict[str, str]:
 def test_every_program_takes_a_folder_whose_shape_depends_on_other_fields(
     tmp_path, environment, name
 ):
+    def write(folder: Folder, path: Path) -> Path:
+        """Write a model with a tokenizer that fits it."""
+        replace(folder, sizes=folder.sizes | {"vocab_size": 512}).write(path)
+        qwen3().save_pretrained(path)
+        return path
+
     folder, options = FOLDERS[name]
     model = write(folder, tmp_path / "model")
     rows = tmp_path / "rows.jsonl"

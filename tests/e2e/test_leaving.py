@@ -14,19 +14,18 @@ SLOW = (
 )
 
 
-def leave(run: Run) -> None:
-    told = time.monotonic()
-    run.process.send_signal(signal.SIGTERM)
-    assert run.wait() == 75, run.stderr
-    print(f"left {time.monotonic() - told:.1f} s after the signal")
-    run.assert_nothing_left()
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("pipeline", [LOCKSTEP, TWO_AHEAD], ids=["lockstep", "two ahead"])
 def test_a_run_that_leaves_while_it_evaluates_repeats_the_evaluation_from_the_same_weights(
     tmp_path, finished, pipeline
 ):
+    def leave(run: Run) -> None:
+        told = time.monotonic()
+        run.process.send_signal(signal.SIGTERM)
+        assert run.wait() == 75, run.stderr
+        print(f"left {time.monotonic() - told:.1f} s after the signal")
+        run.assert_nothing_left()
+
     arguments = (*pipeline, *SLOW)
     whole = finished(*arguments)
     run = start(tmp_path, arguments)

@@ -73,11 +73,6 @@ metric_list: [{metric: bits_per_byte}]
 """
 
 
-def write_rows(path: Path, rows: list[dict]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 class LmEval:
     """lm-eval in its environment, with what it reads and writes in ``folder``."""
 
@@ -184,6 +179,11 @@ def evaluated(model: Path, config: str, path: str, *arguments: str) -> dict[str,
 
 def test_scores_are_those_of_rl_evaluate_on_the_same_file(lm_eval, served, model, tmp_path):
     """Every second problem has the answer that the model gives, so that scores are not 0."""
+
+    def write_rows(path: Path, rows: list[dict]) -> str:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return str(path)
+
     rows = [json.loads(line) for line in (model.parent / "data").read_text().splitlines()[:24]]
     questions = [row["question"] for row in rows]
     for row in rows[::2]:

@@ -25,12 +25,6 @@ class Program(Run):
         return [*arguments]
 
 
-def files(folder: Path) -> dict[str, bytes]:
-    """Return the content of each file by its name."""
-    paths = (path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
-
-
 def times(folder: Path) -> dict[str, int]:
     """Return when each file and folder was last changed."""
     return {str(path): path.stat().st_mtime_ns for path in [folder, *folder.rglob("*")]}
@@ -63,6 +57,11 @@ def accepted(
 
 @pytest.mark.parametrize("kind", ["models", "demonstrations"])
 def test_an_export_has_every_byte_of_the_runs_own(tmp_path, recorded, kind):
+    def files(folder: Path) -> dict[str, bytes]:
+        """Return the content of each file by its name."""
+        paths = (path for path in folder.rglob("*") if path.is_file())
+        return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
     run = recorded(kind)
     folder = tmp_path / "new" / "exported"
     program, found = answer_of("rl.export", run.folder, tmp_path / "export", str(folder))

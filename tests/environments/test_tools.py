@@ -197,13 +197,12 @@ def test_a_function_that_cannot_be_described_is_refused(functions, words):
     assert words in str(error.value)
 
 
-def run(code: str, **limits) -> str:
-    """Return what the code tool answers, in the sandbox of this host."""
-    most = Limits(**{"wall_s": 20, "cpu_s": 10, "memory_mib": 300} | limits)
-    return Tools([code_tool(limits=most)]).call("python", {"code": code})
-
-
 def test_a_program_of_the_policy_answers_with_its_output_its_error_and_its_limit():
+    def run(code: str, **limits) -> str:
+        """Return what the code tool answers, in the sandbox of this host."""
+        most = Limits(**{"wall_s": 20, "cpu_s": 10, "memory_mib": 300} | limits)
+        return Tools([code_tool(limits=most)]).call("python", {"code": code})
+
     assert run("print(sum(range(10)))\nprint('ü')") == "45\nü"
     assert run("x = 1") == "(the program printed nothing)"
     answer = run("print('so far')\n1 / 0")

@@ -72,20 +72,23 @@ def test_an_answer_that_is_cut_keeps_the_experts_of_what_is_left():
     assert until(lambda tokens: 8 in tokens, whole).experts == RoutedExperts(ids[:4])
 
 
-class Caller(Policy):
-    """Policy that ends the call that its prompt begins."""
-
-    async def __call__(self, ask):
-        text = qwen3().decode(ask.tokens)
-        rest = ' {"a": 1}}\n' if text.endswith('"arguments":') else 'add", "arguments": {"a": 1}}\n'
-        completion = Completion.written(qwen3().encode(rest + "</tool_call><|im_end|>"))
-        self.turns.append((ask, completion))
-        return completion
-
-
 @pytest.mark.parametrize("name", [None, TOOL["function"]["name"]])
 @pytest.mark.parametrize("thinks", [True, False])
 async def test_a_tool_call_can_be_forced_and_continued(name, thinks):
+    class Caller(Policy):
+        """Policy that ends the call that its prompt begins."""
+
+        async def __call__(self, ask):
+            text = qwen3().decode(ask.tokens)
+            rest = (
+                ' {"a": 1}}\n'
+                if text.endswith('"arguments":')
+                else 'add", "arguments": {"a": 1}}\n'
+            )
+            completion = Completion.written(qwen3().encode(rest + "</tool_call><|im_end|>"))
+            self.turns.append((ask, completion))
+            return completion
+
     choice = {"type": "function", "function": {"name": name}} if name else "required"
     more = {"chat_template_kwargs": {"enable_thinking": thinks}}
     policy = Caller()

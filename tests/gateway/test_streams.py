@@ -141,6 +141,7 @@ class Waiting(Policy):
 @pytest.mark.parametrize("path", ["chat", "completions", "responses"])
 async def test_text_comes_before_the_answer_ends(path):
     """A client that leaves then ends its answer."""
+
     policy = Waiting()
     async with asyncio.timeout(120), server(policy) as (_, _, client):
         if path == "chat":
@@ -154,16 +155,12 @@ async def test_text_comes_before_the_answer_ends(path):
             for choice in getattr(chunk, "choices", ()):
                 text = choice.delta.content if path == "chat" else choice.text
                 texts |= {choice.index} if text else set()
-            texts |= {0, 1} if chunk_kind(chunk) == "response.output_text.delta" else set()
+            texts |= {0, 1} if getattr(chunk, "type", "") == "response.output_text.delta" else set()
             if texts == {0, 1}:
                 break
         assert not policy.let_go.is_set()
         await stream.close()
         await policy.given_up.wait()
-
-
-def chunk_kind(chunk):
-    return getattr(chunk, "type", "")
 
 
 async def test_a_session_samples_the_answer_of_a_client_that_left_to_its_end():

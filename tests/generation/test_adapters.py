@@ -59,18 +59,6 @@ def factors_of(policy: Policy, layers: tuple[str, ...], seed: int) -> dict:
     }
 
 
-def merged(policy: Policy, factors: dict) -> Policy:
-    """Return the policy with the adapter merged into its weights."""
-    whole = Policy(policy.config, seed=0)
-    with torch.no_grad():
-        for name, weight in whole.weights.items():
-            weight.copy_(policy.weights[name])
-            if name in factors:
-                a, b = factors[name]
-                weight += b @ a
-    return whole
-
-
 def load(engine, number: int, place: int, factors: dict) -> None:
     engine.load_adapter(number, place, factors)
 
@@ -109,6 +97,18 @@ def test_each_request_has_the_log_probs_of_its_own_adapter(generator, case):
     """In one batch, with chunks of prompts, with cached prefixes, after an adapter took the place
     of another one, and after the weights under them changed.
     """
+
+    def merged(policy: Policy, factors: dict) -> Policy:
+        """Return the policy with the adapter merged into its weights."""
+        whole = Policy(policy.config, seed=0)
+        with torch.no_grad():
+            for name, weight in whole.weights.items():
+                weight.copy_(policy.weights[name])
+                if name in factors:
+                    a, b = factors[name]
+                    weight += b @ a
+        return whole
+
     _, model, layers, _ = case
     base = Policy(model, seed=1)
     generator.run(push, base.weights, 1)

@@ -51,22 +51,21 @@ def folder(tmp_path_factory):
     return str(path)
 
 
-def kept_ids(tokens: list[int]) -> list[int]:
-    """Return the ids after which the answer ``tokens`` can still become one of DOCUMENTS."""
-    decode = tokenizer().decode
-    said = decode(tokens)
-    ids = [
-        token
-        for token in range(STOP)
-        if (word := decode([token])) and any(each.startswith(said + word) for each in DOCUMENTS)
-    ]
-    return [*ids, STOP] if said in DOCUMENTS else ids
-
-
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_each_token_goes_on_with_the_form_and_its_log_prob_is_over_those_that_do(
     one_or_two_ranks, policy, folder, name
 ):
+    def kept_ids(tokens: list[int]) -> list[int]:
+        """Return the ids after which the answer ``tokens`` can still become one of DOCUMENTS."""
+        decode = tokenizer().decode
+        said = decode(tokens)
+        ids = [
+            token
+            for token in range(STOP)
+            if (word := decode([token])) and any(each.startswith(said + word) for each in DOCUMENTS)
+        ]
+        return [*ids, STOP] if said in DOCUMENTS else ids
+
     own = {"json_schema": CHOICE, "stop_token_ids": (STOP,), "max_tokens": 30, **SAMPLINGS[name]}
     asks = [request(f"{seed}", [seed], seed=seed, **own) for seed in range(12)]
     others = [request("other", [3], seed=3), request("two", [4], seed=4, **own | {"max_tokens": 2})]

@@ -29,18 +29,17 @@ def limited():
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def ask(address) -> bytes:
-    """Return the answer; b"" if the server ends the connection without one."""
-    with (
-        socket.create_connection(address, timeout=60) as client,
-        contextlib.suppress(ConnectionError),
-    ):
-        client.sendall(b"GET / HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n")
-        return client.recv(4096)
-    return b""
-
-
 def test_idle_connections_beyond_half_of_the_files_are_ended(limited):
+    def ask(address) -> bytes:
+        """Return the answer; b"" if the server ends the connection without one."""
+        with (
+            socket.create_connection(address, timeout=60) as client,
+            contextlib.suppress(ConnectionError),
+        ):
+            client.sendall(b"GET / HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n")
+            return client.recv(4096)
+        return b""
+
     with listen("127.0.0.1", 0) as listener:
         server = uvicorn.Server(server_config(app, stop_s=1))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

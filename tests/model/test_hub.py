@@ -302,13 +302,12 @@ def test_folders_of_checkpoints_are_no_names(hub, here, files):
     assert "trainer.checkpoint.initial_load_path is 'tiller/other'; it must be the folder" in said
 
 
-def problems(folder: Path) -> str:
-    row = json.dumps({"question": "What is 1 plus 1?", "answer": "#### 2"})
-    (folder / "tiny.jsonl").write_text(f"{row}\n" * 40)
-    return str(folder / "tiny.jsonl")
-
-
 def test_plan_and_doctor_read_no_weights(hub, here, files, tmp_path, capsys):
+    def problems(folder: Path) -> str:
+        row = json.dumps({"question": "What is 1 plus 1?", "answer": "#### 2"})
+        (folder / "tiny.jsonl").write_text(f"{row}\n" * 40)
+        return str(folder / "tiny.jsonl")
+
     commit = hub.add(NAME, files)
     arguments = f"--config gsm8k_jsonl --model.hf_path {NAME} --task.path {problems(tmp_path)}"
     arguments = [*arguments.split(), "--rollout.max_tokens", "32", "--task.max_prompt_tokens", "99"]

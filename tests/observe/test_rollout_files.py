@@ -22,17 +22,16 @@ def path(tmp_path):
     return tmp_path / "step-3.parquet"
 
 
-def equal(read: list[Chunk], written: list[Chunk]) -> bool:
-    return len(read) == len(written) and all(
-        [*one.rollouts] == [*other.rollouts]
-        and repr(one.rollouts) == repr(other.rollouts)  # types too: plain ints and floats
-        and [*one.columns] == [*other.columns]
-        and all(np.array_equal(one.columns[name], other.columns[name]) for name in one.columns)
-        for one, other in zip(read, written, strict=True)
-    )
-
-
 def test_chunks_come_back_bit_for_bit_and_in_order(path):
+    def equal(read: list[Chunk], written: list[Chunk]) -> bool:
+        return len(read) == len(written) and all(
+            [*one.rollouts] == [*other.rollouts]
+            and repr(one.rollouts) == repr(other.rollouts)  # types too: plain ints and floats
+            and [*one.columns] == [*other.columns]
+            and all(np.array_equal(one.columns[name], other.columns[name]) for name in one.columns)
+            for one, other in zip(read, written, strict=True)
+        )
+
     write_rollouts(path, two_chunks())
     assert equal(read_rollouts(path), two_chunks())
     assert [*path.parent.iterdir()] == [path]

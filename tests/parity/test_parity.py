@@ -73,17 +73,6 @@ def schedules(ranks: GeneratorRanks, rng: np.random.Generator, rounds: int) -> l
     return calls
 
 
-def check_calls(model, dtype, weights, folder, calls, version=0, **trainer) -> int:
-    """Check that no token of ``calls`` differs; return their number."""
-    (results,) = on_ranks(1, scored, "alone", model, dtype, weights, folder, calls, trainer)
-    count = 0
-    for mine, seen, trained, _ in results:
-        assert differing(mine, seen, version) == 0
-        assert differing(mine, trained, version) == 0
-        count += int((mine.loss_weights > 0).sum())
-    return count
-
-
 CASES = [
     (WINDOWS, "bfloat16", 2, TRAINERS[:1]),
     *(
@@ -98,6 +87,16 @@ CASES = [
 def test_no_schedule_of_requests_and_no_cut_of_a_batch_changes_a_bit(
     name, dtype, rounds, trainers, tmp_path
 ):
+    def check_calls(model, dtype, weights, folder, calls, version=0, **trainer) -> int:
+        """Check that no token of ``calls`` differs; return their number."""
+        (results,) = on_ranks(1, scored, "alone", model, dtype, weights, folder, calls, trainer)
+        count = 0
+        for mine, seen, trained, _ in results:
+            assert differing(mine, seen, version) == 0
+            assert differing(mine, trained, version) == 0
+            count += int((mine.loss_weights > 0).sum())
+        return count
+
     model, rng = MODELS[name], np.random.default_rng(1)
     weights, later = weights_of(model, 0), weights_of(model, 1)
     ranks = GeneratorRanks(engine_config(dtype), model, parity="bitwise")

@@ -58,15 +58,14 @@ def complete(request, tmp_path) -> RLConfig:
     return config
 
 
-def expected(name: str) -> str:
-    """Return the effect of a field: the pinned ones, and "numerics" for all others."""
-    for effect, patterns in (("performance", PERFORMANCE), ("cosmetic", COSMETIC)):
-        if any(fnmatchcase(name, pattern) for pattern in patterns.split()):
-            return effect
-    return "numerics"
-
-
 def test_every_field_has_the_pinned_effect(complete):
+    def expected(name: str) -> str:
+        """Return the effect of a field: the pinned ones, and "numerics" for all others."""
+        for effect, patterns in (("performance", PERFORMANCE), ("cosmetic", COSMETIC)):
+            if any(fnmatchcase(name, pattern) for pattern in patterns.split()):
+                return effect
+        return "numerics"
+
     fixed = tuple(value.name for value in values(complete) if rule_of(value.hint, Fixed))
     found = {
         value.name: value.effect

@@ -19,12 +19,6 @@ def config_of(**task):
     return config
 
 
-def host_of(config) -> int:
-    """Return the bytes that the plan expects on the host."""
-    setting = PlannedRun(config)
-    return memories(setting, all_ranks(setting))[-1].used
-
-
 def test_episodes_are_in_the_plan():
     config = config_of()
     config.rollout.reward_workers = 3
@@ -59,6 +53,11 @@ def test_more_turns_sample_more_tokens_and_compute_prefixes_again():
 
 
 def test_each_worker_needs_memory_of_the_host():
+    def host_of(config) -> int:
+        """Return the bytes that the plan expects on the host."""
+        setting = PlannedRun(config)
+        return memories(setting, all_ranks(setting))[-1].used
+
     config = config_of()
     before = host_of(config)
     config.rollout.reward_workers += 4

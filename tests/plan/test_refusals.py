@@ -32,13 +32,6 @@ AT_ONCE = [*TOO_LARGE][:4]
 """Rows for the default tests. Others are for the long tests."""
 
 
-def refusal(capsys, arguments: list[str]) -> str:
-    """Return the first error of a plan that cannot work; empty for one that can."""
-    code, plan = planned(capsys, "--config", *arguments)
-    assert (code, plan["feasible"]) == ((2, False) if plan["errors"] else (0, True))
-    return plan["errors"][0] if plan["errors"] else ""
-
-
 @pytest.mark.parametrize(
     "arguments",
     [pytest.param(row, marks=[] if row in AT_ONCE else pytest.mark.long) for row in TOO_LARGE],
@@ -46,6 +39,12 @@ def refusal(capsys, arguments: list[str]) -> str:
 def test_a_run_that_does_not_fit_is_refused_and_its_advice_leads_to_one_that_fits(
     arguments, capsys
 ):
+    def refusal(capsys, arguments: list[str]) -> str:
+        """Return the first error of a plan that cannot work; empty for one that can."""
+        code, plan = planned(capsys, "--config", *arguments)
+        assert (code, plan["feasible"]) == ((2, False) if plan["errors"] else (0, True))
+        return plan["errors"][0] if plan["errors"] else ""
+
     given = arguments.split()
     said = refusal(capsys, given)
     assert re.search(TOO_LARGE[arguments], said)

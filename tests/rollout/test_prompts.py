@@ -79,14 +79,13 @@ WRONG = [
 ]
 
 
-def changed(answer):
-    if isinstance(answer, dict):
-        return lambda prompt: replace(prompt, **answer)
-    return fails(answer) if isinstance(answer, BaseException) else lambda prompt: answer
-
-
 @pytest.mark.parametrize(("answer", "message"), WRONG, ids=[message for _, message in WRONG])
 def test_a_prompt_that_cannot_be_used_is_named(answer, message):
+    def changed(answer):
+        if isinstance(answer, dict):
+            return lambda prompt: replace(prompt, **answer)
+        return fails(answer) if isinstance(answer, BaseException) else lambda prompt: answer
+
     place = "" if isinstance(answer, BaseException) else "[0]"
     for ask, number, call in (
         (training_prompt, 3, "Digits.prompt(3)"),

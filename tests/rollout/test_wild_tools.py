@@ -68,14 +68,13 @@ class BrokenLater(Broken):
         raise self.error
 
 
-class BrokenTask(wild.WildTools):
-    def environment(self, prompt, sample):
-        kind = (Broken, BrokenLater)[prompt.prompt_id // 2]
-        return kind((StopIteration(), asyncio.CancelledError())[prompt.prompt_id % 2])
-
-
 @pytest.mark.parametrize("number", range(4))
 def test_an_exception_that_no_future_takes_costs_the_episode_at_once(model, number):
+    class BrokenTask(wild.WildTools):
+        def environment(self, prompt, sample):
+            kind = (Broken, BrokenLater)[prompt.prompt_id // 2]
+            return kind((StopIteration(), asyncio.CancelledError())[prompt.prompt_id % 2])
+
     task = BrokenTask(wild.WildTools.Config(step_s=60.0), seed=0, model=model)
     environments = Environments(task)
     with pytest.raises(GroupLost) as lost:

@@ -138,6 +138,12 @@ def test_cancelled_call_leaves_nothing(sandbox, tmp_path, monkeypatch):
 
 
 def test_program_ends_with_its_caller(sandbox, tmp_path):
+    def wait_until(holds, seconds=120):
+        ends = time.monotonic() + seconds
+        while not holds():
+            assert time.monotonic() < ends
+            time.sleep(0.02)
+
     name = type(sandbox).__name__
     code = f"""
 from rl.sandbox.sandboxed_program import Limits
@@ -158,13 +164,6 @@ own_launcher(Path({str(tmp_path)!r}))
         caller.kill()
         caller.wait()
     wait_until(lambda: not programs(launcher))
-
-
-def wait_until(holds, seconds=120):
-    ends = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < ends
-        time.sleep(0.02)
 
 
 def test_program_that_cannot_start_is_an_error_of_the_sandbox(sandbox):

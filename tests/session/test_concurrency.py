@@ -15,20 +15,18 @@ ENDINGS = {
 }
 
 
-async def forever(ended: list[str]) -> None:
-    try:
-        await asyncio.sleep(60)
-    finally:
-        ended.append("work")
-
-
-async def fail(error: Exception, *, after: float = 0.0) -> None:
-    await asyncio.sleep(after)
-    raise error
-
-
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_work_ends_with_the_block_and_the_first_failure_keeps_its_cause(ending):
+    async def fail(error: Exception, *, after: float = 0.0) -> None:
+        await asyncio.sleep(after)
+        raise error
+
+    async def forever(ended: list[str]) -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append("work")
+
     ended: list[str] = []
     first = ValueError("first")
     first.__cause__ = KeyError("before it")

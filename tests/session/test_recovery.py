@@ -52,15 +52,14 @@ def test_an_exception_of_an_actor_is_final(generator):
     assert found.value is raised
 
 
-class Saving(Group):
-    """A trainer that saves what it is told to."""
-
-    async def call(self, endpoint, *args):
-        assert endpoint.name in ("save_checkpoint", "save_state")
-
-
 @pytest.mark.parametrize("save", ["save", "save_state"])
 async def test_a_session_that_saves_survives_more_losses(save):
+    class Saving(Group):
+        """A trainer that saves what it is told to."""
+
+        async def call(self, endpoint, *args):
+            assert endpoint.name in ("save_checkpoint", "save_state")
+
     session = session_of(Saving())
     lost = failure("died", "trainer")
 

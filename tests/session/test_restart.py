@@ -45,19 +45,6 @@ async def failure_of(coroutine) -> ActorFailure:
     return error.value
 
 
-async def computed(session) -> tuple[torch.Tensor, list[Completion]]:
-    """Return log-probs and samples after one step from the first weights."""
-    await session.connect()
-    async with session.running():
-        await session.forward_backward(batch(), grpo(entropy_coef=0.01))
-        await session.optim_step()
-        outputs = await session.forward(batch())
-        if not session.pool.meshes:
-            return outputs["logprobs"], []
-        await session.push()
-        return outputs["logprobs"], await session.sample(REQUESTS)
-
-
 async def lose(mesh, call, signal_number: int) -> list[ActorFailure]:
     """Return failures of a pending call when rank 1 gets the signal, and of a later one."""
     stop(pids_of(mesh)[1])  # so that the call is pending for certain
@@ -87,6 +74,18 @@ async def lose_all(session, signal_number: int) -> list[ActorFailure]:
 
 
 async def test_restart_after_a_killed_rank(session):
+    async def computed(session) -> tuple[torch.Tensor, list[Completion]]:
+        """Return log-probs and samples after one step from the first weights."""
+        await session.connect()
+        async with session.running():
+            await session.forward_backward(batch(), grpo(entropy_coef=0.01))
+            await session.optim_step()
+            outputs = await session.forward(batch())
+            if not session.pool.meshes:
+                return outputs["logprobs"], []
+            await session.push()
+            return outputs["logprobs"], await session.sample(REQUESTS)
+
     before = await computed(session)
     ours, *theirs = await lose_all(session, signal.SIGKILL)
     assert str(ours).startswith("trainer rank 1, forward: the process died\n")

@@ -89,13 +89,6 @@ WRONG = r"""
 """
 
 
-def pairs(table):
-    for line in table.strip().splitlines():
-        for cell in line.split("   "):
-            if cell.strip():
-                yield tuple(map(str.strip, cell.strip().split(" = ", maxsplit=1)))
-
-
 def scores(reference, text):
     task = object.__new__(Gsm8kJsonl)
     prompt = Prompt(prompt_id=0, tokens=[1], text="?", answer=reference_answer(reference))
@@ -104,6 +97,12 @@ def scores(reference, text):
 
 @pytest.mark.parametrize(("table", "is_right"), [(RIGHT, True), (WRONG, False)])
 def test_all_of_a_box_is_compared_by_algebra(table, is_right):
+    def pairs(table):
+        for line in table.strip().splitlines():
+            for cell in line.split("   "):
+                if cell.strip():
+                    yield tuple(map(str.strip, cell.strip().split(" = ", maxsplit=1)))
+
     def check(pair):
         reference, answer = (rf"\boxed{{{each}}}" for each in pair)
         assert scores(reference, f"So ${answer}$.") == is_right

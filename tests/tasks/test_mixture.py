@@ -259,12 +259,11 @@ def mixed() -> RLConfig:
     return RLConfig(task=Mixture.Config(tasks=tasks, weights=weights, stages=[stage(5, two=1.0)]))
 
 
-def parsed(**fields: str) -> RLConfig:
-    given = [word for name, value in fields.items() for word in (f"--task.{name}", value)]
-    return parse_config(["--config", f"{__name__}.mixed", *given], program="train")[1]
-
-
 def test_fields_of_inner_tasks_weights_and_stages_are_given_on_the_command_line():
+    def parsed(**fields: str) -> RLConfig:
+        given = [word for name, value in fields.items() for word in (f"--task.{name}", value)]
+        return parse_config(["--config", f"{__name__}.mixed", *given], program="train")[1]
+
     first = {"tasks.one.digits": "4", "weights.two": "0.5"}
     config = parsed(**first, **{"stages.0.first_prompt_id": "7", "stages.0.weights.two": "3"})
     data = frozen(config)["task"]

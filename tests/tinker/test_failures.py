@@ -16,20 +16,19 @@ BAD = 13
 """Token of the requests that fail."""
 
 
-class Failing(ToySession):
-    """Session that fails on batches with the token BAD, after a part of the work."""
-
-    fails = True
-
-    async def forward_backward(self, batch, loss, *, adapter):
-        if self.fails and BAD in batch.tokens.tolist():
-            self._all[adapter].pending = digest("a part")
-            where = {"actor": "trainer", "rank": 0, "call": "forward_backward"}
-            raise ActorFailure("CUDA out of memory", kind="raised", **where)
-        return await super().forward_backward(batch, loss, adapter=adapter)
-
-
 async def test_a_request_that_failed_has_no_effect_and_is_not_replayed(tmp_path):
+    class Failing(ToySession):
+        """Session that fails on batches with the token BAD, after a part of the work."""
+
+        fails = True
+
+        async def forward_backward(self, batch, loss, *, adapter):
+            if self.fails and BAD in batch.tokens.tolist():
+                self._all[adapter].pending = digest("a part")
+                where = {"actor": "trainer", "rank": 0, "call": "forward_backward"}
+                raise ActorFailure("CUDA out of memory", kind="raised", **where)
+            return await super().forward_backward(batch, loss, adapter=adapter)
+
     async with Running(tmp_path / "calm") as running:
         client = await running.train()
         await client.done(await client.backward(1, 2))
@@ -52,14 +51,13 @@ async def test_a_request_that_failed_has_no_effect_and_is_not_replayed(tmp_path)
         assert await client.done({"request_id": f"{client.id}:2"}) == failed
 
 
-class Unreadable(ToySession):
-    async def load_state(self, folder, *, adapter, optimizer=True):
-        await super().load_state(folder, adapter=adapter, optimizer=optimizer)
-        raise RunError("the storage does not answer")
-
-
 @pytest.mark.parametrize("is_old", [False, True])
 async def test_a_restoration_that_failed_is_tried_again_at_the_next_start(tmp_path, is_old):
+    class Unreadable(ToySession):
+        async def load_state(self, folder, *, adapter, optimizer=True):
+            await super().load_state(folder, adapter=adapter, optimizer=optimizer)
+            raise RunError("the storage does not answer")
+
     running = await Running(tmp_path, state_every=1).__aenter__()
     client = await running.train()
     await client.learn(1, 2)
@@ -150,14 +148,14 @@ async def test_a_model_whose_restoration_kills_the_trainer_leaves_the_others_alo
         assert await client.weights() == expected
 
 
-class Full(ToySession):
-    async def save_state(self, folder, *, adapter):
-        folder.mkdir()
-        raise StorageFull("no space left on device")
-
-
 async def test_a_full_disk_ends_no_training(tmp_path):
     """States and metrics are left out, and said once; the journal restores the models."""
+
+    class Full(ToySession):
+        async def save_state(self, folder, *, adapter):
+            folder.mkdir()
+            raise StorageFull("no space left on device")
+
     running = await Running(tmp_path / "full", Full(), state_every=1).__aenter__()
     clients = [await running.train(number) for number in range(models.MAX_ADAPTERS + 1)]
     folder = tmp_path / "full/models" / clients[0].id

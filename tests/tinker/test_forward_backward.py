@@ -113,13 +113,14 @@ def importance(logprobs, logprobs_of_sampler, advantages):
     }
 
 
-def as_custom(data):
-    names = {"logprobs": "logprobs_of_sampler"}
-    return [(tokens, {names.get(n, n): each for n, each in own.items()}) for tokens, own in data]
-
-
 @pytest.mark.parametrize("only", [False, True])
 def test_a_custom_loss_trains_as_the_same_loss_of_the_protocol(engine, only):
+    def as_custom(data):
+        names = {"logprobs": "logprobs_of_sampler"}
+        return [
+            (tokens, {names.get(n, n): each for n, each in own.items()}) for tokens, own in data
+        ]
+
     data = data_of("importance_sampling")
     graph = Graph.of(**encoded(importance))
     plain, wanted = run(engine, request(data, "importance_sampling", only=only))

@@ -23,14 +23,13 @@ from tests.tinker.bodies import answer_of, csr, request
 BODY = request([([1, 2, 3], {"target_tokens": [2, 3, 4], "weights": [1.0, 0.5, 0.0]})])
 
 
-def zstd(data: bytes) -> bytes:
-    sink = pa.BufferOutputStream()
-    with pa.CompressedOutputStream(sink, "zstd") as stream:
-        stream.write(data)
-    return sink.getvalue().to_pybytes()
-
-
 def test_a_compressed_body_is_the_same_request():
+    def zstd(data: bytes) -> bytes:
+        sink = pa.BufferOutputStream()
+        with pa.CompressedOutputStream(sink, "zstd") as stream:
+            stream.write(data)
+        return sink.getvalue().to_pybytes()
+
     data = BODY.SerializeToString()
     for sent, encoding in ((data, ""), (zstd(data), "zstd")):
         body = read_body(sent, encoding, len(data))
@@ -115,13 +114,12 @@ def test_outputs_of_several_shapes_are_in_order():
     assert all(map(np.array_equal, found, arrays))
 
 
-def top_of(message):
-    shape = (message.length, message.k)
-    ids = np.frombuffer(message.token_ids, np.int32).reshape(shape)
-    return ids.tolist(), np.frombuffer(message.logprobs, np.float32).reshape(shape).tolist()
-
-
 def test_samples_have_what_was_asked_for():
+    def top_of(message):
+        shape = (message.length, message.k)
+        ids = np.frombuffer(message.token_ids, np.int32).reshape(shape)
+        return ids.tolist(), np.frombuffer(message.logprobs, np.float32).reshape(shape).tolist()
+
     completion = Completion(
         tokens=[5, 6],
         logprobs=[-0.5, -1.0],

@@ -82,16 +82,15 @@ def test_every_message_has_the_fields_of_the_sdk():
     assert messages(pool.FindFileByName(own.name)) == SDK["messages"]
 
 
-def arguments(names):
-    """Return the fields that the functions of the server with these names read."""
-    places = [(kind, mark + name) for name in names for kind, mark in CLASSES]
-    found = [getattr(kind, name) for kind, name in places if hasattr(kind, name)]
-    assert found, names
-    given = (each for function in found for each in signature(function).parameters.values())
-    return {each.name for each in given if each.kind is each.KEYWORD_ONLY}
-
-
 def test_every_field_of_a_request_is_read_or_changes_nothing():
+    def arguments(names):
+        """Return the fields that the functions of the server with these names read."""
+        places = [(kind, mark + name) for name in names for kind, mark in CLASSES]
+        found = [getattr(kind, name) for kind, name in places if hasattr(kind, name)]
+        assert found, names
+        given = (each for function in found for each in signature(function).parameters.values())
+        return {each.name for each in given if each.kind is each.KEYWORD_ONLY}
+
     requests = {name for name in SDK["bodies"] if name.endswith("Request")}
     assert requests - FUNCTIONS.keys() == OTHERS
     read = {name: arguments(own) for name, own in FUNCTIONS.items()}

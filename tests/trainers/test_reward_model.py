@@ -49,20 +49,6 @@ def export(trained):
     return trained[0].run.record.folder / "export"
 
 
-def batch_of(texts: list[list[int]]) -> Batch:
-    """Return a batch of ``texts``, each with one more token, which is never read."""
-    tokens = torch.tensor([token for text in texts for token in (*text, 0)])
-    lengths = torch.tensor([len(text) + 1 for text in texts])
-    return Batch(tokens=tokens, lengths=lengths, loss_weights=torch.zeros(len(tokens)))
-
-
-def values_of(folder, text: list[int]) -> torch.Tensor:
-    """Return the values after each token of ``text``, as transformers computes them."""
-    model = AutoModelForSequenceClassification.from_pretrained(folder)
-    with torch.no_grad():
-        return model.score(model.model(torch.tensor([text])).last_hidden_state)[0, :, 0]
-
-
 def test_a_reward_model_learns(trained):
     trainer, metrics = trained
     first, *_, last = trainer.run.record.read_metrics()
@@ -129,6 +115,19 @@ def ppo(trained, export, chat_model, tmp_path):
 
 def test_critic_and_roles_start_from_a_reward_model(ppo, export, tmp_path):
     """The critic from a Hugging Face folder, one role from a checkpoint, one from its model."""
+
+    def values_of(folder, text: list[int]) -> torch.Tensor:
+        """Return the values after each token of ``text``, as transformers computes them."""
+        model = AutoModelForSequenceClassification.from_pretrained(folder)
+        with torch.no_grad():
+            return model.score(model.model(torch.tensor([text])).last_hidden_state)[0, :, 0]
+
+    def batch_of(texts: list[list[int]]) -> Batch:
+        """Return a batch of ``texts``, each with one more token, which is never read."""
+        tokens = torch.tensor([token for text in texts for token in (*text, 0)])
+        lengths = torch.tensor([len(text) + 1 for text in texts])
+        return Batch(tokens=tokens, lengths=lengths, loss_weights=torch.zeros(len(tokens)))
+
     validate(ppo)
     roles = ppo.session().roles
     texts = [[5, 9, 7, 3, 11, 2], [8, 1, 4]]

@@ -91,14 +91,6 @@ class Leaves(SFTTrainer):
             self.leave()
 
 
-class LeavesToEvaluate(SFTTrainer):
-    """Leaves while the generators evaluate."""
-
-    async def sampled_scores(self):
-        self.leave()
-        return await super().sampled_scores()
-
-
 def test_a_run_that_was_left_resumes_bit_for_bit_and_need_not_record_digests(config, whole):
     config.record.digests = False
     with Leaves(config, chat_rows(40)) as trainer, pytest.raises(Interrupted):
@@ -112,6 +104,13 @@ def test_a_run_that_was_left_resumes_bit_for_bit_and_need_not_record_digests(con
 
 @pytest.mark.long
 def test_generators_evaluate_the_weights_of_a_step_and_change_nothing(config, chat_model, whole):
+    class LeavesToEvaluate(SFTTrainer):
+        """Leaves while the generators evaluate."""
+
+        async def sampled_scores(self):
+            self.leave()
+            return await super().sampled_scores()
+
     problems = str(chat_model.parent / "problems.jsonl")
     config.evaluation = SampledEvaluationConfig(
         task=Gsm8kJsonl.Config(path=problems, max_prompt_tokens=96),

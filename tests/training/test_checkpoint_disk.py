@@ -153,17 +153,17 @@ def test_a_full_disk_is_an_error_and_keeps_the_previous_checkpoint(folder, mode)
     checkpointer.close()
 
 
-class FullFile(io.BytesIO):
-    """File on a disk with room for 1,000 bytes."""
-
-    def write(self, data):
-        if self.tell() + len(data) > 1000:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return super().write(data)
-
-
 def test_a_disk_that_is_full_inside_torch_save_is_a_full_disk():
     """Another rank gets the error of torch.save without the OSError that caused it."""
+
+    class FullFile(io.BytesIO):
+        """File on a disk with room for 1,000 bytes."""
+
+        def write(self, data):
+            if self.tell() + len(data) > 1000:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().write(data)
+
     with pytest.raises(RuntimeError) as raised:
         torch.save(torch.zeros(1000), FullFile())
     lost = pickle.loads(pickle.dumps(raised.value))

@@ -71,22 +71,6 @@ def ours(folder: Path, dtype: torch.dtype) -> tuple[torch.nn.Module, HuggingFace
     return model, names
 
 
-class Widened:
-    """torch with float64 in place of float32."""
-
-    float32 = torch.float64
-
-    def __getattr__(self, name):
-        return getattr(torch, name)
-
-
-def rotate(_self, q, k, cache):
-    """torchtitan's rotation without a cast."""
-    cos, sin = cache.chunk(2, dim=-1)
-    half = CosSinRoPE._rotate_half
-    return q * cos + half(q) * sin, k * cos + half(k) * sin
-
-
 def documents() -> list[torch.Tensor]:
     draw = torch.Generator().manual_seed(1)
     return [torch.randint(40, (length,), generator=draw) for length in LENGTHS]
@@ -94,12 +78,6 @@ def documents() -> list[torch.Tensor]:
 
 def logprobs_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return logits[:-1].log_softmax(-1).gather(1, tokens[1:, None]).flatten()
-
-
-def their_logprobs(model: torch.nn.Module) -> torch.Tensor:
-    """Return the log-probs of one document at a time: transformers packs none on CPU."""
-    logits = (model(each[None], use_cache=False).logits[0] for each in documents())
-    return torch.cat([*map(logprobs_of, logits, documents())])
 
 
 def our_logprobs(model: torch.nn.Module) -> torch.Tensor:
@@ -155,6 +133,25 @@ def errors(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> d
 def test_log_probs_and_gradients_of_packed_documents_are_those_of_transformers(
     tmp_path, monkeypatch, name
 ):
+    def their_logprobs(model: torch.nn.Module) -> torch.Tensor:
+        """Return the log-probs of one document at a time: transformers packs none on CPU."""
+        logits = (model(each[None], use_cache=False).logits[0] for each in documents())
+        return torch.cat([*map(logprobs_of, logits, documents())])
+
+    def rotate(_self, q, k, cache):
+        """torchtitan's rotation without a cast."""
+        cos, sin = cache.chunk(2, dim=-1)
+        half = CosSinRoPE._rotate_half
+        return q * cos + half(q) * sin, k * cos + half(k) * sin
+
+    class Widened:
+        """torch with float64 in place of float32."""
+
+        float32 = torch.float64
+
+        def __getattr__(self, name):
+            return getattr(torch, name)
+
     folder = EQUAL[name].write(tmp_path / "in")
     exact = referee(folder, tmp_path, EQUAL[name].family)
     wanted = their_logprobs(exact)

@@ -79,6 +79,22 @@ def alone(tmp_path_factory, lone_rank):
 )
 def test_ranks_hold_the_parts_of_one_model_and_learn_the_same(alone, folder, name):
     """FSDP cuts within the experts if there are more ranks than experts."""
+
+    def assert_routes(shape: ModelShape, whole: dict[str, Box], held: list[dict[str, Box]]) -> None:
+        """Generators of one and of two ranks can be filled from what trainer ranks hold."""
+        sources = [
+            tuple(Region(name, whole[name].shape, box) for name, box in boxes.items())
+            for boxes in held
+        ]
+        for tp, expert_parallel in ((1, False), (2, False), (2, True)):
+            for rank, wanted in enumerate(
+                generator_layout(shape, fuse_qkv=True, tp=tp, expert_parallel=expert_parallel)
+            ):
+                routes = plan_routes(sources, wanted, reader=rank)
+                assert sum(route.box.numel for route in routes) == sum(
+                    region.box.numel for region in wanted
+                )
+
     model, layout, *options = LAYOUTS[name]
     wanted = alone[repr(model)]
     play = partial(held, **dict(*options))
@@ -92,22 +108,15 @@ def test_ranks_hold_the_parts_of_one_model_and_learn_the_same(alone, folder, nam
         assert worst_error(answer["gradients"], wanted["gradients"]) <= 1e-5
 
 
-def assert_routes(shape: ModelShape, whole: dict[str, Box], held: list[dict[str, Box]]) -> None:
-    """Generators of one and of two ranks can be filled from what trainer ranks hold."""
-    sources = [
-        tuple(Region(name, whole[name].shape, box) for name, box in boxes.items()) for boxes in held
-    ]
-    for tp, expert_parallel in ((1, False), (2, False), (2, True)):
-        for rank, wanted in enumerate(
-            generator_layout(shape, fuse_qkv=True, tp=tp, expert_parallel=expert_parallel)
-        ):
-            routes = plan_routes(sources, wanted, reader=rank)
-            assert sum(route.box.numel for route in routes) == sum(
-                region.box.numel for region in wanted
-            )
-
-
 def test_recorded_experts_count_if_the_config_says_so(folder):
+    def outputs_of_three_calls(folder: str, replay: str, is_recorded: bool) -> torch.Tensor:
+        """Log-probs of a batch, of the batch without records, and of the batch again, [3, T]."""
+        engine = engine_of(EXPERTS, folder=folder, router_replay=replay)
+        batch = ragged_batch()
+        recorded = with_experts(batch) if is_recorded else batch
+        calls = [engine.forward(each)["logprobs"] for each in (recorded, batch, recorded)]
+        return torch.stack(calls)
+
     found = {
         (replay, is_recorded): outputs_of_three_calls(folder, replay, is_recorded)
         for replay in ("none", "generator")
@@ -120,15 +129,6 @@ def test_recorded_experts_count_if_the_config_says_so(folder):
     assert told[1].equal(free[1])  # a batch without records between two with records
     assert (told[0] - free[0]).abs().max() > 1e-3
     assert told[2].equal(told[0])
-
-
-def outputs_of_three_calls(folder: str, replay: str, is_recorded: bool) -> torch.Tensor:
-    """Log-probs of a batch, of the batch without records, and of the batch again, [3, T]."""
-    engine = engine_of(EXPERTS, folder=folder, router_replay=replay)
-    batch = ragged_batch()
-    recorded = with_experts(batch) if is_recorded else batch
-    calls = [engine.forward(each)["logprobs"] for each in (recorded, batch, recorded)]
-    return torch.stack(calls)
 
 
 @pytest.mark.parametrize("model", [EXPERTS, CLAMPED], ids=["plain", "clamped"])

@@ -35,31 +35,6 @@ CONFIGS = {
 }
 
 
-def parameters_of(config: Qwen3Model.Config) -> dict[str, torch.Tensor]:
-    """All parameters, with a value of its own in each element."""
-    with torch.device("meta"):
-        model = config.build()
-    first = 0
-    parameters = {}
-    for name, parameter in model.named_parameters():
-        parameters[name] = torch.arange(first, first + parameter.numel()).view(parameter.shape)
-        first += parameter.numel()
-    return parameters
-
-
-def by_the_adapter(
-    config: Qwen3Model.Config, parameters: dict[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """torchtitan's own way: its hook splits qkv, then its adapter renames and unstacks."""
-    state = dict(parameters)
-    fused = SimpleNamespace(head_dim=HEADS["head_dim"], heads_per_kv=3, r_dim=5)
-    for layer in range(SIZES["n_layers"]):
-        FusedQKVLinear._split_qkv_on_save(
-            fused, state, f"layers.{layer}.attention.qkv_linear.", None
-        )
-    return Qwen3StateDictAdapter(config, None).to_hf(state)
-
-
 def boxes_of(shape: tuple[int, ...], cuts: tuple[list[int], ...]) -> list[Box]:
     """The boxes between ``cuts``, some of them empty, which tile a tensor of ``shape``."""
     edges = [
@@ -77,6 +52,29 @@ some_cuts = st.lists(st.integers(0, 400), max_size=3)
 @settings(max_examples=40)
 @given(cuts=st.tuples(some_cuts, some_cuts, some_cuts))
 def test_pieces_of_any_box_equal_the_state_dict_adapter(name, cuts):
+    def by_the_adapter(
+        config: Qwen3Model.Config, parameters: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """torchtitan's own way: its hook splits qkv, then its adapter renames and unstacks."""
+        state = dict(parameters)
+        fused = SimpleNamespace(head_dim=HEADS["head_dim"], heads_per_kv=3, r_dim=5)
+        for layer in range(SIZES["n_layers"]):
+            FusedQKVLinear._split_qkv_on_save(
+                fused, state, f"layers.{layer}.attention.qkv_linear.", None
+            )
+        return Qwen3StateDictAdapter(config, None).to_hf(state)
+
+    def parameters_of(config: Qwen3Model.Config) -> dict[str, torch.Tensor]:
+        """All parameters, with a value of its own in each element."""
+        with torch.device("meta"):
+            model = config.build()
+        first = 0
+        parameters = {}
+        for name, parameter in model.named_parameters():
+            parameters[name] = torch.arange(first, first + parameter.numel()).view(parameter.shape)
+            first += parameter.numel()
+        return parameters
+
     names = HuggingFaceNames(CONFIGS[name], FAMILY)
     parameters = parameters_of(CONFIGS[name])
     wanted = by_the_adapter(CONFIGS[name], parameters)

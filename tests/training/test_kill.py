@@ -46,20 +46,6 @@ def note(folder: str, **what: Any) -> None:
             notes.write(json.dumps(what) + "\n")
 
 
-def notes_of(folder: str) -> list[dict[str, Any]]:
-    """All whole lines."""
-    path = Path(folder) / "notes.jsonl"
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
-
-
-def kill_at(ranks: Ranks, folder: str, step: int, delay: float) -> None:
-    """Kill ``delay`` seconds after some life of the run has taken ``step``."""
-    wait_for(ranks, lambda: any(line.get("step", 0) >= step for line in notes_of(folder)))
-    time.sleep(delay)
-    ranks.kill()
-
-
 def kill_in_a_save(ranks: Ranks, folder: str, step: int) -> str | None:
     """Kill while a checkpoint is being written; its name, None if it became complete."""
     folders = StepFolders(Path(folder) / "checkpoints")
@@ -84,6 +70,19 @@ def wait_for(ranks: Ranks, happened: Callable[[], Any]) -> Any:
 
 def test_a_killed_run_ends_with_the_same_weights(folder, tmp_path):
     """Each life begins at the newest complete checkpoint and names the incomplete ones."""
+
+    def notes_of(folder: str) -> list[dict[str, Any]]:
+        """All whole lines."""
+        path = Path(folder) / "notes.jsonl"
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def kill_at(ranks: Ranks, folder: str, step: int, delay: float) -> None:
+        """Kill ``delay`` seconds after some life of the run has taken ``step``."""
+        wait_for(ranks, lambda: any(line.get("step", 0) >= step for line in notes_of(folder)))
+        time.sleep(delay)
+        ranks.kill()
+
     (tmp_path / "whole").mkdir()
     with Ranks(2, train, str(tmp_path / "whole")) as running:
         whole = running.answers(DEADLINE_S)

@@ -99,14 +99,15 @@ def test_only_names_of_metadata_are_unpickled(tmp_path, name):
         read_metadata(tmp_path)
 
 
-class PicklerOfPython311(pickle.Pickler):
-    """Pickles members of enums as Python 3.11.0 to 3.11.3 does, Debian 12's Python for one."""
-
-    def reducer_override(self, value):
-        return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
-
-
 def test_metadata_of_early_versions_of_python_3_11_is_read(tmp_path):
+    class PicklerOfPython311(pickle.Pickler):
+        """Pickles members of enums as Python 3.11.0 to 3.11.3 does, Debian 12's Python for one."""
+
+        def reducer_override(self, value):
+            return (
+                (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
+            )
+
     properties = TensorProperties()
     content = Metadata({}, planner_data={"weight": properties})
     with open(tmp_path / ".metadata", "wb") as file:

@@ -43,14 +43,13 @@ def test_answers_keep_their_sampling_masks():
     assert free is None
 
 
-def with_experts(given, answer, name):
-    """The completion with one expert in one layer, ``name``, except for the last token's."""
-    ids = np.full((given + len(answer.tokens), 1, 1), name, dtype=np.uint8)
-    ids[-1] = 255
-    return dataclasses.replace(answer, experts=RoutedExperts(ids))
-
-
 def test_a_token_keeps_the_experts_of_the_first_answer_after_it():
+    def with_experts(given, answer, name):
+        """The completion with one expert in one layer, ``name``, except for the last token's."""
+        ids = np.full((given + len(answer.tokens), 1, 1), name, dtype=np.uint8)
+        ids[-1] = 255
+        return dataclasses.replace(answer, experts=RoutedExperts(ids))
+
     log = SequenceLog()
     assert log.recorded([1, 2]) == 0
     log.add([1, 2], with_experts(2, completion(3, 4), 7))

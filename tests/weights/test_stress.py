@@ -138,26 +138,24 @@ def open_reader(
     return pulled, subscriber
 
 
-def holders(inodes: set[str]) -> set[int]:
-    """Return the processes that map memory with one of these inodes."""
-    found = set()
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            lines = (process / "maps").read_text().splitlines()
-        except OSError:  # the process ended meanwhile
-            continue
-        if inodes & {line.split()[4] for line in lines if "/memfd:tiller" in line}:
-            found.add(int(process.name))
-    return found
-
-
-def start(function, *args):
-    process = FORK.Process(target=function, args=args, daemon=True)
-    process.start()
-    return process
-
-
 def test_readers_of_any_speed_see_whole_increasing_versions_despite_a_kill():
+    def start(function, *args):
+        process = FORK.Process(target=function, args=args, daemon=True)
+        process.start()
+        return process
+
+    def holders(inodes: set[str]) -> set[int]:
+        """Return the processes that map memory with one of these inodes."""
+        found = set()
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                lines = (process / "maps").read_text().splitlines()
+            except OSError:  # the process ended meanwhile
+                continue
+            if inodes & {line.split()[4] for line in lines if "/memfd:tiller" in line}:
+                found.add(int(process.name))
+        return found
+
     board = FORK.RawArray("q", 8)
     board[ANNOUNCED] = -1
     addresses, of_writer = FORK.Pipe(duplex=False)

@@ -173,6 +173,20 @@ async def test_a_version_that_is_overwritten_during_a_fetch_is_gone(opened):
 
 @pytest.mark.parametrize("fate", [signal.SIGKILL, signal.SIGSTOP])
 async def test_readers_after_one_that_ends_or_hangs_get_the_whole_version(opened, transport, fate):
+    async def said_by(reader) -> str:
+        _, says = reader
+        return await asyncio.to_thread(says.recv)
+
+    def start_reader(transport, addresses, number, weights):
+        """Start the process of a generator on a host of its own; return it and what it says."""
+        here, there = FORK.Pipe(duplex=False)
+        inputs = (transport, transfer(generators=3, timeout_s=WAIT_S), addresses, number, weights)
+        arguments = there, f"127.0.0.{number + 2}", inputs
+        process = FORK.Process(target=read, args=arguments, daemon=True)
+        process.start()
+        there.close()
+        return process, here
+
     weights = initial()
     publishers, _ = opened(weights, [], generators=3)
     whole = await publish(publishers, 0)
@@ -240,22 +254,6 @@ async def _read(
     exact = all(same(each._shards, weights, rank) for rank, each in enumerate(subscribers))
     says.send(f"exact {exact}")
     await asyncio.sleep(3600)
-
-
-def start_reader(transport, addresses, number, weights):
-    """Start the process of a generator on a host of its own; return it and what it says."""
-    here, there = FORK.Pipe(duplex=False)
-    inputs = (transport, transfer(generators=3, timeout_s=WAIT_S), addresses, number, weights)
-    arguments = there, f"127.0.0.{number + 2}", inputs
-    process = FORK.Process(target=read, args=arguments, daemon=True)
-    process.start()
-    there.close()
-    return process, here
-
-
-async def said_by(reader) -> str:
-    _, says = reader
-    return await asyncio.to_thread(says.recv)
 
 
 def test_memory_is_not_sent_after_it_was_withdrawn():

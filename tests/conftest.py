@@ -160,6 +160,26 @@ def dataset_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the model of ``scripts/make_tiny_model.py``, which no test changes. Its 60 problems
+    are beside it, in ``data``.
+    """
+    from tests.kit.tokenizers import make_model
+
+    return make_model(tmp_path_factory.mktemp("tiny_model"))
+
+
+@pytest.fixture(scope="session")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a tiny Qwen3 with Qwen3's chat template, which no test changes. Problems are beside
+    it, in ``problems.jsonl``.
+    """
+    from tests.kit.chats import tiny_chat_model
+
+    return tiny_chat_model(tmp_path_factory.mktemp("chat_model"))
+
+
 def pytest_unconfigure(config: pytest.Config) -> None:
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     skipped = Counter[tuple[str, str]]()

@@ -16,7 +16,6 @@ from rl.model.shape import ModelConfig
 from rl.trainers import trial
 from rl.trainers.rl import RLTrainer
 from rl.trainers.trial import MAX_TURNS
-from tests.kit.tokenizers import make_model
 
 TASK = """\
 class Mine({kind}):
@@ -80,17 +79,13 @@ def agent(body: str) -> str:
     return AGENT + TASK.format(kind="rl.AgentTask", body=body)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> ModelConfig:
-    folder = make_model(tmp_path_factory.mktemp("broken"))
-    return ModelConfig(hf_path=str(folder), max_seq_len=512)
-
-
 @pytest.fixture
-def construct(tmp_path, monkeypatch, model):
+def construct(tmp_path, monkeypatch, tiny_model):
     """Return a function that makes the trainer of a module's source, with fields of its task."""
     monkeypatch.syspath_prepend(tmp_path)
     name = f"played_{tmp_path.name}".replace("-", "_")
+
+    model = ModelConfig(hf_path=str(tiny_model), max_seq_len=512)
 
     def make(source: str, *, is_given: bool = False, **fields) -> RLTrainer:
         (tmp_path / f"{name}.py").write_text(source)

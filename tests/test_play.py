@@ -7,13 +7,11 @@ import pytest
 
 from rl.cli.arguments import parse_config
 from rl.play import main
-from tests.kit.tokenizers import make_model
 
 
-@pytest.fixture(scope="module")
-def arguments(tmp_path_factory) -> list[str]:
-    folder = make_model(tmp_path_factory.mktemp("play"))
-    return ["--config", "tests.e2e.configs.guessing", "--model.hf_path", str(folder)]
+@pytest.fixture
+def arguments(tiny_model) -> list[str]:
+    return ["--config", "tests.e2e.configs.guessing", "--model.hf_path", str(tiny_model)]
 
 
 def test_a_person_plays_and_sees_the_tokens_of_each_turn(arguments):

@@ -25,7 +25,7 @@ from tests.actors.test_reward_workers import forked, pids_of, running
 from tests.kit import moody_environment as moody
 from tests.kit import wild_tools as wild
 from tests.kit.processes import assert_ended
-from tests.kit.tokenizers import make_model, qwen3
+from tests.kit.tokenizers import qwen3
 from tests.rollout.test_episodes import Engine
 from tests.rollout.test_recovery import asked, numbers
 
@@ -34,10 +34,9 @@ ANSWER = Completion.written(qwen3().encode("The answer is 42.<|im_end|>"))
 REWARD = len("The answer is 42.") % 3 / 2
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> ModelConfig:
-    folder = make_model(tmp_path_factory.mktemp("environments"))
-    return ModelConfig(hf_path=str(folder), max_seq_len=1000)
+@pytest.fixture
+def model(tiny_model) -> ModelConfig:
+    return ModelConfig(hf_path=str(tiny_model), max_seq_len=1000)
 
 
 MOODY = moody.Moody.Config(max_episode_tokens=900, step_s=60.0)

@@ -13,7 +13,6 @@ from rl.cli.arguments import parse_config
 from rl.cli.saved_run import open_model, open_run
 from rl.config.frozen import frozen
 from rl.training.trainer_config import one_rank
-from tests.kit.chats import tiny_chat_model
 
 TWO_NODES = ["--trainer.nodes", "2", "--trainer.parallelism.data_parallel_shard_degree", "2"]
 H100S = ["--hardware.device", "h100", "--hardware.gpus_per_node", "8"]
@@ -89,10 +88,9 @@ def test_a_run_that_has_saved_nothing(tmp_path, capsys):
     assert_refused(evaluate, [str(tmp_path)], message, capsys)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    """Folder of a tiny Hugging Face model."""
-    return str(tiny_chat_model(tmp_path_factory.mktemp("model")))
+@pytest.fixture
+def model(chat_model) -> str:
+    return str(chat_model)
 
 
 def test_a_model_whose_config_does_not_fit_or_is_missing(run, model, capsys):

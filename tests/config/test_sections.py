@@ -8,20 +8,14 @@ from torchtitan.components.checkpointer import base as checkpointing
 from rl.cli.arguments import find_config
 from rl.config import RunConfig, SampledEvaluationConfig
 from rl.tasks.copy_digits import CopyDigits
-from tests.kit.chats import tiny_chat_model
 from tests.kit.full_config import full_config
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return tiny_chat_model(tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture(params=["quickstart", "sft_jsonl", "dpo_jsonl", "reward_model_jsonl"])
-def config(request, model) -> RunConfig:
+def config(request, chat_model) -> RunConfig:
     config = find_config(request.param)()
     if request.param != "quickstart":
-        config.model.hf_path = str(model)
+        config.model.hf_path = str(chat_model)
     return config
 
 
@@ -60,16 +54,16 @@ def test_models_beside_the_policy_have_sections_of_their_own(tmp_path, monkeypat
     assert replaying == ["trainer"]
 
 
-def test_the_reference_of_preferences_has_a_layout_of_its_own(model):
+def test_the_reference_of_preferences_has_a_layout_of_its_own(chat_model):
     config = find_config("dpo_jsonl")()
-    config.model.hf_path = str(model)
+    config.model.hf_path = str(chat_model)
     reference = config.models()["reference"].trainer
     assert reference.parallelism is config.reference.parallelism
 
 
-def test_sampled_evaluations_have_the_fields_of_their_section(model):
+def test_sampled_evaluations_have_the_fields_of_their_section(chat_model):
     config = find_config("sft_jsonl")()
-    config.model.hf_path = str(model)
+    config.model.hf_path = str(chat_model)
     assert config.session().generator is None
     config.evaluation = SampledEvaluationConfig(
         task=CopyDigits.Config(),

@@ -16,23 +16,17 @@ from tests import warm
 from tests.e2e.configs import BLOCK
 from tests.kit.agents import joined
 from tests.kit.runs import PATIENCE_S, TIMEOUT_S, TINY, Run, listening, living, words
-from tests.kit.tokenizers import make_model
 
 READY = r"^serving .* (http://[^/,\s]+)"
 MESSAGES = [{"role": "user", "content": "How many apples are left?"}]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def trained(model, finished) -> Run:
+def trained(tiny_model, finished) -> Run:
     few = words(
         "--evaluation.prompts 2 --rollout.prompts_per_step 2 --rollout.samples_per_prompt 3"
     )
-    config = ("--config", "tests.e2e.configs.agents", *TINY[2:], "--model.hf_path", str(model))
+    config = ("--config", "tests.e2e.configs.agents", *TINY[2:], "--model.hf_path", str(tiny_model))
     page = ("--sinks.prometheus", "127.0.0.1:0", "--rollout.reward_workers", "1")
     return finished(*config, *few, "--evaluation.prompts", "2", *page)
 
@@ -176,7 +170,7 @@ def test_a_policy_is_served_token_for_token(request, tmp_path, origin):
         arguments = ["--run", str(run.folder)]
         number, version = signal.SIGINT, run.metrics()[-1]["policy_version"]
     else:
-        model = str(request.getfixturevalue("model"))
+        model = str(request.getfixturevalue("tiny_model"))
         config = words("--config tests.e2e.configs.agents --generator.kv_cache_gib 0.05")
         arguments = [*config, "--model.hf_path", model]
         number, version = signal.SIGTERM, 0

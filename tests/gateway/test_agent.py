@@ -15,7 +15,6 @@ from rl.rollout.episodes import Environments
 from rl.rollout.rollouter import Rollouter
 from rl.types import Sampling
 from tests.kit import agent_tasks as agents
-from tests.kit.tokenizers import make_model
 from tests.rollout import test_episodes
 from tests.rollout.test_episodes import Engine
 
@@ -23,10 +22,9 @@ PLAIN = ["plain", "odd tokens", "several calls"]
 SAMPLING = Sampling(max_tokens=150, temperature=0.7)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> ModelConfig:
-    folder = make_model(tmp_path_factory.mktemp("agents"))
-    return ModelConfig(hf_path=str(folder), max_seq_len=3000)
+@pytest.fixture
+def model(tiny_model) -> ModelConfig:
+    return ModelConfig(hf_path=str(tiny_model), max_seq_len=3000)
 
 
 class SlowEngine(Engine):

@@ -16,7 +16,6 @@ from rl.launch.__main__ import PLACES, main
 from rl.launch.targets import TARGETS
 from rl.observe.owner import FolderOwner
 from tests import warm
-from tests.kit.chats import tiny_chat_model
 from tests.kit.runs import TINY
 
 H100 = ["--hardware.device", "h100", "--hardware.gpus_per_node", "8"]
@@ -73,14 +72,9 @@ def test_a_launch_to_pods_writes_nothing_to_the_path_of_their_volume(
     assert config["data"]["config.json"] == (home / "launch" / "config.json").read_text()
 
 
-@pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory):
-    return tiny_chat_model(tmp_path_factory.mktemp("model"))
-
-
 @pytest.mark.parametrize("name", ["sft_jsonl", "dpo_jsonl", "reward_model_jsonl"])
-def test_runs_of_every_trainer_are_launched(name, tiny_model, launch, tmp_path):
-    model = ("--model.hf_path", str(tiny_model), "--model.max_seq_len", "128")
+def test_runs_of_every_trainer_are_launched(name, chat_model, launch, tmp_path):
+    model = ("--model.hf_path", str(chat_model), "--model.max_seq_len", "128")
     arguments = ("--config", name, *model, "--task.max_tokens", "96", "--steps", "7")
     for place in ("slurm", "local"):
         folder = tmp_path / place

@@ -25,7 +25,6 @@ from rl.session.session import Session
 from rl.session.session_config import SessionConfig
 from rl.validation import validate
 from rl.validation.folders import find_models
-from tests.kit.chats import tiny_chat_model
 from tests.kit.hub import TOKEN, files_of
 from tests.kit.tables import check_rows
 
@@ -42,9 +41,9 @@ NOBODY = "http://127.0.0.1:9"
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory) -> dict[str, bytes]:
+def files(chat_model) -> dict[str, bytes]:
     """Files of a model that chats, with weights in one file."""
-    return files_of(tiny_chat_model(tmp_path_factory.mktemp("tiny")))
+    return files_of(chat_model)
 
 
 @pytest.fixture(scope="module")

@@ -13,15 +13,14 @@ from rl.plan.__main__ import main
 from rl.plan.plan import Plan
 from rl.plan.report import describe
 from rl.tasks.copy_digits import CopyDigits
-from tests.kit.chats import tiny_chat_model
 from tests.plan.programs import planned
 
 
-@pytest.fixture(scope="module")
-def options(tmp_path_factory):
+@pytest.fixture
+def options(chat_model):
     """Arguments that name a tiny model, and examples of 200 tokens."""
-    model = tiny_chat_model(tmp_path_factory.mktemp("model"))
-    return ["--model.hf_path", str(model), "--model.max_seq_len", "256", "--task.max_tokens", "200"]
+    model = ["--model.hf_path", str(chat_model), "--model.max_seq_len", "256"]
+    return [*model, "--task.max_tokens", "200"]
 
 
 def plan_of(name, options):

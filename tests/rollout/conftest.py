@@ -2,13 +2,11 @@ import pytest
 
 from rl.model.shape import ModelConfig
 from rl.types import Completion, Prompt, Rollout
-from tests.kit.tokenizers import make_model
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory) -> ModelConfig:
-    folder = make_model(tmp_path_factory.mktemp("model"))
-    return ModelConfig(hf_path=str(folder), max_seq_len=8000)
+def model(tiny_model) -> ModelConfig:
+    return ModelConfig(hf_path=str(tiny_model), max_seq_len=8000)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from rl.tasks.gsm8k_jsonl import Gsm8kJsonl
 from rl.tasks.mixture import Mixture
 from rl.types import Completion
 from tests.kit.tables import check_rows
+from tests.kit.tokenizers import make_model
 
 SILENT = Completion.written([])
 
@@ -350,11 +351,9 @@ def test_a_config_that_cannot_work_is_refused(tiny, config, message):
         build(tiny, **config)
 
 
-def test_the_tiny_model_is_a_function_of_its_seed_and_one_we_train(make_tiny_model, tiny, tmp_path):
-    model = tmp_path / "model"
-    data = tmp_path / "problems.jsonl"
-    make_tiny_model.main(["--model-dir", str(model), "--data", str(data), "--lines", "60"])
-    assert data.read_bytes() == tiny[1].read_bytes()
+def test_the_tiny_model_is_a_function_of_its_seed_and_one_we_train(tiny, tmp_path):
+    model = make_model(tmp_path)
+    assert (tmp_path / "data").read_bytes() == tiny[1].read_bytes()
     for file in tiny[0].iterdir():
         assert (model / file.name).read_bytes() == file.read_bytes(), file.name
     shape = shape_of(ModelConfig(hf_path=str(model)))

@@ -16,7 +16,7 @@ from rl.observe.record import RunRecord
 from rl.session.session import Session
 from rl.trainers.rl import RLTrainer
 from rl.trainers.run_folder import RunFolder
-from tests.kit.chats import examples_fields, tiny_chat_model
+from tests.kit.chats import examples_fields
 from tests.kit.fakes import Generator, Rewards, Trainer
 from tests.trainers.loops import set_fields
 
@@ -27,12 +27,6 @@ def no_curves():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rl.trainers.run_folder.write_curves_png", lambda *_: None)
         yield
-
-
-@pytest.fixture(scope="session")
-def chat_model(tmp_path_factory):
-    """Folder of a tiny Qwen3 with Qwen3's chat template."""
-    return tiny_chat_model(tmp_path_factory.mktemp("chat_model"))
 
 
 @pytest.fixture(scope="session")

@@ -6,19 +6,13 @@ from rl.algorithms.sequence_losses import KTOLoss
 from rl.cli.arguments import find_config
 from rl.errors import ConfigError
 from rl.validation import validate
-from tests.kit.chats import tiny_chat_model
 from tests.validation.test_values import ABSURD, MORE_ABSURD, check_absurd
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return tiny_chat_model(tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture(params=["sft_jsonl", "dpo_jsonl", "reward_model_jsonl"])
-def config(request, model):
+def config(request, chat_model):
     config = find_config(request.param)()
-    config.model.hf_path = str(model)
+    config.model.hf_path = str(chat_model)
     config.model.max_seq_len = 128
     config.task.max_tokens = 96
     config.trainer.micro_batch_tokens = 256
@@ -31,9 +25,9 @@ def test_absurd_numbers_are_refused_by_name_unless_the_rule_allows_them(config, 
     assert check_absurd(config, absurds) > 300
 
 
-def test_kto_needs_two_examples_a_step(model):
+def test_kto_needs_two_examples_a_step(chat_model):
     config = find_config("dpo_jsonl")()
-    config.model.hf_path = str(model)
+    config.model.hf_path = str(chat_model)
     config.task.max_tokens = 96
     config.loss = KTOLoss.Config()
     validate(config)

@@ -1,6 +1,5 @@
 import pytest
 
-from tests.kit.chats import tiny_chat_model
 from tests.plan.rehearsal.rehearsals import Rehearsals
 
 
@@ -13,8 +12,7 @@ def rehearsals():
 
 
 @pytest.fixture(scope="package")
-def options(tmp_path_factory):
+def options(chat_model):
     """Arguments that name a tiny model, and examples of 200 tokens, on GPUs."""
-    model = tiny_chat_model(tmp_path_factory.mktemp("model"))
     device = "--hardware.device h100 --hardware.gpus_per_node 8"
-    return f"--model.hf_path {model} --model.max_seq_len 256 --task.max_tokens 200 {device}"
+    return f"--model.hf_path {chat_model} --model.max_seq_len 256 --task.max_tokens 200 {device}"

@@ -5,14 +5,12 @@ import pytest
 from rl.types.rules import Bounds, at_least
 from rl.validation.values import values
 from tests.kit.full_config import full_config
-from tests.kit.scripts import module
+from tests.kit.scripts import module_fixture
 
 SCRIPT = "scripts/make_configuration_md.py"
 
 
-@pytest.fixture
-def script(monkeypatch):
-    return module(SCRIPT, monkeypatch)
+script = module_fixture(SCRIPT)
 
 
 def test_the_page_and_the_fields_that_help_shows_are_up_to_date(script):

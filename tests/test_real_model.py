@@ -14,13 +14,10 @@ from tests.kit.model_folders import open_folder, transformers_logits
 from tests.kit.policies import TIED_SPLIT
 from tests.kit.runs import Run, words
 from tests.kit.scenes import logits_of
-from tests.kit.scripts import module
+from tests.kit.scripts import module, module_fixture
 from tests.kit.tokenizers import make_model
 
-
-@pytest.fixture
-def script(monkeypatch):
-    return module("scripts/real_model.py", monkeypatch)
+script = module_fixture("scripts/real_model.py")
 
 
 def test_word_problems_are_distinct_right_and_the_same_on_every_machine(script, tmp_path):

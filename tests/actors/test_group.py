@@ -34,7 +34,7 @@ from rl.errors import ActorFailure, RankLost, end_program
 from rl.host.process import LEAVING
 from rl.types import Place
 from tests import warm
-from tests.kit.processes import assert_ended, wait_until_delivered
+from tests.kit.processes import assert_ended, failure_of, wait_until_delivered
 
 LONG = 200.0
 
@@ -140,12 +140,6 @@ def pidfds() -> list[str]:
         with contextlib.suppress(FileNotFoundError):  # a thread of Monarch has closed it
             links.append(os.readlink(path))
     return [link for link in links if "pidfd" in link]
-
-
-async def failure_of(coroutine) -> ActorFailure:
-    with pytest.raises(ActorFailure) as error:
-        await coroutine
-    return error.value
 
 
 async def failures_of_all(group, pids, blow) -> list[ActorFailure]:

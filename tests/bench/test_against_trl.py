@@ -7,14 +7,12 @@ import pytest
 from rl.cli.arguments import parse_config
 from rl.trainers.trial import try_task
 from rl.types import Completion
-from tests.kit.scripts import module
+from tests.kit.scripts import module_fixture
 
 SCRIPT = "scripts/bench/against_trl.py"
 
 
-@pytest.fixture
-def against_trl(monkeypatch):
-    return module(SCRIPT, monkeypatch)
+against_trl = module_fixture(SCRIPT)
 
 
 @pytest.mark.parametrize(

@@ -5,15 +5,13 @@ import json
 import pytest
 
 from tests import warm
-from tests.kit.scripts import module
+from tests.kit.scripts import module_fixture
 
 SCRIPT = "scripts/bench/reference.py"
 TIMEOUT_S = 1800.0
 
 
-@pytest.fixture
-def bench(monkeypatch):
-    return module(SCRIPT, monkeypatch)
+bench = module_fixture(SCRIPT)
 
 
 @pytest.fixture

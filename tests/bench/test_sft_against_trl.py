@@ -7,15 +7,13 @@ import pytest
 from rl.cli.arguments import parse_config
 from rl.trainers.preference import PreferenceTrainer
 from rl.trainers.sft import SFTTrainer
-from tests.kit.scripts import module
+from tests.kit.scripts import module_fixture
 
 SCRIPT = "scripts/bench/sft_against_trl.py"
 STEPS = 4
 
 
-@pytest.fixture
-def bench(monkeypatch):
-    return module(SCRIPT, monkeypatch)
+bench = module_fixture(SCRIPT)
 
 
 @pytest.fixture

@@ -4,12 +4,9 @@ import json
 
 import pytest
 
-from tests.kit.scripts import module
+from tests.kit.scripts import module_fixture
 
-
-@pytest.fixture
-def bench(monkeypatch):
-    return module("scripts/bench/tinker.py", monkeypatch)
+bench = module_fixture("scripts/bench/tinker.py")
 
 
 def test_ratios_are_those_of_each_round_without_the_first_steps(bench):

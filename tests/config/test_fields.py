@@ -22,7 +22,7 @@ from tests.config.fields import ACTS
 from tests.config.refused_fields import REFUSED, REFUSED_BY_KIND
 from tests.kit.chats import tiny_chat_model
 from tests.kit.full_config import full_config
-from tests.kit.scripts import module
+from tests.kit.scripts import module_fixture
 from tests.kit.tables import check_rows
 from tests.validation.test_values import put
 
@@ -37,10 +37,7 @@ KINDS = {
 }
 
 
-@pytest.fixture(scope="module")
-def script():
-    with pytest.MonkeyPatch.context() as patch:
-        yield module("scripts/make_configuration_md.py", patch)
+script = module_fixture("scripts/make_configuration_md.py", scope="module")
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from rl.tasks.guessing_game import GuessingGame
 from rl.trainers.trial import build_algorithm
 from rl.types import Completion
 from rl.validation import validate
+from tests.kit.numbered_prompts import NumberedPrompts
 
 
 class Higher(SelfPlay):
@@ -43,18 +44,12 @@ class Higher(SelfPlay):
         return Move(rewards={0: won, 1: -won}, done=True, correct=won > 0)
 
 
-class HigherTask(EnvironmentTask):
+class HigherTask(NumberedPrompts, EnvironmentTask):
     @dataclass(kw_only=True, slots=True)
     class Config(EnvironmentTask.Config):
         pass
 
     game = Higher
-
-    def prompt(self, prompt_id):
-        return self.seed_prompt(prompt_id)
-
-    def eval_prompts(self, count):
-        return []
 
     def environment(self, prompt, sample):
         return self.game(self.dialect, enable_thinking=False)

@@ -13,6 +13,7 @@ from openai import AsyncOpenAI, BadRequestError, OpenAI, OpenAIError
 from rl.environments.agent import AgentTask
 from rl.environments.protocol import Reply
 from tests.kit.agents import act
+from tests.kit.numbered_prompts import NumberedPrompts
 
 PROGRAM = Path(__file__).with_name("agent_program.py")
 TURNS = 4
@@ -28,14 +29,8 @@ TOOL = {
 }
 
 
-class Agents(AgentTask):
+class Agents(NumberedPrompts, AgentTask):
     """Agents with habits by prompt_id; prompts 100 and above misbehave."""
-
-    def prompt(self, prompt_id):
-        return self.seed_prompt(prompt_id)
-
-    def eval_prompts(self, count):
-        return []
 
     async def agent(self, prompt, api):
         mood = prompt.prompt_id

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from rl.environments.protocol import EnvironmentTask, MessageEnvironment, Opening, Reply
 from tests.kit.adversary import reply
 from tests.kit.conversations import TOOL, system, user
+from tests.kit.numbered_prompts import NumberedPrompts
 
 RAISES, RAISES_AT_RESET, NO_STEP, NAN, NO_MESSAGES, DIES, HANGS, HANGS_ASYNC, EXITS = range(
     100, 109
@@ -22,18 +23,12 @@ FIRST_RAISES = 120
 TURNS = 4
 
 
-class Moody(EnvironmentTask):
+class Moody(NumberedPrompts, EnvironmentTask):
     """Adds 0.25 for each of four answers, the last of which ends the episode."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(EnvironmentTask.Config):
         pass
-
-    def prompt(self, prompt_id):
-        return self.seed_prompt(prompt_id)
-
-    def eval_prompts(self, count):
-        return []
 
     def environment(self, prompt, sample):
         kind = AsyncEnvironment if prompt.prompt_id % 2 else Environment

@@ -1,15 +1,27 @@
-"""Processes of a mesh, and a check that they end."""
+"""Processes of a mesh, a check that they end, and failures of their calls."""
 
 import asyncio
 import os
 import signal
 import time
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
+
+import pytest
+
+from rl.errors import ActorFailure
 
 
 def pids_of(mesh: Any) -> list[int]:
     return [process.pid for process in mesh._group._processes]
+
+
+async def failure_of(call: Awaitable[Any]) -> ActorFailure:
+    """Return the failure with which a call ends."""
+    with pytest.raises(ActorFailure) as error:
+        await call
+    return error.value
 
 
 async def assert_ended(pids: list[int]) -> None:

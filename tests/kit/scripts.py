@@ -1,6 +1,7 @@
-"""Runs a script as a user does, in a process group of its own, which must be empty when it ends."""
+"""Scripts: run as a user does, in a process group that must be empty at the end, or imported."""
 
 import importlib
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -20,7 +21,18 @@ def python(program: str, *arguments: str | Path) -> str:
 
 
 def module(script: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A script's module, in this process."""
+    """Return a script's module, in this process."""
     path = ROOT / script
     monkeypatch.syspath_prepend(str(path.parent))
     return importlib.import_module(path.stem)
+
+
+def module_fixture(script: str, scope: str = "function"):
+    """Return a fixture whose value is the module of ``script``."""
+
+    @pytest.fixture(scope=scope)
+    def loaded() -> Iterator[ModuleType]:
+        with pytest.MonkeyPatch.context() as patch:
+            yield module(script, patch)
+
+    return loaded

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from rl.environments.protocol import EnvironmentTask, Opening, Reply, ToolEnvironment
 from rl.environments.tools import Tools
 from tests.kit.moody_task import fork
+from tests.kit.numbered_prompts import NumberedPrompts
 
 SLEEP_S = 3600.0
 MEGABYTES = 4
@@ -92,7 +93,7 @@ NAMES = [*(tool.__name__ for tool in ALL), "forks"]
 TURNS = 2
 
 
-class WildTools(EnvironmentTask):
+class WildTools(NumberedPrompts, EnvironmentTask):
     """Task whose environments call tool ``prompt_id % len(NAMES)`` in each of two turns."""
 
     @dataclass(kw_only=True, slots=True)
@@ -101,12 +102,6 @@ class WildTools(EnvironmentTask):
         """Folder of the file that ``forks`` writes."""
 
     config: Config
-
-    def prompt(self, prompt_id):
-        return self.seed_prompt(prompt_id)
-
-    def eval_prompts(self, count):
-        return []
 
     def environment(self, prompt, sample):
         return Wild(NAMES[prompt.prompt_id % len(NAMES)], self.config.folder)

@@ -16,6 +16,7 @@ from rl.generation.generator_config import GeneratorConfig
 from rl.model.shape import ModelConfig
 from rl.session.session import Session
 from rl.training.trainer_config import AdapterConfig
+from tests.kit.numbered_prompts import NumberedPrompts
 from tests.kit.tokenizers import make_model
 from tests.session.sessions import config_of, trainer_config
 
@@ -49,16 +50,10 @@ class Characters(SelfPlay):
         )
 
 
-class Play(EnvironmentTask):
+class Play(NumberedPrompts, EnvironmentTask):
     @dataclass(kw_only=True, slots=True)
     class Config(EnvironmentTask.Config):
         pass
-
-    def prompt(self, prompt_id):
-        return self.seed_prompt(prompt_id)
-
-    def eval_prompts(self, count):
-        return []
 
     def environment(self, prompt, sample):
         return Characters(self.dialect, sample)

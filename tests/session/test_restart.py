@@ -14,7 +14,7 @@ from rl.algorithms.losses import grpo
 from rl.errors import ActorFailure, RankLost
 from rl.generation.generator_config import GeneratorConfig
 from rl.types import Completion, GenerationRequest, Sampling
-from tests.kit.processes import assert_ended, pids_of, stop
+from tests.kit.processes import assert_ended, failure_of, pids_of, stop
 from tests.session.sessions import DEADLINES, PROMPTS, batch, trainer_config
 
 SAMPLING = Sampling(max_tokens=16, temperature=1.0)
@@ -37,12 +37,6 @@ def session(sessions, request):
     """Two trainer ranks, and in the long case two generator ranks, with short heartbeats."""
     deadlines = replace(DEADLINES, heartbeat=8.0)
     return sessions.run(sessions.start(**request.param, deadlines=deadlines))
-
-
-async def failure_of(coroutine) -> ActorFailure:
-    with pytest.raises(ActorFailure) as error:
-        await coroutine
-    return error.value
 
 
 async def lose(mesh, call, signal_number: int) -> list[ActorFailure]:

@@ -5,14 +5,10 @@ from types import SimpleNamespace
 import pytest
 
 from tests.e2e.test_gateway import Server
-from tests.kit.scripts import module
+from tests.kit.scripts import module_fixture
 
-
-@pytest.fixture(scope="session")
-def recipes():
-    """The script that runs recipes, as a module."""
-    with pytest.MonkeyPatch.context() as patch:
-        yield module("scripts/tinker_recipes.py", patch)
+recipes = module_fixture("scripts/tinker_recipes.py", scope="session")
+"""The script that runs recipes, as a module."""
 
 
 @pytest.fixture(scope="session")

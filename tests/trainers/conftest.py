@@ -81,10 +81,12 @@ class Loop:
         folder="run",
         command="train",
         fields=None,
+        having=None,
         models=lambda log: {},
     ) -> RLTrainer:
         """Return the trainer of the loop. ``prepare`` gets the meshes before that; ``fields`` are
-        fields of the config, and ``models`` returns auxiliary models.
+        fields of the config, ``having`` are attributes of ``trainer``, ``generator`` (the first)
+        and ``rewards``, and ``models`` returns auxiliary models.
         """
         config = find_config("quickstart")()
         common = {
@@ -114,6 +116,8 @@ class Loop:
             return generators[number]
 
         generator(replicas - 1)
+        parts = SimpleNamespace(trainer=trainer, generator=generators[0], rewards=self.rewards)
+        set_fields(parts, having or {})
         prepare(trainer, *generators)
         meshes = SimpleNamespace(
             models=lambda: {"trainer": trainer, **models(log)},

@@ -59,11 +59,8 @@ def test_the_rollouts_of_a_failing_step_are_kept(run, kind):
 
 
 def test_the_completions_of_a_lost_group_are_kept_without_a_reward(run):
-    def prepare(trainer, *generators):
-        run.rewards.lost = (4,)
-
     with pytest.raises(RunError, match="more than rollout.max_lost=0 allows"):
-        run(prepare, fields={"rollout.max_lost": 0})
+        run(having={"rewards.lost": (4,)}, fields={"rollout.max_lost": 0})
     failure = failure_of(run)
     assert (failure["again"], failure["cause"]) == ("reward", "task")
     assert failure["lost_group"]["error"] == "no reward for 4"

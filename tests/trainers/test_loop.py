@@ -81,10 +81,7 @@ def test_the_trainer_computes_its_side_of_the_checks_once_for_all_generators(run
 def test_one_step_stale_a_pull_slower_than_the_step_changes_no_order(run, checks):
     """The next version is published before the generator holds this one."""
 
-    def prepare(trainer, generator):
-        generator.pull_takes = 0.02
-
-    log, rows = run(prepare, staleness=1, fields=checks)
+    log, rows = run(having={"generator.pull_takes": 0.02}, staleness=1, fields=checks)
     assert calls(log, "train") == ONE_STALE
     assert [row["rollout/staleness_max"] for row in rows] == [0, 1, 1, 1]
 
@@ -160,12 +157,9 @@ def test_an_optimizer_step_waits_for_the_push_and_what_was_waited_for_is_not_hid
 def test_a_check_that_fails_ends_the_run_before_the_weights_change_again(
     run, staleness, steps, wrong
 ):
-    def prepare(trainer, generator):
-        trainer.wrong_since = wrong
-
     said = f"canary of policy version {wrong}: a log-prob of generator-0 differs by 1 .* all param"
     with pytest.raises(RunError, match=said):
-        run(prepare, steps=steps, staleness=staleness)
+        run(having={"trainer.wrong_since": wrong}, steps=steps, staleness=staleness)
     assert len(calls(run.log, "step")) == run.loop.step == wrong
     gc.collect()
     assert not run.unheard
@@ -185,20 +179,14 @@ def test_a_bf16_generator_left_one_version_behind_is_found_by_default(run):
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_failed_pull_is_reported_once(run, staleness):
-    def prepare(trainer, generator):
-        generator.pull_fails = True
-
     with pytest.raises(ZeroDivisionError, match="no pull today"):
-        run(prepare, staleness=staleness)
+        run(having={"generator.pull_fails": True}, staleness=staleness)
     gc.collect()
     assert not run.unheard
 
 
 def test_a_skipped_step_pushes_nothing_and_makes_nothing_stale(run):
-    def prepare(trainer, generator):
-        trainer.skips = {1}
-
-    log, rows = run(prepare, staleness=1)
+    log, rows = run(having={"trainer.skips": {1}}, staleness=1)
     assert calls(log, "publish") == ["publish 0", "publish 1", "publish 2", "publish 3"]
     assert calls(log, "train") == ["train 0 on 0", "train 1 on 0", "train 1 on 1", "train 2 on 1"]
     assert [row["policy_version"] for row in rows] == [1, 1, 2, 3]
@@ -221,23 +209,18 @@ def test_stopped_anywhere_and_resumed_a_run_trains_on_the_same(run, staleness, k
     fields = evaluating() | {"rollout.max_resampled_groups": 2}
     options = {"steps": 6, "staleness": staleness, "save_every": 1, "fields": fields}
 
-    def prepare(trainer, generator):
-        run.rewards.flat = (1, 4, 5, 13)
-        run.rewards.lost = (7,)
+    having = {"rewards.flat": (1, 4, 5, 13), "rewards.lost": (7,)}
 
-    run(prepare, **options)
+    run(having=having, **options)
     whole = results(run.record)
     assert [row["step"] for row in run.record.read_evaluations()] == [2, 4]
-    run(prepare, **options, saved={killed_after: run.saved[killed_after]})
+    run(having=having, **options, saved={killed_after: run.saved[killed_after]})
     assert results(run.record) == whole
 
 
 def test_rollouts_of_weights_older_than_the_bound_are_never_trained_on(run):
-    def prepare(trainer, generator):
-        generator.says = lambda version: min(version, 1)
-
     with pytest.raises(RunError, match="a token of policy version 1 reached version 3: bound=1"):
-        run(prepare, steps=5, staleness=1)
+        run(having={"generator.says": lambda version: min(version, 1)}, steps=5, staleness=1)
     assert calls(run.log, "train")[-1] == "train 2 on 1"
 
 

@@ -256,11 +256,12 @@ def test_evaluation_during_training_does_not_change_training(run, pipeline):
 
 
 def test_an_alarm_that_fails_ends_the_run_after_writing_metrics(run):
-    def prepare(trainer, generator):
-        run.rewards.flat = range(4, 100)
-
     with pytest.raises(RunError, match="step 4: zero_std: "):
-        run(prepare, steps=9, fields={"watchdog.zero_std": "fail", "watchdog.zero_std_steps": 2})
+        run(
+            having={"rewards.flat": range(4, 100)},
+            steps=9,
+            fields={"watchdog.zero_std": "fail", "watchdog.zero_std_steps": 2},
+        )
     assert [row["watchdog/zero_std"] for row in run.record.read_metrics()] == [0, 0, 0, 1]
 
 

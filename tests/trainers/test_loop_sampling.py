@@ -30,10 +30,9 @@ def test_the_share_of_each_replica_does_not_depend_on_timing(run):
 
 
 def test_groups_of_equal_rewards_are_replaced_up_to_a_limit(run):
-    def prepare(trainer, generator):
-        run.rewards.flat = range(1, 100)
-
-    _, rows = run(prepare, steps=2, fields={"rollout.max_resampled_groups": 3})
+    _, rows = run(
+        having={"rewards.flat": range(1, 100)}, steps=2, fields={"rollout.max_resampled_groups": 3}
+    )
     ledger = ledger_of(run.record)
     assert [row["trained_now"] for row in ledger] == [[0, 4], [8, 9]]
     assert [row["dropped_now"] for row in ledger] == [
@@ -44,11 +43,8 @@ def test_groups_of_equal_rewards_are_replaced_up_to_a_limit(run):
 
 
 def test_oversampling_fills_a_batch_in_fewer_rounds(run):
-    def prepare(trainer, generator):
-        run.rewards.flat = [0, 1, 2]
-
     fields = {"rollout.max_resampled_groups": 3, "rollout.oversampling": 2}
-    run(prepare, steps=2, fields=fields)
+    run(having={"rewards.flat": [0, 1, 2]}, steps=2, fields=fields)
     ledger = ledger_of(run.record)
     assert [row["trained_now"] for row in ledger] == [[3, 4], [6, 7]]
     assert [row["dropped_now"] for row in ledger] == [
@@ -85,13 +81,12 @@ def test_lost_groups_make_room_until_they_are_too_many(run, pipeline):
 
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_lost_groups_are_counted_across_a_resume(run, staleness):
-    def prepare(trainer, generator):
-        run.rewards.lost = range(2, 100, 3)
+    having = {"rewards.lost": range(2, 100, 3)}
 
     with pytest.raises(RunError, match="11 of the last 33 groups were lost") as uninterrupted:
-        run(prepare, steps=20, staleness=staleness, save_every=1)
+        run(having=having, steps=20, staleness=staleness, save_every=1)
     with pytest.raises(RunError) as resumed:
-        run(prepare, steps=20, staleness=staleness, saved={5: run.saved[5]})
+        run(having=having, steps=20, staleness=staleness, saved={5: run.saved[5]})
     assert str(resumed.value) == str(uninterrupted.value)
 
 
@@ -209,25 +204,26 @@ def test_a_group_may_go_on_with_the_episodes_that_the_config_asks_for(run, monke
 
 
 def test_groups_with_fewer_rollouts_are_in_the_ledger_and_count_by_their_share(run):
-    def prepare(*_):
-        run.rewards.fewer = range(1, 100, 2)
+    having = {"rewards.fewer": range(1, 100, 2)}
 
-    run(prepare, steps=3, fields={"rollout.samples_per_prompt": 4})
+    run(having=having, steps=3, fields={"rollout.samples_per_prompt": 4})
     assert [row["episodes_lost_now"] for row in ledger_of(run.record)] == [1, 1, 1]
     assert [len(batch) for batch in run.trainer.batches] == [7, 7, 7]
     with pytest.raises(RunError, match=r"10.25 of the last 82 groups were lost, .*3 of its epis"):
-        run(prepare, steps=50, fields={"rollout.samples_per_prompt": 4})
+        run(having=having, steps=50, fields={"rollout.samples_per_prompt": 4})
 
 
 @EACH_PIPELINE
 def test_rollouts_without_a_reward_leave_their_group_and_are_counted(run, pipeline):
     """All of prompt 1 and all but one of prompt 4 have none: these groups are dropped."""
 
-    def prepare(*_):
-        run.rewards.silent = {(0, 2), *((1, i) for i in range(4)), (4, 0), (4, 1), (4, 3)}
-
     fields = {"rollout.samples_per_prompt": 4, "rollout.max_lost": 0.5}
-    _, rows = run(prepare, steps=2, pipeline=pipeline, fields=fields)
+    _, rows = run(
+        having={"rewards.silent": {(0, 2), *((1, i) for i in range(4)), (4, 0), (4, 1), (4, 3)}},
+        steps=2,
+        pipeline=pipeline,
+        fields=fields,
+    )
     ledger = ledger_of(run.record)
     assert trained(run.record) == [0, 2, 3, 5]
     assert dropped(run.record) == [("rewards abstained", 1), ("rewards abstained", 4)]
@@ -238,19 +234,15 @@ def test_rollouts_without_a_reward_leave_their_group_and_are_counted(run, pipeli
 
 
 def test_too_many_groups_without_rewards_end_the_run(run):
-    def prepare(*_):
-        run.rewards.silent = {(prompt, i) for prompt in range(200) for i in range(2)}
-
     with pytest.raises(RunError, match="groups were lost, .*2 of 2 rewards are None"):
-        run(prepare)
+        run(having={"rewards.silent": {(prompt, i) for prompt in range(200) for i in range(2)}})
 
 
 def test_waiting_rollouts_without_a_reward_survive_a_resume(run):
-    def prepare(*_):
-        run.rewards.silent = {(prompt, 1) for prompt in range(3, 6)}
+    having = {"rewards.silent": {(prompt, 1) for prompt in range(3, 6)}}
 
     options = {"staleness": 1, "fields": {"rollout.samples_per_prompt": 4}}
-    _, whole = run(prepare, save_every=1, **options)
-    _, resumed = run(prepare, saved={2: run.saved[2]}, folder="run", save_every=1, **options)
+    _, whole = run(having=having, save_every=1, **options)
+    _, resumed = run(having=having, saved={2: run.saved[2]}, folder="run", save_every=1, **options)
     assert sum(row["rollout/abstained"] for row in whole) == 3
     assert without_times(resumed) == without_times(whole)

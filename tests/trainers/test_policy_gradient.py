@@ -252,13 +252,12 @@ def test_long_completions_lose_reward(run):
 def test_truncated_rollouts_are_not_in_the_loss_if_the_config_says_so(run):
     """Their rewards still count in the advantages. Without a whole rollout, gradients are 0."""
 
-    def prepare(*_):
-        run.rewards.whole = {(0, 1), (1, 0)}
+    having = {"rewards.whole": {(0, 1), (1, 0)}}
 
     masked = {"algorithm.mask_truncated": True}
-    _, rows = run(prepare, steps=2, fields=masked, folder="masked")
+    _, rows = run(having=having, steps=2, fields=masked, folder="masked")
     first, second = run.trainer.batches
-    run(prepare, steps=2, folder="plain")
+    run(having=having, steps=2, folder="plain")
     plain = run.trainer.batches[0]
     assert torch.equal(first.columns["advantages"], plain.columns["advantages"])
     kept = torch.tensor([False, True, True, False])[first.owners]
@@ -266,7 +265,7 @@ def test_truncated_rollouts_are_not_in_the_loss_if_the_config_says_so(run):
     assert not second.loss_mask.any() and plain.loss_mask.any()
     assert [row["completion/cut_off"] for row in rows] == [0.5, 1.0]
     assert run.trainer.options.get("denominator") is None
-    run(prepare, steps=2, fields=masked, folder="again")
+    run(having=having, steps=2, fields=masked, folder="again")
     assert run.trainer.options["denominator"] == 1.0
 
 

@@ -24,9 +24,9 @@ from rl.types.deadlines import DeadlineConfig
 from tests.actors.test_reward_workers import forked, pids_of, running
 from tests.kit import moody_environment as moody
 from tests.kit import wild_tools as wild
+from tests.kit.adversary import Engine
 from tests.kit.processes import assert_ended
 from tests.kit.tokenizers import qwen3
-from tests.rollout.test_episodes import Engine
 from tests.rollout.test_recovery import asked, numbers
 
 DEADLINES = DeadlineConfig(start=200.0, heartbeat=4.0)

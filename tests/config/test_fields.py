@@ -21,10 +21,9 @@ from rl.validation.values import values
 from tests.config.fields import ACTS
 from tests.config.refused_fields import REFUSED, REFUSED_BY_KIND
 from tests.kit.chats import tiny_chat_model
-from tests.kit.full_config import full_config
+from tests.kit.full_config import full_config, put
 from tests.kit.scripts import module_fixture
 from tests.kit.tables import check_rows
-from tests.validation.test_values import put
 
 TESTS = Path(__file__).parents[1]
 LOSSES = "algorithms/test_losses.py::test_loss_and_gradient_match_the_papers"

@@ -22,8 +22,8 @@ from rl.tasks.guessing_game import GuessingGame
 from rl.validation import validate
 from rl.weights.transport import NETWORKS
 from tests.kit.command_line import parse
+from tests.kit.full_config import put
 from tests.kit.tables import check_rows
-from tests.validation.test_values import put
 
 EP, DP, TP, CP = (
     f"trainer.parallelism.{name}_degree"

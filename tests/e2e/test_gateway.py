@@ -1,23 +1,20 @@
 """The gateway with the real engines: agents that train, and the server."""
 
 import json
-import os
 import re
 import signal
 import time
 import urllib.request
 from itertools import pairwise
-from pathlib import Path
 
 import openai
 import pytest
 
-from tests import warm
 from tests.e2e.configs import BLOCK
 from tests.kit.agents import joined
-from tests.kit.runs import PATIENCE_S, TIMEOUT_S, TINY, Run, listening, living, words
+from tests.kit.runs import PATIENCE_S, TINY, Run, words
+from tests.kit.serve import Server
 
-READY = r"^serving .* (http://[^/,\s]+)"
 MESSAGES = [{"role": "user", "content": "How many apples are left?"}]
 
 
@@ -57,63 +54,6 @@ def test_an_agent_of_openais_sdk_trains_through_the_gateway(trained):
     assert max(len(each["tokens"]) for r in rollouts for each in r["sequences"]) > 8 * BLOCK
     assert len({rollout["reward"] for rollout in rollouts}) > 1
     assert trained.json("summary.json")["lost"] == {}
-
-
-class Server:
-    """One ``python -m rl.serve``, until the block ends. Its output is in ``folder``."""
-
-    def __init__(self, folder: Path, *arguments: str):
-        self._said = folder / "serve.out"
-        self._error = folder / "serve.err"
-        self._program = warm.Program(
-            ["rl.serve", "--port", "0", *arguments], stdout=self._said, stderr=self._error
-        )
-
-    def __enter__(self):
-        deadline = time.monotonic() + TIMEOUT_S
-        while not (ready := re.search(READY, self._output(), re.MULTILINE)):
-            if self._program.poll() is not None or time.monotonic() > deadline:
-                self.__exit__()
-                raise AssertionError(f"it does not serve: {self._error.read_text()}")
-            time.sleep(0.05)
-        self.url = ready[1]
-        return self
-
-    def __exit__(self, *error):
-        self._program.kill_group()
-        self._program.wait()
-
-    def _output(self) -> str:
-        return self._said.read_text() if self._said.exists() else ""
-
-    def listened(self):
-        family = {self._program.pid}
-        for pid, parent, _ in living():
-            family |= {pid} if parent in family else set()
-        return listening([*family])
-
-    def ask(self, path, method="GET", body=None):
-        request = urllib.request.Request(
-            self.url + path,
-            method=method,
-            data=json.dumps(body).encode() if body else None,
-            headers={"content-type": "application/json"},
-        )
-        with urllib.request.urlopen(request, timeout=120) as answer:
-            return json.load(answer)
-
-    def end(self, number):
-        """Send a signal; return exit code and standard error. Nothing of the group is left."""
-        self._program.send_signal(number)
-        code = self._program.wait(TIMEOUT_S)
-        deadline = time.monotonic() + PATIENCE_S
-        while time.monotonic() < deadline:
-            try:
-                os.killpg(self._program.pid, 0)
-            except ProcessLookupError:
-                return code, self._error.read_text()
-            time.sleep(0.1)
-        raise AssertionError("processes of the server are left")
 
 
 def check_streams(server, client):

@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.e2e.test_gateway import Server
 from tests.kit.runs import words
 from tests.kit.scripts import module, python
+from tests.kit.serve import Server
 from tests.kit.tokenizers import make_model
 from tests.tasks.test_ifeval import CASES, PACKAGES
 

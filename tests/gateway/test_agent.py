@@ -15,8 +15,8 @@ from rl.rollout.episodes import Environments
 from rl.rollout.rollouter import Rollouter
 from rl.types import Sampling
 from tests.kit import agent_tasks as agents
+from tests.kit.adversary import Engine
 from tests.rollout import test_episodes
-from tests.rollout.test_episodes import Engine
 
 PLAIN = ["plain", "odd tokens", "several calls"]
 SAMPLING = Sampling(max_tokens=150, temperature=0.7)

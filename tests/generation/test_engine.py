@@ -14,8 +14,7 @@ from rl.compat.vllm_internals import kv_caches
 from rl.errors import ConfigError, RunError
 from rl.generation.generator_config import GeneratorConfig
 from rl.generation.start_vllm import RUNNER, vllm_config
-from tests.generation.test_swap import scheduler_of
-from tests.kit.generator_ranks import generate, push, request
+from tests.kit.generator_ranks import generate, push, request, scheduler_of
 from tests.kit.memory import resident
 from tests.kit.policies import EXPERTS, TIED_SPLIT, UNTIED_SPLIT, Policy, error
 

@@ -13,12 +13,11 @@ from rl.types.routed_experts import dtype_of
 from tests.generation.test_swap import (
     DRAWN,
     REQUESTS,
-    scheduler_of,
     share_prefixes_across_a_swap,
     swap_in_flight,
     swap_while_preempted,
 )
-from tests.kit.generator_ranks import finish, push, request
+from tests.kit.generator_ranks import finish, push, request, scheduler_of
 from tests.kit.policies import EXPERTS, NARROW, Policy, logprobs_of_swaps
 
 PROMPT = [*range(60), *range(10)]

@@ -11,7 +11,6 @@ from tests.generation.test_engine import addresses, asked
 from tests.kit.generator_ranks import INTERPRETED, GeneratorRanks, generate, push
 from tests.kit.policies import EXPERTS
 
-ALLOCATED = [f"allocate {pool}" for pool in ("weights", "runtime", "kv_cache")]
 TURN = [
     *("discard weights", "discard kv_cache", "copy runtime"),
     *("wake weights", "wake runtime", "wake kv_cache"),

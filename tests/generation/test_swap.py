@@ -5,7 +5,7 @@ import torch
 
 from rl.errors import RunError
 from tests.generation.scenarios import swapping
-from tests.kit.generator_ranks import finish, push, request
+from tests.kit.generator_ranks import finish, push, request, scheduler_of
 from tests.kit.policies import error, logprobs_of_swaps
 
 REQUESTS = [
@@ -140,7 +140,3 @@ def swap_with_stuck_cache(engine, swap):
     finally:
         del manager.evict_blocks
         engine.abort(["r"])
-
-
-def scheduler_of(engine):
-    return engine._engine.engine_core.engine_core.scheduler

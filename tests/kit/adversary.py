@@ -1,11 +1,17 @@
-"""Policy that answers in ways no chat template would write, and an environment for it."""
+"""Policy that answers in ways no chat template would write, its engine and its environment."""
 
+import itertools
 import json
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
 from transformers import PreTrainedTokenizerFast
+
+from rl.types import Completion
+from rl.types.routed_experts import RoutedExperts
+from tests.kit.tokenizers import qwen3
 
 HABITS = (
     "plain", "odd tokens", "spacing", "key order", "numbers", "white space", "invalid JSON",
@@ -97,3 +103,38 @@ def reply(rng: random.Random, calls: int, *, text: str = "") -> list[dict[str, s
     if rng.random() < 0.5:
         return [{"role": "user", "content": text or "Go on, please."}]
     return [{"role": "tool", "content": text or "error: no call was found"}]
+
+
+class Engine:
+    """Generator whose policy is an adversary; it keeps every request and completion."""
+
+    def __init__(self, habits=HABITS, seed=0):
+        rng = random.Random(seed)
+        self._habits = habits
+        self._rng = rng
+        self._adversary = Adversary(qwen3(), rng, True)
+        self.rounds = []
+        self.versions = itertools.count()
+
+    async def __call__(self, requests):
+        version = next(self.versions)
+        completions = [self._complete(request, version) for request in requests]
+        self.rounds.append([*zip(requests, completions, strict=True)])
+        return completions
+
+    def _complete(self, request, version):
+        answer = self._adversary.answer(self._rng.choice(self._habits))
+        tokens = answer[: request.sampling.max_tokens]
+        reason = "length" if len(answer) > len(tokens) else "stop"
+        logprobs = [-float(n) - 1 for n in range(len(tokens))]
+        count = request.sampling.top_logprobs
+        experts = np.full((len(request.prompt_tokens) + len(tokens), 1, 1), 255, dtype=np.uint8)
+        experts[request.experts_from : -1] = version
+        return Completion(
+            tokens=tokens,
+            logprobs=logprobs,
+            versions=[version] * len(tokens),
+            finish_reason=reason,
+            top_logprobs=[dict.fromkeys(range(count), -1.0) for _ in tokens] if count else None,
+            experts=RoutedExperts(experts),
+        )

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from torchtitan.components.lora import LoRAConverter
 from torchtitan.components.quantization import Float8LinearConverter
@@ -11,6 +12,7 @@ from rl.algorithms.advantages import GAE
 from rl.algorithms.corrections import MaskedIS, StalenessDecay, TruncatedIS
 from rl.cli.arguments import find_config
 from rl.config import RLConfig, RoleConfig
+from rl.validation.values import value_of
 
 
 def full_config(checkpoint: Path) -> RLConfig:
@@ -34,4 +36,17 @@ def with_converters(config: RLConfig) -> RLConfig:
     config.trainer.lora = LoRAConverter.Config()
     config.trainer.float8 = Float8LinearConverter.Config()
     config.trainer.activation_checkpoint = MemoryBudgetAC.Config()
+    return config
+
+
+def put(config: RLConfig, name: str, content: Any) -> RLConfig:
+    """Set field ``name`` of ``config`` to ``content``, and return ``config``."""
+    *path, last = name.split(".")
+    holder: Any = config
+    for key in path:
+        holder = value_of(holder, key)
+    if isinstance(holder, (list, dict)):
+        holder[last if isinstance(holder, dict) else int(last)] = content
+    else:
+        setattr(holder, last, content)
     return config

@@ -254,3 +254,7 @@ def request(
         seed=seed,
         sampling=Sampling(max_tokens=max_tokens, **sampling),
     )
+
+
+def scheduler_of(engine):
+    return engine._engine.engine_core.engine_core.scheduler

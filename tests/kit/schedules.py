@@ -6,8 +6,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from tests.generation.test_swap import scheduler_of
-from tests.kit.generator_ranks import push, request
+from tests.kit.generator_ranks import push, request, scheduler_of
 
 BORDERS = [1, 2, 15, 16, 24, 31, 32, 33, 63, 64, 65, 127, 128, 129, 150]
 """Lengths of prompts around those of blocks and of chunks of a delta rule."""

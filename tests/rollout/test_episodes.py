@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import random
 from dataclasses import replace
 
 import numpy as np
@@ -15,49 +14,14 @@ from rl.rollout.episodes import Environments
 from rl.rollout.prompts import derive_seed
 from rl.rollout.rollout_metrics import rollout_metrics
 from rl.rollout.rollouter import Rollouter
-from rl.types import Completion, Sampling
+from rl.types import Sampling
 from rl.types.routed_experts import RoutedExperts
 from tests.kit import moody_environment as moody
-from tests.kit.adversary import HABITS, Adversary
+from tests.kit.adversary import Engine
 from tests.kit.tokenizers import qwen3
 
 SAMPLING = Sampling(max_tokens=150)
 LONGEST = 900
-
-
-class Engine:
-    """Generator whose policy is an adversary; it keeps every request and completion."""
-
-    def __init__(self, habits=HABITS, seed=0):
-        rng = random.Random(seed)
-        self._habits = habits
-        self._rng = rng
-        self._adversary = Adversary(qwen3(), rng, True)
-        self.rounds = []
-        self.versions = itertools.count()
-
-    async def __call__(self, requests):
-        version = next(self.versions)
-        completions = [self._complete(request, version) for request in requests]
-        self.rounds.append([*zip(requests, completions, strict=True)])
-        return completions
-
-    def _complete(self, request, version):
-        answer = self._adversary.answer(self._rng.choice(self._habits))
-        tokens = answer[: request.sampling.max_tokens]
-        reason = "length" if len(answer) > len(tokens) else "stop"
-        logprobs = [-float(n) - 1 for n in range(len(tokens))]
-        count = request.sampling.top_logprobs
-        experts = np.full((len(request.prompt_tokens) + len(tokens), 1, 1), 255, dtype=np.uint8)
-        experts[request.experts_from : -1] = version
-        return Completion(
-            tokens=tokens,
-            logprobs=logprobs,
-            versions=[version] * len(tokens),
-            finish_reason=reason,
-            top_logprobs=[dict.fromkeys(range(count), -1.0) for _ in tokens] if count else None,
-            experts=RoutedExperts(experts),
-        )
 
 
 def collect(

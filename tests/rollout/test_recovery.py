@@ -11,10 +11,10 @@ from rl.rollout.episodes import Environments
 from rl.rollout.rollouter import MAX_DEATHS
 from rl.types import Sampling
 from tests.kit import moody_environment as moody
+from tests.kit.adversary import Engine
 from tests.kit.conversations import user
 from tests.kit.tokenizers import qwen3
 from tests.rollout import test_episodes
-from tests.rollout.test_episodes import Engine
 
 LONGEST = 1500
 KILLER = 50

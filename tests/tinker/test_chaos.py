@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.e2e.test_gateway import Server
+from tests.kit.serve import Server
 from tests.tinker.bodies import answer_of
 from tests.tinker.clients import BASE, LORA, PROTO, Running, Training, sample_of
 

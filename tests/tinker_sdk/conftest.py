@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.e2e.test_gateway import Server
 from tests.kit.scripts import module_fixture
+from tests.kit.serve import Server
 
 recipes = module_fixture("scripts/tinker_recipes.py", scope="session")
 """The script that runs recipes, as a module."""

@@ -20,10 +20,9 @@ from rl.validation.values import (
     _members,
     fields_of,
     validate_types,
-    value_of,
     values,
 )
-from tests.kit.full_config import full_config, with_converters
+from tests.kit.full_config import full_config, put, with_converters
 
 ABSURD = (-1, 0, math.nan, 1e30)
 MORE_ABSURD = (math.inf, -math.inf, -0.5, 999_999_999_999)
@@ -49,19 +48,6 @@ def test_a_variable_that_would_replace_a_field_is_refused(config, name, field, m
 def config(tmp_path) -> RLConfig:
     (tmp_path / ".metadata").touch()
     return full_config(tmp_path)
-
-
-def put(config: RLConfig, name: str, content: Any) -> RLConfig:
-    """Set field ``name`` of ``config`` to ``content``, and return ``config``."""
-    *path, last = name.split(".")
-    holder: Any = config
-    for key in path:
-        holder = value_of(holder, key)
-    if isinstance(holder, (list, dict)):
-        holder[last if isinstance(holder, dict) else int(last)] = content
-    else:
-        setattr(holder, last, content)
-    return config
 
 
 def numbers(config: RLConfig) -> dict[str, Any]:

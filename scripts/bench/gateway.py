@@ -38,6 +38,8 @@ from rl.host.listening import listen  # noqa: E402
 
 AT_ONCE = 32
 START_S = 900.0
+STOP_S = 60.0
+"""Time in which the processes of a server end after the server, in seconds."""
 REQUEST_S = 300.0
 NAME = "policy"
 PROBLEM = {"question": "What is 2 + 2?", "answer": "#### 4"}
@@ -108,9 +110,13 @@ def serving(command: list[Any], log: Path, **variables: str) -> Iterator[Server]
             time.sleep(0.2)
         yield server
     finally:
+        started = list[psutil.Process]()
         with contextlib.suppress(psutil.NoSuchProcess):
+            started = process.children(recursive=True)
             process.terminate()
         process.wait()
+        for left in psutil.wait_procs(started, STOP_S)[1]:  # vLLM's engine may outlive its server
+            left.kill()
 
 
 def _answers(url: str) -> bool:

@@ -83,9 +83,11 @@ class Remote(Running):
         answer = await self.http.put("/generators", json={"replicas": replicas})
         assert answer.status_code == 200, answer.text
 
-    async def sample(self, sampler, *, seed):
-        """Return the answer to a sample, which is asked for again if it was lost."""
-        for seq in itertools.count(1):
+    async def sample(self, sampler, *, seed, first=1):
+        """Return the answer to a sample, which is asked for again if it was lost. ``first`` is the
+        number of the first try.
+        """
+        for seq in itertools.count(first):
             body = {"sampling_session_id": sampler, "seq_id": seq, "num_samples": 2}
             body |= {"prompt": {"chunks": [{"tokens": [1, 2, 3]}]}}
             body |= {"sampling_params": {"max_tokens": TOKENS, "seed": seed, "stop": []}}
@@ -236,7 +238,7 @@ async def test_nothing_that_a_client_was_told_is_lost(tmp_path):
                 calm.losses.append((await calm.step(step))[0])
                 assert calm.losses[-1] == loss, f"step {step} of client {number}"
             assert np.array_equal(await calm.logprobs(), await client.logprobs())
-            sampled = (await running.sample(client.sampler, seed=0)).sequences[0]
+            sampled = (await running.sample(client.sampler, seed=0, first=1000)).sequences[0]
             tokens = np.frombuffer(sampled.tokens, np.int32).tolist()
             scored = await client.training.logprobs(1, 2, 3, *tokens)
             found = np.frombuffer(sampled.logprobs, np.float32)

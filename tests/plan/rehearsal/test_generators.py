@@ -5,7 +5,7 @@ import pytest
 from rl.model.families import BUILT_IN, family_named
 from tests.plan.rehearsal.layouts import DENSE, EXPERTS, UNTIED
 from tests.plan.rehearsal.mutations import Mutation
-from tests.plan.rehearsal.test_recipes import GPUS, RECIPES
+from tests.plan.rehearsal.test_recipes import GPUS, RL, on_gpus
 
 G = "--generator"
 GRAPHS = f"{G}.no-enforce_eager {G}.dtype bfloat16"
@@ -75,11 +75,9 @@ def test_a_generator_with_gated_delta_nets_is_rehearsed_without_their_rule(name,
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "name", [each for each in RECIPES if each.startswith(("qwen3_", "llama", "smollm"))]
-)
+@pytest.mark.parametrize("name", [one for one in RL if one.startswith(("qwen3_", "llama", "smol"))])
 def test_the_generators_of_a_recipe_have_the_planned_memory(name, rehearsals):
-    check_generator(rehearsals.of(f"--config {name}", role="generator-0"))
+    check_generator(rehearsals.of(f"--config {name} {on_gpus(name)}", role="generator-0"))
 
 
 @pytest.mark.parametrize(

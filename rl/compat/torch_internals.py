@@ -103,6 +103,11 @@ def onednn_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return times(x, weight, None, "none", [], "")  # type: ignore[no-any-return]
 
 
+def onednn_multiplies(dtype: torch.dtype) -> bool:
+    """Return whether oneDNN has products of ``dtype`` on this CPU."""
+    return dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
 def flash_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: torch.Tensor | None, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:

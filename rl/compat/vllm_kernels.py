@@ -6,6 +6,8 @@ import torch
 from torch import nn
 from vllm import _custom_ops
 
+from rl.compat.torch_internals import onednn_multiplies
+
 KEPT_SHAPES = 32
 """Number of token counts whose compiled product is cached; vLLM's own value."""
 
@@ -17,8 +19,7 @@ def can_pack(dtype: torch.dtype) -> bool:
     """Return whether this build of vLLM packs weights of ``dtype``, and this CPU multiplies them.
     torch itself lays out a weight of bfloat16 anew for each product.
     """
-    supported = dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return supported and hasattr(torch.ops._C, "create_onednn_mm_handler")
+    return onednn_multiplies(dtype) and hasattr(torch.ops._C, "create_onednn_mm_handler")
 
 
 class PackedWeight(nn.Module):

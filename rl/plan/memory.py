@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from rl.compat.torch_internals import onednn_multiplies
 from rl.generation.generator_config import kv_bytes, kv_bytes_per_token, weight_bytes
 from rl.model.shards import Layout, local_shapes
 from rl.plan.peak_memory import (
@@ -246,7 +247,8 @@ def _generator_items(run: PlannedRun, staging: int) -> list[Item]:
     generator = run.rl.generator
     weights = weight_bytes(generator, run.wanted[0])
     items = [Item("parameters", weights), Item("push staging", staging, on_host=True)]
-    if not run.cuda and run.rl.parity == "close":
+    dtype = getattr(torch, generator.dtype)
+    if not run.cuda and run.rl.parity == "close" and onednn_multiplies(dtype):
         # oneDNN's copies of the linear layers and the output head
         shapes = local_shapes(run.wanted[0])
         head = shapes.get("lm_head.weight", shapes["tok_embeddings.weight"])

@@ -18,8 +18,10 @@ ENGINE = GeneratorConfig(block_size=64, max_batched_tokens=512, max_running_requ
 
 def test_a_generator_of_bitwise_parity_packs_no_weights():
     named = []
+    config = config_of(MODEL)
+    config.generator = replace(ENGINE, dtype="float32")  # not every host packs bfloat16
     for parity in ("close", "bitwise"):
-        ranks = all_ranks(PlannedRun(replace(config_of(MODEL), parity=parity)))
+        ranks = all_ranks(PlannedRun(replace(config, parity=parity)))
         named.append({item.name for rank in ranks for item in rank.items})
     assert named[0] - named[1] == {"packed weights"}
 
@@ -40,5 +42,5 @@ def test_a_generator_with_the_minimum_kv_cache_has_the_planned_memory(dtype):
     finally:
         ranks.close()
     assert {name: planned[name] for name in sizes} == sizes
-    assert packed == pytest.approx(planned["packed weights"], rel=0.02)
+    assert packed == pytest.approx(planned.get("packed weights", 0), rel=0.02)
     assert kv_sequences(setting, MODEL.max_seq_len) == 1

@@ -30,7 +30,7 @@ HERE = Path(__file__).parent
 sys.path.append(str(HERE.parent))
 
 import tinker_work as work  # noqa: E402
-from programs import OFFLINE, cpu_seconds  # noqa: E402
+from programs import OFFLINE, STOP_S, cpu_seconds  # noqa: E402
 from tinker import write_served  # noqa: E402
 from tinker_recipes import TEMPLATE  # noqa: E402
 
@@ -38,8 +38,6 @@ from rl.host.listening import listen  # noqa: E402
 
 AT_ONCE = 32
 START_S = 900.0
-STOP_S = 60.0
-"""Time in which the processes of a server end after the server, in seconds."""
 REQUEST_S = 300.0
 NAME = "policy"
 PROBLEM = {"question": "What is 2 + 2?", "answer": "#### 4"}

@@ -25,13 +25,12 @@ from typing import Any
 
 import psutil
 from plain_sizes import SIZES
-from programs import cpu_seconds, output_of
+from programs import STOP_S, cpu_seconds, output_of
 
 HERE = Path(__file__).parent
 EXACT_MATCH = 0.9
 EVERY = 10
 TIMEOUT_S = 600.0
-STOP_S = 60.0
 
 
 def run_plain(size: str, seed: int) -> dict[str, float]:

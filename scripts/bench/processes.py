@@ -20,7 +20,8 @@ from typing import Any
 
 import psutil
 from against_trl import write_model
-from plain_loop import STOP_S, rows_of
+from plain_loop import rows_of
+from programs import STOP_S
 
 HERE = Path(__file__).parent
 WARM_UP = 10

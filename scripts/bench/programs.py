@@ -16,6 +16,8 @@ import psutil
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 TIMEOUT_S = 1800.0
+STOP_S = 60.0
+"""Time in which a program that was told to end does so, with its processes, in seconds."""
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "DO_NOT_TRACK": "1"}
 
 

@@ -1,4 +1,4 @@
-"""What runs record: metrics, and rollouts of several turns, sequences and tasks."""
+"""Records of runs: metrics, and rollouts of several turns, sequences and tasks."""
 
 import math
 

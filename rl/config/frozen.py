@@ -6,6 +6,7 @@ import importlib
 import json
 import sys
 from collections.abc import Sequence
+from functools import partial
 from importlib.abc import InspectLoader
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -160,14 +161,26 @@ def _takes(kind: Any, data: Any) -> bool:
 
 
 def changed_fields(before: Any, after: Any, name: str = "") -> dict[str, str]:
-    """Return ``old → new`` by field for every leaf in which two frozen configs differ."""
-    if isinstance(before, dict) and isinstance(after, dict):
-        prefix = f"{name}." if name else ""
-        changes = dict[str, str]()
-        for key in {**before, **after}:
-            changes |= changed_fields(before.get(key), after.get(key), f"{prefix}{key}")
-        return changes
-    return {} if before == after else {name: f"{before} → {after}"}
+    """Return ``old → new`` by field for every leaf in which a frozen config and the config
+    ``after`` differ. A field that an older version did not have differs if it is not the default.
+    """
+    data = frozen(after)
+    if not (isinstance(before, dict) and isinstance(data, dict)):
+        return {} if before == data else {name: f"{before} → {data}"}
+    is_same_kind = dataclasses.is_dataclass(after) and before.get("type") == data.get("type")
+    missing = dataclasses.MISSING
+    defaults = {
+        f.name: frozen(f.default if f.default_factory is missing else f.default_factory())
+        for f in (dataclasses.fields(after) if is_same_kind else ())
+    }
+    read = after.get if isinstance(after, dict) else partial(getattr, after)
+    prefix = f"{name}." if name else ""
+    changes = dict[str, str]()
+    for key in {**before, **data}:
+        if key in before or data[key] != defaults.get(key, missing):
+            value = read(key, data.get(key))
+            changes |= changed_fields(before.get(key), value, f"{prefix}{key}")
+    return changes
 
 
 def read_frozen(path: Path) -> tuple[str, RunConfig]:

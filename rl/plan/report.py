@@ -54,7 +54,7 @@ def changes(before: RunConfig, after: RunConfig) -> list[Change]:
     effects = {value.name: value.effect for each in (before, after) for value in values(each)}
     changed = [
         Change(_effect(name, effects), f"{name}: {change}")
-        for name, change in changed_fields(frozen(before), frozen(after)).items()
+        for name, change in changed_fields(frozen(before), after).items()
     ]
     return sorted(changed, key=lambda change: [*Effect].index(change.mark))
 

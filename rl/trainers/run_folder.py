@@ -128,7 +128,7 @@ def claim_run(config: RunConfig, total_steps: int, *, name: str, command: str) -
         if config.resume:
             path = record.folder / "config.json"
             before = read_config_file(path, f"--resume: {path}")
-            changed = changed_fields(before["config"], content["config"])
+            changed = changed_fields(before["config"], config)
             changes = {field: how for field, how in changed.items() if field not in UNCHANGED}
             again = _resuming(before.get("command", ""), before["config"], record.folder)
             if changes:

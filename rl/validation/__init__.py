@@ -161,8 +161,7 @@ def _validate_slurm(config: RunConfig) -> None:
     check(config, "slurm.warn_s", holds, rule, "each attempt would leave at once")
 
 
-def _validate_observation(config: RunConfig) -> None:
-    """Check watchdog, sinks and profile."""
+def _validate_watchdog_and_sinks(config: RunConfig) -> None:
     low = config.watchdog.entropy_min
     high = config.watchdog.entropy_max
     holds = high == 0 or high > low
@@ -171,6 +170,9 @@ def _validate_observation(config: RunConfig) -> None:
         sink.check()
     if config.sinks.prometheus:
         address_of(config.sinks.prometheus, "sinks.prometheus")
+
+
+def _validate_profile(config: RunConfig) -> None:
     profile = config.profile
     last = max(profile.steps, default=0)
     rule = f"at most steps={config.steps}"
@@ -240,7 +242,7 @@ CHECKS: dict[type, list[Callable[[Any], None]]] = {
         *(validate_types, validate_numbers, find_models, validate_unused, validate_folders),
         *(validate_layouts, _validate_checkpoints, _validate_training_modes),
         *(validate_optimizers, _validate_schedules, _validate_lora, _validate_balance),
-        *(_validate_slurm, _validate_observation),
+        *(_validate_slurm, _validate_watchdog_and_sinks, _validate_profile),
     ],
     DatasetRunConfig: [validate_nodes, validate_devices, validate_lengths, _validate_examples],
     SFTConfig: [_validate_supervision],

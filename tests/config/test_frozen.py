@@ -11,7 +11,7 @@ from rl.algorithms.corrections import TruncatedIS
 from rl.algorithms.losses import dapo
 from rl.cli.arguments import find_config, parse_config, shipped_configs
 from rl.config import PolicyGradientConfig, RLConfig, RoleConfig, ServeConfig
-from rl.config.frozen import frozen, thawed
+from rl.config.frozen import changed_fields, frozen, thawed
 from rl.errors import ConfigError
 from rl.model.shape import ModelConfig
 from rl.tasks.copy_digits import CopyDigits
@@ -156,3 +156,16 @@ def test_a_variable_with_the_name_type_is_only_a_variable():
     config = find_config("quickstart")()
     config.slurm.environment["type"] = "os.system"
     assert thawed(frozen(config)).slurm.environment == {"type": "os.system"}
+
+
+def test_a_field_that_an_older_version_did_not_have_differs_if_it_is_not_the_default():
+    config = RLConfig(task=CopyDigits.Config(), model=ModelConfig(dim=128))
+    before = frozen(config)
+    del before["parity"], before["rollout"]["oversampling"], before["task"]["digits"]
+    assert changed_fields(before, config) == {}
+    config.rollout.oversampling = 2.0
+    config.model.dim = 64
+    assert changed_fields(before, config) == {
+        "rollout.oversampling": "None → 2.0",
+        "model.dim": "128 → 64",
+    }

@@ -35,7 +35,7 @@ from tests.kit.pages import (
     words,
 )
 from tests.kit.scripts import module
-from tests.kit.tables import check_rows
+from tests.kit.tables import cases, check_rows, long
 
 FOLDERS = ("rl", "configs", "scripts", "docs", "tests")
 LONGEST_README = 1300  # words
@@ -255,7 +255,7 @@ def test_every_command_parses(in_folder):
     check_rows(pages_with("bash"), check)
 
 
-@pytest.mark.parametrize("rehearsed", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("rehearsed", [False, long(True)])
 def test_a_plan_that_is_shown_is_what_the_program_prints(capsys, rehearsed):
     shown = [block for page in WRITTEN for block in blocks(page, "text")]
     plans = [block for block in shown if block.code.startswith("$ python -m rl.plan ")]
@@ -269,13 +269,9 @@ def test_a_plan_that_is_shown_is_what_the_program_prints(capsys, rehearsed):
         assert [piece for piece in pieces if piece not in printed] == [], str(block)
 
 
+# the block of docs/session.md starts another engine
 @pytest.mark.parametrize(
-    "page",
-    [
-        # its block starts another engine
-        pytest.param(page, marks=[pytest.mark.long] if page == "docs/session.md" else [])
-        for page in pages_with("python")
-    ],
+    "page", cases(pages_with("python"), {*pages_with("python")} - {"docs/session.md"})
 )
 def test_every_python_block_runs(page, in_folder):
     """Blocks run in order, in a process of their own."""

@@ -8,6 +8,7 @@ from rl.cli.arguments import parse_config
 from rl.trainers.trial import try_task
 from rl.types import Completion
 from tests.kit.scripts import module_fixture
+from tests.kit.tables import long
 
 SCRIPT = "scripts/bench/against_trl.py"
 
@@ -19,8 +20,8 @@ against_trl = module_fixture(SCRIPT)
     ("kind", "step", "stops"),
     [
         ("uniform", (8, 8, 16, 32), ()),
-        ("varied", (8, 8, 16, 128), (1,)),
-        ("long_prompts", (4, 8, 512, 64), ()),
+        long("varied", (8, 8, 16, 128), (1,)),
+        long("long_prompts", (4, 8, 512, 64), ()),
     ],
 )
 def test_our_side_is_asked_for_the_same_work(against_trl, tmp_path, kind, step, stops):

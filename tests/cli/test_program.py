@@ -13,6 +13,7 @@ from rl.cli.program import begin
 from rl.host.process import steady
 from rl.observe.progress import Progress
 from tests.kit.records import make_rows
+from tests.kit.tables import long
 
 
 def python(*arguments: str, **options) -> subprocess.CompletedProcess:
@@ -96,9 +97,9 @@ print("went on", flush=True)
     "program",
     [
         ["rl", "train"],
-        pytest.param(["rl.train"], marks=pytest.mark.long),
-        pytest.param(["rl.plan"], marks=pytest.mark.long),
-        pytest.param(["rl.launch", "local"], marks=pytest.mark.long),
+        long(["rl.train"]),
+        long(["rl.plan"]),
+        long(["rl.launch", "local"]),
     ],
     ids=" ".join,
 )

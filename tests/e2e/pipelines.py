@@ -5,6 +5,7 @@ for tests that disturb runs, and of every kind that programs read.
 import pytest
 
 from tests.kit.runs import LR, TINY, words
+from tests.kit.tables import cases
 
 STEPS = 24
 GROUPS = 4
@@ -67,7 +68,4 @@ LONG = pytest.mark.long
 def each_kind(*often: str) -> pytest.MarkDecorator:
     """Give a test each kind of runs that programs read. Kinds that are not ``often`` are long."""
     kinds = ("models", "demonstrations", *CONFIGS)
-    marks = {kind: () if kind in often else (LONG,) for kind in kinds}
-    return pytest.mark.parametrize(
-        "kind", [pytest.param(kind, marks=marks[kind]) for kind in kinds]
-    )
+    return pytest.mark.parametrize("kind", cases(kinds, often))

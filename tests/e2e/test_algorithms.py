@@ -11,11 +11,8 @@ from tests.kit.runs import Run, digest, numbers, strike, words
 OF_ONE_OWN = ("--config", "tests.trainers.rejection_sampling.rejection_sampling")
 
 
-@pytest.mark.parametrize(
-    "kills",
-    [(), pytest.param(((1, "reference"), (3, "critic")), marks=LONG)],
-    ids=["quiet", "kills"],
-)
+@LONG
+@pytest.mark.parametrize("kills", [(), ((1, "reference"), (3, "critic"))], ids=["quiet", "kills"])
 def test_neither_shared_devices_nor_lost_models_change_a_number(tmp_path, recorded, kills):
     whole = recorded()
     rows = whole.metrics()

@@ -18,6 +18,7 @@ from tests.kit.model_cases import GPT_OSS
 from tests.kit.model_folders import Folder
 from tests.kit.pages import blocks, commands, text_of
 from tests.kit.runs import TINY, Run
+from tests.kit.tables import cases
 from tests.kit.tokenizers import qwen3
 
 RUN = """\
@@ -41,18 +42,14 @@ PAGE = "docs/your-model.md"
 SECTION = text_of(PAGE).split("\n## ")[1]
 ROWS = re.findall(r"^\| .*?`(\w+)` \|", SECTION, re.MULTILINE)[1:]
 """Last model type of each row."""
-OFTEN = "qwen3_5_text"
-"""Family whose layers differ most from Qwen3's. The commands of others are for the long tests."""
 
 
 def test_the_table_has_all_families():
     assert sorted(ROWS) == sorted(BUILT_IN)
 
 
-@pytest.mark.parametrize(
-    "family",
-    [pytest.param(one, marks=[] if one == OFTEN else [pytest.mark.long]) for one in BUILT_IN],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("family", BUILT_IN)
 def test_the_commands_of_the_table_train_each_family(tmp_path, family):
     (shown,) = [each for each in blocks(PAGE, "bash") if "--family" in each.code]
     places = {"llama": family, "DIR": f"{tmp_path}/model", "FILE": f"{tmp_path}/rows.jsonl"}
@@ -82,10 +79,7 @@ def environment(tmp_path) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": f"{module.parents[1]}:{Path.cwd()}"}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(one, marks=[pytest.mark.long] if "window" in one else []) for one in FOLDERS],
-)
+@pytest.mark.parametrize("name", cases(FOLDERS, ["the documentation's family"]))
 def test_every_program_takes_a_folder_whose_shape_depends_on_other_fields(
     tmp_path, environment, name
 ):

@@ -7,6 +7,7 @@ import pytest
 from tests import warm
 from tests.kit.pages import blocks
 from tests.kit.scripts import module
+from tests.kit.tables import cases
 
 OFTEN = ("weights_never_arrive", "kl_is_off")
 ENDS = {}
@@ -14,10 +15,9 @@ for block in blocks("docs/faults.md", "text"):
     command, said, code = block.code.splitlines()
     _, _, script, fault = command.split()
     ENDS[fault] = (script, said, int(code.removeprefix("exit code ")))
-MARKS = {name: () if name in OFTEN else pytest.mark.long for name in ENDS}
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS[name]) for name in ENDS])
+@pytest.mark.parametrize("name", cases(ENDS, OFTEN))
 def test_a_fault_ends_in_the_message_that_the_page_shows(name, tmp_path):
     script, said, code = ENDS[name]
     done = warm.run(script, name, "--output-dir", tmp_path / "run", timeout=300)

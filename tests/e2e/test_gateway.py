@@ -14,6 +14,7 @@ from tests.e2e.configs import BLOCK
 from tests.kit.agents import joined
 from tests.kit.runs import PATIENCE_S, TINY, Run, words
 from tests.kit.serve import Server
+from tests.kit.tables import long
 
 MESSAGES = [{"role": "user", "content": "How many apples are left?"}]
 
@@ -102,7 +103,7 @@ def sampled(server):
     return float(found)
 
 
-@pytest.mark.parametrize("origin", ["run", pytest.param("config", marks=pytest.mark.long)])
+@pytest.mark.parametrize("origin", ["run", long("config")])
 def test_a_policy_is_served_token_for_token(request, tmp_path, origin):
     """A signal ends the server after the conversation."""
     if origin == "run":

@@ -13,6 +13,7 @@ import pytest
 from rl.evaluate import main
 from tests.e2e.pipelines import LONG, each_kind
 from tests.kit.runs import Run, scores
+from tests.kit.tables import long
 
 SAVED = {"models": 2}
 """Step of a checkpoint that was evaluated on the way; 35 for other kinds."""
@@ -127,7 +128,7 @@ def test_random_weights_score_as_at_the_start_of_the_run(recorded, capsys):
     assert scores(found) == scores(start)
 
 
-@pytest.mark.parametrize("program", ["rl.export", pytest.param("rl.evaluate", marks=LONG)])
+@pytest.mark.parametrize("program", ["rl.export", long("rl.evaluate")])
 def test_ctrl_c_leaves_nothing_behind(tmp_path, recorded, monkeypatch, program):
     run = recorded()
     before = times(run.folder)

@@ -14,6 +14,7 @@ from tests.e2e.pipelines import EXPERTS, LONG, each_kind
 from tests.e2e.test_episodes import EPISODES
 from tests.e2e.test_programs import Program, accepted, answer_of, times
 from tests.kit.runs import TINY, Run, words
+from tests.kit.tables import long
 from tests.kit.tokenizers import make_model
 
 SHORT = (*TINY, *words("--steps 4 --evaluation.prompts 0 --trainer.checkpoint.interval 2"))
@@ -117,7 +118,7 @@ def test_a_flipped_bit_in_a_file_of_rollouts_is_refused_by_name(copied, tmp_path
 
 @pytest.mark.parametrize(
     ("kind", "step", "part"),
-    [pytest.param("models", 2, "lora_a.", marks=LONG), ("demonstrations", 35, "")],
+    [long("models", 2, "lora_a."), ("demonstrations", 35, "")],
 )
 def test_a_flipped_bit_in_a_checkpoint_is_found_by_its_parameter(
     copied, tmp_path, kind, step, part
@@ -152,6 +153,7 @@ def test_another_choice_is_shown_beside_the_record(finished, tmp_path):
     assert "recorded" in program.stdout
 
 
+@pytest.mark.long
 def test_examples_are_trained_on_with_another_choice(recorded, tmp_path):
     options = words("--step 37 --under fsdp2 --lr 0.01")
     program, found = replay(recorded("demonstrations").folder, tmp_path, *options)

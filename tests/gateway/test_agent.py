@@ -16,6 +16,7 @@ from rl.rollout.rollouter import Rollouter
 from rl.types import Sampling
 from tests.kit import agent_tasks as agents
 from tests.kit.adversary import Engine
+from tests.kit.tables import long
 from tests.rollout import test_episodes
 
 PLAIN = ["plain", "odd tokens", "several calls"]
@@ -188,7 +189,7 @@ def test_an_agent_at_a_limit_gets_an_error_and_may_still_return_its_reward(
     [
         ("raises", (0.0, "length")),
         ("wraps", (0.0, "length")),
-        ("program", (0.0, "length")),
+        long("program", (0.0, "length")),
         ("goes on", (0.25, "done")),
         ("tool", "refused the connection"),
         ("tool later", "refused the connection"),

@@ -13,10 +13,13 @@ from tests.dialects.test_families import FAMILIES
 from tests.gateway.test_http import CHAT
 from tests.kit.adversary import HABITS, Adversary
 from tests.kit.agents import Policy, collected, joined, parts_of, server, session
+from tests.kit.tables import cases
 from tests.kit.tokenizers import chatml_mistral, mistral, qwen3, qwen3_instruct
 
 MAKERS = {name: make for name, (make, _) in FAMILIES.items()}
 MAKERS |= {"Qwen3": qwen3, "Qwen3 Instruct": qwen3_instruct}
+OFTEN = ("Qwen3", "Llama 3", "ChatML of Mistral")
+"""Tokenizers of the default tests, which write calls in three ways."""
 BARE = '{"name": "add", "parameters": {"a": 1}}'
 LIST = '[{"name": "add", "arguments": {"a": 1}, "id": "a1B2c3D4e"}]'
 TEXTS = (
@@ -76,7 +79,7 @@ def answers_of(tokenizer, count):
     return [answer for answer in (*answers, *ended, *junk) if answer]
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", cases(MAKERS, OFTEN))
 async def test_a_stream_of_a_chat_says_what_the_whole_answer_says(name):
     answers = answers_of(MAKERS[name](), 6)
     policy = Told(answers)

@@ -10,6 +10,7 @@ from rl.generation.generator_config import BankConfig, GeneratorConfig
 from tests.generation.conftest import SMALL
 from tests.kit.generator_ranks import INTERPRETED, GeneratorRanks, generate, push, request
 from tests.kit.policies import TIED_SPLIT, UNTIED_SPLIT, Policy, error
+from tests.kit.tables import cases
 
 RANK = 4
 FEW = 8
@@ -31,7 +32,7 @@ LONG = [*range(1, 60), *range(5, 30)]
 PROMPTS = [[5], LONG, [7, 3] * 60]
 
 
-@pytest.fixture(params=CASES)
+@pytest.fixture(params=cases(CASES, {*CASES} - {"runner of GPUs"}))
 def case(request):
     return CASES[request.param]
 

@@ -19,6 +19,7 @@ from tests.generation.test_swap import (
 )
 from tests.kit.generator_ranks import finish, push, request, scheduler_of
 from tests.kit.policies import EXPERTS, NARROW, Policy, logprobs_of_swaps
+from tests.kit.tables import long
 
 PROMPT = [*range(60), *range(10)]
 LONG = [*range(60)] * 4
@@ -50,7 +51,7 @@ def test_a_record_stays_if_newer_weights_compute_the_token_again(
         assert (truths[0] != truths[1]).any()  # the two are distinguishable
 
 
-@pytest.mark.parametrize("swap", ["recompute", "continue"])
+@pytest.mark.parametrize("swap", ["recompute", long("continue")])
 def test_other_requests_have_no_experts_of_older_weights(generators, other_policy, swap):
     (asked, completions), *_ = generators.run(
         share_prefixes_across_a_swap, swap, other_policy.weights

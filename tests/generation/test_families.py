@@ -21,6 +21,7 @@ from tests.kit.family_cases import ALL, ONE_EACH, UNSHARDED
 from tests.kit.generator_ranks import GeneratorRanks, generate, push, request
 from tests.kit.model_folders import Folder, tensors_of, transformers_model
 from tests.kit.policies import TIED_SPLIT
+from tests.kit.tables import cases
 
 PROMPTS = [[5], [*range(1, 20)], [7, 3] * 60]
 DISTINCT = {"llama 3.1, older keys", "qwen2, yarn", "smollm3, a list of layers"}
@@ -107,10 +108,7 @@ def worst_error(
     return worst
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[] if name in DISTINCT else [pytest.mark.long]) for name in ALL],
-)
+@pytest.mark.parametrize("name", cases(ALL, DISTINCT))
 def test_generators_agree_with_transformers(one_rank, tmp_path, name):
     assert worst_error(one_rank, folder_of(name, tmp_path / "in"), fuse_qkv=True) <= 1e-5
 

@@ -13,6 +13,7 @@ from tests.generation.test_swap import share_prefixes_across_a_swap
 from tests.kit.generator_ranks import GeneratorRanks, generate, push, request
 from tests.kit.policies import HYBRID, Policy, error
 from tests.kit.schedules import play, schedule
+from tests.kit.tables import long
 
 CONFIG = GeneratorConfig(kv_cache_gib=0.02, max_batched_tokens=256, max_running_requests=16)
 
@@ -43,7 +44,7 @@ def test_chunks_prefixes_and_preemption_change_no_token(hybrid, policies):
             assert error(policies[0], each.prompt_tokens, after) <= 1e-5
 
 
-@pytest.mark.parametrize("rounds", [8, pytest.param(200, marks=pytest.mark.long)])
+@pytest.mark.parametrize("rounds", [4, long(200)])
 def test_every_token_has_the_log_prob_of_its_version_on_any_schedule(hybrid, policies, rounds):
     rng = np.random.default_rng(rounds)
     hits = preemptions = swaps = 0
@@ -66,7 +67,7 @@ def test_every_token_has_the_log_prob_of_its_version_on_any_schedule(hybrid, pol
     assert swaps > 0
 
 
-@pytest.mark.parametrize("swap", ["recompute", "continue"])
+@pytest.mark.parametrize("swap", ["recompute", long("continue")])
 def test_other_requests_see_no_state_of_older_weights(hybrid, policies, swap):
     hybrid.run(push, policies[0].weights, 1)
     ((asked, completions),) = hybrid.run(share_prefixes_across_a_swap, swap, policies[1].weights)

@@ -13,6 +13,7 @@ import pytest
 from tests.generation.scenarios import played
 from tests.kit.generator_ranks import request
 from tests.kit.policies import error
+from tests.kit.tables import long
 
 IN_FLIGHT = [
     request("a", [9] * 70, max_tokens=60, seed=1),
@@ -39,9 +40,9 @@ def test_draining_gives_every_completion_one_version(one_or_two_ranks, policy, o
         ("generator", "drain"),
         ("generator", "recompute"),
         ("generators", "continue"),
-        pytest.param("generator", "continue", marks=pytest.mark.long),
-        pytest.param("generators", "drain", marks=pytest.mark.long),
-        pytest.param("generators", "recompute", marks=pytest.mark.long),
+        long("generator", "continue"),
+        long("generators", "drain"),
+        long("generators", "recompute"),
     ],
     indirect=["one_or_two_ranks"],
 )

@@ -10,6 +10,7 @@ from tests.generation.pools import POOLS, pretend
 from tests.generation.test_engine import addresses, asked
 from tests.kit.generator_ranks import INTERPRETED, GeneratorRanks, generate, push
 from tests.kit.policies import EXPERTS
+from tests.kit.tables import long
 
 TURN = [
     *("discard weights", "discard kv_cache", "copy runtime"),
@@ -17,7 +18,7 @@ TURN = [
 ]
 
 
-@pytest.fixture(params=["V1", pytest.param("V2", marks=pytest.mark.long)], scope="module")
+@pytest.fixture(params=["V1", long("V2")], scope="module")
 def pooled(request):
     """One rank in turns, whose model records experts, with either of vLLM's model runners."""
     more = INTERPRETED if request.param == "V2" else {}

@@ -60,6 +60,7 @@ def test_a_check_that_dies_says_how(tmp_path):
     )
 
 
+@pytest.mark.long
 def test_a_check_prints_its_line_and_writes_the_file(tmp_path):
     command = ["scripts.gpu_check", "--device", "cpu", "--only", "push-cuda_ipc"]
     files = ["--json", tmp_path / "out", "--logs", tmp_path / "logs"]

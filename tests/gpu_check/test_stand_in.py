@@ -38,6 +38,7 @@ def check_rows(rows, names):
     assert all(row["numbers"] for row in rows if row["name"] not in NEED_A_GPU)
 
 
+@pytest.mark.long
 def test_a_trainer_is_checked_without_vllm_and_monarch(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(WITHOUT)
     names = ["engine-float32-lora", "engine-push-shared_memory"]
@@ -52,10 +53,10 @@ def test_a_trainer_is_checked_without_vllm_and_monarch(tmp_path):
 
 
 @pytest.mark.long
-def test_every_check_passes_on_the_stand_in(tmp_path):
-    variants = {check.name for check in CHECKS if check.function == "engine:parity"}
-    left_out = SHARDED | variants - ENGINES
-    names = [check.name for check in CHECKS if check.name not in left_out]
+@pytest.mark.parametrize("function", sorted({check.function for check in CHECKS}))
+def test_every_check_passes_on_the_stand_in(function, tmp_path):
+    checks = {check.name for check in CHECKS if check.function == function}
+    names = sorted(checks & ENGINES or checks - SHARDED)
     command = ["scripts.gpu_check", "--device", "cpu", "--only", *names]
     files = ["--json", tmp_path / "out.json", "--logs", tmp_path / "logs"]
     done = warm.run(*command, *files, timeout=3600)

@@ -71,11 +71,9 @@ PAIRS = [
 ]
 """Models and layouts of the gradient tests."""
 TOGETHER = [
-    ("biased", "fsdp2_tp2"),
     ("untied_split", "cp2_tp2"),
     ("untied_split", "hsdp4"),
-    ("experts", "fsdp2_tp2_ep2"),
 ]
-"""Pairs that hold every dimension. Others are for the long tests."""
+"""Pairs of the default tests. Experts have tests of their own."""
 HYBRID = [("hybrid", "fsdp2_tp2"), ("hybrid", "tp2_no_sp"), ("hybrid", "ep2")]
 """Layouts of a model with a gated delta net, which are compared with one rank alone."""

@@ -169,6 +169,7 @@ WRITE = """
 """
 
 
+@pytest.mark.long
 def test_recorded_rollouts_are_tables_in_wandb(tmp_path):
     done = attempted(tmp_path, "WeightsAndBiases.Config(samples=3)", 1, 3, before=WRITE)
     assert done.returncode == 0, done.stderr

@@ -11,6 +11,7 @@ from rl.types import Batch
 from tests.kit.generator_ranks import GeneratorRanks, request
 from tests.kit.layouts import LAYOUTS
 from tests.kit.ranks import on_ranks
+from tests.kit.tables import long
 from tests.parity.sides import (
     MODELS,
     answers,
@@ -86,10 +87,10 @@ def check(row: str, name: str, dtype: str, weights, calls, folder: str) -> None:
         assert sum(parts) == int((batch.loss_weights > 0).sum()) > 150
 
 
-@pytest.mark.parametrize("rows", [OFTEN, pytest.param(TRAINERS, marks=pytest.mark.long)], ids=len)
+@pytest.mark.parametrize("rows", [OFTEN, long(TRAINERS)], ids=len)
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [(WINDOWS, "bfloat16"), pytest.param("dense", "float32", marks=pytest.mark.long)],
+    [(WINDOWS, "bfloat16"), long("dense", "float32")],
 )
 def test_every_layout_has_the_bits_that_were_sampled(name, dtype, rows, tmp_path):
     weights, calls = sampled(name, dtype)

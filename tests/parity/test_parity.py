@@ -14,6 +14,7 @@ from rl.validation import validate
 from tests.kit.command_line import parse
 from tests.kit.generator_ranks import GeneratorRanks, request
 from tests.kit.ranks import on_ranks
+from tests.kit.tables import long
 from tests.parity.sides import (
     MODELS,
     answers,
@@ -75,11 +76,7 @@ def schedules(ranks: GeneratorRanks, rng: np.random.Generator, rounds: int) -> l
 
 CASES = [
     (WINDOWS, "bfloat16", 2, TRAINERS[:1]),
-    *(
-        pytest.param(name, dtype, 10, TRAINERS, marks=pytest.mark.long)
-        for name in MODELS
-        for dtype in ("float32", "bfloat16")
-    ),
+    *(long(name, dtype, 10, TRAINERS) for name in MODELS for dtype in ("float32", "bfloat16")),
 ]
 
 

@@ -10,13 +10,14 @@ from rl.model.shape import ModelConfig
 from tests.kit.generator_ranks import GeneratorRanks
 from tests.kit.ranks import on_ranks
 from tests.kit.schedules import play, schedule
+from tests.kit.tables import long
 from tests.parity.sides import SIZES, batch_of, load, scored, weights_of
 
 EXPERTS = {"num_experts": 4, "experts_per_token": 2, "moe_hidden_dim": 40}
 REFUSED = ("gemma2", "qwen3_5_moe_text", "qwen3_5_text")
 """Families without bitwise parity."""
 FAMILIES = [name for name in BUILT_IN if name not in REFUSED]
-OFTEN = {"gemma3_text": 10}
+OFTEN = {"gemma3_text": 3}
 """Number of schedules in the default tests. The long tests take 16 of each family."""
 CONFIG = {"kv_cache_gib": 0.006, "max_batched_tokens": 256, "max_running_requests": 16}
 CUT = {"top_k": 20, "top_p": 0.9, "min_p": 0.01}
@@ -24,7 +25,7 @@ CUT = {"top_k": 20, "top_p": 0.9, "min_p": 0.01}
 
 @pytest.mark.parametrize(
     ("family", "rounds"),
-    [*OFTEN.items(), *(pytest.param(one, 16, marks=pytest.mark.long) for one in FAMILIES)],
+    [*OFTEN.items(), *(long(one, 16) for one in FAMILIES)],
 )
 def test_no_schedule_changes_a_bit(family, rounds, tmp_path):
     experts = family_named(family).has_experts

@@ -20,6 +20,7 @@ from rl.plan.planned_run import PlannedRun
 from rl.weights.packed import PackedPublisher, PackedSubscriber
 from tests.kit.layouts import LAYOUTS
 from tests.kit.ranks import on_ranks
+from tests.kit.tables import cases, long
 from tests.plan.engines import LENGTH, ROWS, gathered, grown, held, saved, storages
 
 SIZES = {"vocab_size": 2048, "n_heads": 4, "n_kv_heads": 2, "head_dim": 64}
@@ -62,8 +63,8 @@ CASES = {
     "experts with adapters, FSDP 2 x TP 2": (ADAPTED_EXPERTS, "trainer"),
     "critic, TP 2": (CRITIC, "critic"),
 }
-TOGETHER = [name for name in CASES if name.startswith(("FSDP 2 x", "CP", "experts,", "ada", "cri"))]
-"""Cases that hold every dimension. Others are for the long tests."""
+TOGETHER = [name for name in CASES if name.startswith(("FSDP 2 x", "experts,", "ada"))]
+"""Cases of the default tests."""
 
 
 def bytes_of(rank: RankMemory, name: str) -> int:
@@ -71,10 +72,7 @@ def bytes_of(rank: RankMemory, name: str) -> int:
     return sum(item.bytes for item in rank.named(name))
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=[] if case in TOGETHER else [pytest.mark.long]) for case in CASES],
-)
+@pytest.mark.parametrize("case", cases(CASES, TOGETHER))
 def test_memory_computed_from_layouts_is_that_of_engines(case, tmp_path):
     config, role = CASES[case]
     planned = [rank for rank in all_ranks(PlannedRun(config)) if rank.role == role]
@@ -111,7 +109,7 @@ def test_both_ends_of_a_push_over_the_network_have_the_planned_memory(delta):
         assert size == bytes_of(ranks[len(setting.pushed) + rank], "push staging")
 
 
-@pytest.mark.parametrize("layout", [pytest.param("alone", marks=pytest.mark.long), "fsdp2"])
+@pytest.mark.parametrize("layout", [long("alone"), "fsdp2"])
 def test_processes_grow_by_the_planned_memory(layout, tmp_path):
     """Libraries have buffers too, and on several ranks FSDP and gloo keep buffers of a pass."""
     config = config_of(LARGE, layout)
@@ -149,8 +147,8 @@ def activations_of(config: RLConfig) -> int:
     [
         ("float32", "dense"),
         ("bfloat16", "experts"),
-        pytest.param("float32", "experts", marks=pytest.mark.long),
-        pytest.param("bfloat16", "dense", marks=pytest.mark.long),
+        long("float32", "experts"),
+        long("bfloat16", "dense"),
     ],
 )
 def test_planned_activations_are_close_to_what_autograd_saves(name, dtype, tmp_path):

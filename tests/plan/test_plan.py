@@ -14,6 +14,7 @@ from rl.plan.__main__ import main
 from rl.plan.memory import CUDA_GRAPHS
 from rl.plan.plan import Plan
 from rl.weights.transport import RELAYS
+from tests.kit.tables import cases
 from tests.plan.programs import planned
 
 # Billions of parameters, all and active, as published. A token uses one row of an untied embedding.
@@ -263,7 +264,7 @@ SLOWER = {
 """Command lines whose last option makes a part of the step slower."""
 
 
-@pytest.mark.parametrize("arguments", SLOWER)
+@pytest.mark.parametrize("arguments", cases(SLOWER, [*SLOWER][::3]))
 def test_slower_hardware_takes_longer(arguments, capsys):
     usual = arguments.partition(" --hardware")[0].removesuffix(" --generator.no-prefix_caching")
     before, after = (
@@ -273,7 +274,7 @@ def test_slower_hardware_takes_longer(arguments, capsys):
     assert after > before
 
 
-@pytest.mark.parametrize("relay", RELAYS)
+@pytest.mark.parametrize("relay", cases(RELAYS, ["tcp"]))
 def test_hosts_of_generators_send_the_weights_on_to_each_other(relay, capsys):
     """Two hosts have four generators each."""
     given = ["--config", "qwen3_30b_a3b", "--weights.transport"]

@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from tests.kit.tables import cases
 from tests.plan.programs import planned
 
 FULL = "trainer.activation-checkpoint:full"
@@ -32,10 +33,7 @@ AT_ONCE = [*TOO_LARGE][:4]
 """Rows for the default tests. Others are for the long tests."""
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [pytest.param(row, marks=[] if row in AT_ONCE else pytest.mark.long) for row in TOO_LARGE],
-)
+@pytest.mark.parametrize("arguments", cases(TOO_LARGE, AT_ONCE))
 def test_a_run_that_does_not_fit_is_refused_and_its_advice_leads_to_one_that_fits(
     arguments, capsys
 ):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.kit.tables import check_rows
+from tests.kit.tables import check_rows, long
 from tests.sandbox.attacks import ATTACKS, LIMITS, MESSES
 
 
@@ -11,8 +11,8 @@ from tests.sandbox.attacks import ATTACKS, LIMITS, MESSES
     [
         ("root", "bubblewrap"),
         ("ordinary", "Landlock"),
-        pytest.param("ordinary", "bubblewrap", marks=pytest.mark.long),
-        pytest.param("root", "Landlock", marks=pytest.mark.long),
+        long("ordinary", "bubblewrap"),
+        long("root", "Landlock"),
     ],
 )
 def test_every_attack_is_contained_and_nothing_is_left(attacked, user, sandbox):

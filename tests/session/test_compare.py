@@ -12,6 +12,7 @@ from rl.algorithms.losses import grpo
 from rl.compare.comparison import Comparison, Example, comparable, stale_cache_findings
 from rl.generation.generator_config import GeneratorConfig
 from rl.types import GenerationRequest, Prompt, Rollout, Sampling, Sequence
+from tests.kit.tables import long
 from tests.session import faults
 from tests.session.sessions import config_of, model_config, trainer_config
 
@@ -34,7 +35,7 @@ def alone(sessions):
     return sessions.run(running(sessions))
 
 
-@pytest.fixture(params=["common", pytest.param("alone", marks=pytest.mark.long)])
+@pytest.fixture(params=["common", long("alone")])
 def dense(request):
     """A session of a model without experts."""
     return request.getfixturevalue(request.param)

@@ -15,6 +15,7 @@ from rl.errors import ActorFailure, RankLost
 from rl.generation.generator_config import GeneratorConfig
 from rl.types import Completion, GenerationRequest, Sampling
 from tests.kit.processes import assert_ended, failure_of, pids_of, stop
+from tests.kit.tables import long
 from tests.session.sessions import DEADLINES, PROMPTS, batch, trainer_config
 
 SAMPLING = Sampling(max_tokens=16, temperature=1.0)
@@ -30,7 +31,7 @@ BOTH = TRAINER | {"generator": GeneratorConfig(tensor_parallel_degree=2, kv_cach
 
 @pytest.fixture(
     scope="module",
-    params=[TRAINER, pytest.param(BOTH, marks=pytest.mark.long)],
+    params=[TRAINER, long(BOTH)],
     ids=["trainer", "both"],
 )
 def session(sessions, request):

@@ -19,6 +19,7 @@ from rl.serve import api_of, make_gateway
 from rl.session.metrics_page import metrics_page
 from rl.types import Sampling
 from tests.kit.agents import collected, joined
+from tests.kit.tables import long
 from tests.kit.tokenizers import qwen3
 
 
@@ -54,7 +55,7 @@ async def test_a_text_ends_an_answer_without_a_tokenizer_of_the_model(common):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"stop": ["never"]}, {"echo": True, "logprobs": 2, "n": 3}]
+    "options", [long({}), long({"stop": ["never"]}), {"echo": True, "logprobs": 2, "n": 3}]
 )
 async def test_a_stream_has_the_tokens_of_the_engine_as_they_come(common, options):
     """With a text that ends it, an answer of a model without a tokenizer comes whole."""

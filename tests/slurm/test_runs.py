@@ -28,6 +28,7 @@ def uninterrupted(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) ->
     return Job(cluster, tmp_path_factory.mktemp("uninterrupted") / "run", *QUICKSTART, wait=560)
 
 
+@pytest.mark.long
 def test_a_trainer_on_two_nodes_trains_what_a_generator_on_a_third_samples(cluster, tmp_path):
     job = Job(cluster, tmp_path / "run", *SHORT, wait=560)
     assert job.launched.returncode == 0, job.launched.stdout + job.log()

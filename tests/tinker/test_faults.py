@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from rl.tinker import models, samplers
+from tests.kit.tables import long
 from tests.tinker.clients import PROTO, Running, Training
 from tests.tinker.toy import ToySession
 
@@ -135,9 +136,7 @@ class Faults(RuleBasedStateMachine):
         return found
 
 
-@pytest.mark.parametrize(
-    ("examples", "steps"), [(2, 20), pytest.param(40, 60, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize(("examples", "steps"), [(2, 20), long(40, 60)])
 def test_every_acknowledged_request_takes_effect_once(examples, steps):
     options = settings(
         max_examples=examples,

@@ -10,12 +10,13 @@ import pytest
 
 from rl.session.concurrency import Shares
 from rl.tinker import store
+from tests.kit.tables import long
 from tests.tinker.clients import Running
 from tests.tinker.test_app import PARAMS, ask, sample_of, sampler_of, tokens_of
 from tests.tinker.toy import ToySession
 
 ROOM = 16
-LARGE = pytest.param(64, 32, marks=pytest.mark.long)
+LARGE = long(64, 32)
 
 
 class Counting(ToySession):

@@ -4,6 +4,8 @@ import os
 
 import pytest
 
+from tests.kit.tables import long
+
 RECIPES = (
     *("arithmetic", "chat_sl", "distillation", "dpo", "gsm8k", "guess_number", "multi_teacher"),
     *("sdft", "shorter", "twenty_questions"),
@@ -19,7 +21,7 @@ def test_every_recipe_of_the_script_is_run(recipes):
 
 @pytest.mark.parametrize(
     "name",
-    [each if each in SHORT else pytest.param(each, marks=pytest.mark.long) for each in RECIPES],
+    [each if each in SHORT else long(each) for each in RECIPES],
 )
 def test_a_recipe_runs_to_its_end(recipes, sdk, served, name):
     assert recipes.play([name], sdk, served.folder, served.url, [])

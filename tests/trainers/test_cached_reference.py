@@ -14,6 +14,7 @@ from rl.trainers import reference_scores
 from rl.trainers.preference import PreferenceTrainer
 from rl.trainers.reference_scores import ReferenceScores, data_digest, source_digest
 from tests.kit.chats import labelled_rows, preference_rows
+from tests.kit.tables import long
 
 HELD_OUT = preference_rows(23)[20:]
 CACHED = {"reference.scores": "cached"}
@@ -60,10 +61,8 @@ def train(examples_config):
     ("rows", "held_out", "fields"),
     [
         (preference_rows(14), HELD_OUT, {}),
-        pytest.param(
-            labelled_rows(6), labelled_rows(3), {"loss": KTOLoss.Config()}, marks=pytest.mark.long
-        ),
-        pytest.param("pairs.parquet", HELD_OUT, {}, marks=pytest.mark.long),
+        long(labelled_rows(6), labelled_rows(3), {"loss": KTOLoss.Config()}),
+        long("pairs.parquet", HELD_OUT, {}),
     ],
     ids=["dpo", "kto", "table"],
 )

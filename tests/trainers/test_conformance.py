@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from rl.errors import Interrupted, RunError
 from rl.trainers.trainer import TrainerState
 from tests.kit.chats import tiny_chat_model
+from tests.kit.tables import cases
 from tests.trainers.kinds import (
     CONFIGS,
     Run,
@@ -34,7 +35,7 @@ MEMBERS = (
 STEPS = 4
 HALF = TrainerState(step=2, version=2)
 OFTEN = ("rl", "preference")
-KINDS = [pytest.param(kind, marks=[] if kind in OFTEN else pytest.mark.long) for kind in CONFIGS]
+KINDS = cases(CONFIGS, OFTEN)
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ from rl.algorithms.sequence_losses import IPOLoss, KTOLoss, SimPOLoss
 from rl.trainers.preference import PreferenceTrainer
 from tests.kit.chats import labelled_rows, preference_rows
 from tests.kit.pages import undocumented
+from tests.kit.tables import long
 
 LONG = pytest.mark.long
 
@@ -18,10 +19,8 @@ LONG = pytest.mark.long
     [
         pytest.param({"steps": 8}, preference_rows(40), math.log(2), id="dpo"),
         pytest.param({"loss": KTOLoss.Config()}, labelled_rows(30), 0.5, id="kto"),
-        pytest.param({"loss": IPOLoss.Config()}, preference_rows(30), None, id="ipo", marks=LONG),
-        pytest.param(
-            {"loss": SimPOLoss.Config()}, preference_rows(30), None, id="simpo", marks=LONG
-        ),
+        long({"loss": IPOLoss.Config()}, preference_rows(30), None, id="ipo"),
+        long({"loss": SimPOLoss.Config()}, preference_rows(30), None, id="simpo"),
     ],
 )
 def test_a_loss_begins_where_policy_and_reference_are_equal_and_learns(

@@ -30,6 +30,7 @@ from tests.kit.scenes import (
     unequal,
     weights_of,
 )
+from tests.kit.tables import long
 
 MODELS = {
     "dense": UNTIED_SPLIT,
@@ -39,9 +40,9 @@ MODELS = {
 WHOLE = AdapterConfig(4, alpha=6.0, seed=1)
 SMALL = AdapterConfig(2, alpha=3.0, seed=2, attention=False)
 ADAPTERS = {"a": WHOLE, "b": SMALL}
-TOGETHER = ["dense alone", "dense fsdp2", "experts alone"]
+TOGETHER = ["dense alone", "dense fsdp2"]
 LONG = ["dense tp2", "dense hsdp4", "experts tp2", "clamped fsdp2_tp2_ep2"]
-PLACES = [*TOGETHER, *(pytest.param(place, marks=pytest.mark.long) for place in LONG)]
+PLACES = [*TOGETHER, *(long(place) for place in LONG)]
 """Models and layouts."""
 
 

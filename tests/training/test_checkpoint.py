@@ -27,11 +27,12 @@ from tests.kit.scenes import (
     resume,
     saved,
 )
+from tests.kit.tables import long
 
 PAIRS = [
     ("tied_fused", "fsdp2_tp2", "alone"),
     *(
-        pytest.param(*pair, marks=pytest.mark.long)
+        long(*pair)
         for pair in (
             ("untied_split", "hsdp4", "fsdp2_tp2"),
             ("tied_fused", "fsdp2_tp2", "tp2"),

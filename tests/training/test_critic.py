@@ -23,6 +23,7 @@ from tests.kit.scenes import (
     unequal,
     weights_of,
 )
+from tests.kit.tables import long
 
 
 def judged_batch(seed: int = 0) -> Batch:
@@ -61,7 +62,7 @@ def test_a_new_critic_predicts_0_and_learns_returns(folder):
     assert errors[-1] < errors[0] / 4
 
 
-@pytest.mark.parametrize("layout", ["fsdp2_tp2", pytest.param("cp2", marks=pytest.mark.long)])
+@pytest.mark.parametrize("layout", ["fsdp2_tp2", long("cp2")])
 def test_a_critic_of_any_layout_resumes_on_one_rank(layout, folder, tmp_path):
     wanted = judged("alone", str(tmp_path / "alone"))
     answers = on_ranks(LAYOUTS[layout].ranks, judged, layout, folder)

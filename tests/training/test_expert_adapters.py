@@ -26,6 +26,7 @@ from tests.kit.scenes import (
     unequal,
     weights_of,
 )
+from tests.kit.tables import long
 from tests.training.test_adapters import WHOLE, checkpointer_of, play_states, trained
 from tests.training.test_adapters import adapted as several
 from tests.training.test_lora import adapted, merged, wake
@@ -71,9 +72,9 @@ def play_gradient(model: str, layout: str, folder: str, trainer: dict[str, Any])
 
 CASES = [
     ("experts", "full AC"),
-    pytest.param("experts", "selective AC", marks=pytest.mark.long),
-    pytest.param("clamped", "full AC", marks=pytest.mark.long),
-    pytest.param("experts", "compile", marks=pytest.mark.long),
+    long("experts", "selective AC"),
+    long("clamped", "full AC"),
+    long("experts", "compile"),
 ]
 
 
@@ -89,8 +90,8 @@ def test_recomputed_and_compiled_adapters_have_the_same_gradient(folder, model, 
     ("model", "layout"),
     [
         ("experts", "alone"),
-        pytest.param("experts", "tp2", marks=pytest.mark.long),
-        pytest.param("clamped", "fsdp2_tp2_ep2", marks=pytest.mark.long),
+        long("experts", "tp2"),
+        long("clamped", "fsdp2_tp2_ep2"),
     ],
 )
 def test_states_and_snapshots_of_any_layout_are_read_on_one_rank(once, folder, model, layout):

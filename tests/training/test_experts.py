@@ -39,6 +39,7 @@ from tests.kit.scenes import (
     unequal,
     weights_of,
 )
+from tests.kit.tables import cases, long
 
 LONG = [pytest.mark.long]
 RECOMPUTED = {"activation_checkpoint": FullAC.Config()}
@@ -61,7 +62,7 @@ LAYOUTS = {
     "few_clamped_fsdp4": (FEW_CLAMPED, Layout(shard=4)),
     "few_clamped_fsdp2_tp2_ep2": (FEW_CLAMPED, Layout(shard=2, tp=2, ep=2)),
 }
-TOGETHER = ("cp2_ep2", "few_fsdp4", "clamped_cp2_tp2")
+TOGETHER = ("cp2_ep2", "few_fsdp4")
 """Layouts that hold every dimension. Others are for the long tests."""
 
 
@@ -73,10 +74,7 @@ def alone(tmp_path_factory, lone_rank):
     return {repr(model): held(model, Layout(), folder) for model in models}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[] if name in TOGETHER else LONG) for name in LAYOUTS],
-)
+@pytest.mark.parametrize("name", cases(LAYOUTS, TOGETHER))
 def test_ranks_hold_the_parts_of_one_model_and_learn_the_same(alone, folder, name):
     """FSDP cuts within the experts if there are more ranks than experts."""
 
@@ -192,7 +190,7 @@ def balanced(layout: Layout, folder: str) -> dict[str, torch.Tensor]:
     "name",
     [
         "clamped_fsdp2_tp2_ep2",
-        *(pytest.param(name, marks=LONG) for name in ("tp2", "cp2_ep2", "hsdp4_ep2", "few_fsdp4")),
+        *(long(name) for name in ("tp2", "cp2_ep2", "hsdp4_ep2", "few_fsdp4")),
     ],
 )
 def test_biases_and_what_is_learned_with_them_do_not_depend_on_the_layout(folder, name):

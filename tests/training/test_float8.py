@@ -10,6 +10,7 @@ from tests.kit.layouts import Layout
 from tests.kit.ranks import on_ranks
 from tests.kit.reference import relative_error, worst_error
 from tests.kit.scenes import EXPERTS, TIED_FUSED, engine_of, held
+from tests.kit.tables import cases
 
 FLOAT8 = Float8LinearConverter.Config(emulate=True)
 IN_FLOAT8 = {"float8": FLOAT8, "micro_batch_size": 1}
@@ -34,15 +35,10 @@ def test_float8_is_on(alone, folder):
     )
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param(layout, id=name, marks=[] if name == "fsdp2_tp2" else [pytest.mark.long])
-        for name, layout in LAYOUTS.items()
-    ],
-)
-def test_gradients_do_not_depend_on_the_layout(alone, folder, layout):
+@pytest.mark.parametrize("name", cases(LAYOUTS, ["fsdp2_tp2"]))
+def test_gradients_do_not_depend_on_the_layout(alone, folder, name):
     """Compare rows one by one: rows of one micro-batch share the scale of their activations."""
+    layout = LAYOUTS[name]
     for answer in on_ranks(layout.ranks, partial(held, **IN_FLOAT8), DENSE, layout, folder):
         assert worst_error(answer["gradients"], alone["gradients"]) <= 1e-5
 

@@ -51,6 +51,7 @@ from tests.kit.scenes import (
     unequal,
     weights_of,
 )
+from tests.kit.tables import long
 
 
 def reference_gradient(weights, loss, *batches, **options):
@@ -208,7 +209,7 @@ LOSSES = {
 }
 
 
-OTHER_MODELS = [pytest.param(name, marks=pytest.mark.long) for name in MODELS if name != "experts"]
+OTHER_MODELS = [long(name) for name in MODELS if name != "experts"]
 
 
 @pytest.mark.parametrize("engine", ["experts", *OTHER_MODELS], indirect=True)
@@ -285,10 +286,8 @@ COMPUTE = {
 @pytest.mark.parametrize(
     ("model", "how"),
     [
-        *(
-            pytest.param("tied_fused", how, marks=[pytest.mark.long] if how == "compile" else [])
-            for how in COMPUTE
-        ),
+        *(("tied_fused", how) for how in COMPUTE if how != "compile"),
+        long("tied_fused", "compile"),
         *itertools.product(("experts", "hybrid"), ("full AC", "selective AC")),
     ],
 )

@@ -15,6 +15,7 @@ from rl.training.micro_batches import lay_out
 from rl.training.packing import MicroBatchLimits, plan
 from rl.training.trainer_config import TrainerConfig
 from tests.kit.batches import ragged_batch
+from tests.kit.tables import long
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ def graphs(monkeypatch):
 
 @pytest.mark.parametrize(
     ("windows", "wanted"),
-    [((0,), (4, 2)), pytest.param((128, 0), (6, 3), marks=pytest.mark.long)],
+    [((0,), (4, 2)), long((128, 0), (6, 3))],
 )
 def test_batches_of_any_lengths_have_few_graphs(graphs, windows, wanted):
     """Dynamo's limit is 8. Attention has graphs with and without gradients."""

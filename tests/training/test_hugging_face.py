@@ -46,6 +46,7 @@ from tests.kit.scenes import (
     rows_of,
     share,
 )
+from tests.kit.tables import long
 
 NORM = "model.norm.weight"
 
@@ -215,15 +216,10 @@ def adopt_and_count(folder: str, layout: str, export: str) -> dict[str, Any]:
     ("name", "layout"),
     [
         ("several files", "fsdp2_tp2"),
-        pytest.param("several files", "hsdp4", marks=pytest.mark.long),
-        pytest.param("gpt_oss, several files", "fsdp2_tp2", marks=pytest.mark.long),
-        pytest.param("gpt_oss, several files", "fsdp2_tp2_ep2", marks=pytest.mark.long),
-        ("gemma2", "tp2"),
-        *(
-            pytest.param(name, "tp2", marks=pytest.mark.long)
-            for family, name in ONE_EACH.items()
-            if family not in ("gemma2", *UNSHARDED)
-        ),
+        long("several files", "hsdp4"),
+        long("gpt_oss, several files", "fsdp2_tp2"),
+        long("gpt_oss, several files", "fsdp2_tp2_ep2"),
+        *(long(name, "tp2") for family, name in ONE_EACH.items() if family not in UNSHARDED),
     ],
 )
 def test_ranks_read_and_write_their_own_parts_of_the_whole_piece_by_piece(tmp_path, name, layout):

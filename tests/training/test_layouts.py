@@ -7,6 +7,7 @@ from tests.kit.batches import ragged_batch
 from tests.kit.layouts import HYBRID, LAYOUTS, PAIRS, TOGETHER
 from tests.kit.reference import worst_error
 from tests.kit.scenes import CUTS, KINDS, unequal
+from tests.kit.tables import long
 
 APART = tuple(name for name, cut in CUTS.items() if "prompt_sharing" not in cut.fields)
 """Cuts of models with gated delta nets, which share no prompts."""
@@ -15,17 +16,8 @@ APART = tuple(name for name, cut in CUTS.items() if "prompt_sharing" not in cut.
 @pytest.fixture(
     params=[
         *(pytest.param((*pair, KINDS), id="-".join(pair)) for pair in TOGETHER),
-        pytest.param((*HYBRID[0], APART), id="-".join(HYBRID[0])),
-        *(
-            pytest.param(
-                (*pair, tuple(CUTS)), id="-".join([*pair, "every cut"]), marks=pytest.mark.long
-            )
-            for pair in PAIRS
-        ),
-        *(
-            pytest.param((*pair, APART), id="-".join(pair), marks=pytest.mark.long)
-            for pair in HYBRID[1:]
-        ),
+        *(long((*pair, tuple(CUTS)), id="-".join([*pair, "every cut"])) for pair in PAIRS),
+        *(long((*pair, APART), id="-".join(pair)) for pair in HYBRID),
     ]
 )
 def pair(request, played):

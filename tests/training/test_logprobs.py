@@ -18,6 +18,7 @@ from rl.types.sampling_mask import SamplingMask, encode
 from tests.kit.batches import ragged_batch
 from tests.kit.ranks import on_ranks
 from tests.kit.scenes import TIED_FUSED, engine_of
+from tests.kit.tables import long
 
 TOKENS = 10
 WIDTH = 6
@@ -241,7 +242,7 @@ def test_certain_tokens_give_finite_values_and_gradients():
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("chunk", [3, pytest.param(64, marks=pytest.mark.long)])
+@pytest.mark.parametrize("chunk", [3, long(64)])
 def test_a_vocabulary_split_over_ranks_gives_the_same(chunk, masked):
     """83 rows over two ranks: 42 and 41, whose border is within a word of a bitmap."""
     draw = torch.Generator().manual_seed(0)

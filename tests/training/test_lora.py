@@ -42,14 +42,16 @@ from tests.kit.scenes import (
     weights_of,
 )
 from tests.kit.scenes import MODELS as USUAL
+from tests.kit.tables import cases
 from tests.training.test_residency import resident
 
 LORA = LoRAConverter.Config(rank=4, alpha=6.0)
 STEPS = 3
 MODELS = USUAL | {"clamped": CLAMPED, "few_clamped": FEW_CLAMPED}
-TOGETHER = [("biased", "fsdp2_tp2"), ("experts", "tp2")]
+TOGETHER = [("experts", "tp2")]
 PAIRS = [
     *TOGETHER,
+    ("biased", "fsdp2_tp2"),
     ("tied_fused", "fsdp2"),
     ("untied_split", "tp2_no_sp"),
     ("experts", "fsdp2_tp2"),
@@ -162,12 +164,7 @@ def plays(once):
     return play
 
 
-@pytest.fixture(
-    params=[
-        pytest.param(pair, id="-".join(pair), marks=[] if pair in TOGETHER else [pytest.mark.long])
-        for pair in PAIRS
-    ]
-)
+@pytest.fixture(params=cases(PAIRS, TOGETHER), ids="-".join)
 def pair(request, plays):
     """(what one rank answered, what each rank answered, the model, the layout's folder)."""
     model, layout = request.param

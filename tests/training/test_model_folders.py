@@ -31,6 +31,7 @@ from tests.kit.model_folders import (
     truncate,
 )
 from tests.kit.scenes import logits_of
+from tests.kit.tables import cases
 
 
 def config_of(folder) -> RLConfig:
@@ -90,10 +91,7 @@ def test_each_family_has_eight_folders():
     assert {family: counts[family] for family in BUILT_IN if counts[family] < 8} == {}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[] if name in DISTINCT else [pytest.mark.long]) for name in ALL],
-)
+@pytest.mark.parametrize("name", cases(ALL, DISTINCT))
 def test_logits_and_export_are_those_of_transformers(tmp_path, name):
     folder = ALL[name].write(tmp_path / "in")
     out = tmp_path / "out"

@@ -27,6 +27,7 @@ from tests.kit.scenes import (
     weights_of,
     whole,
 )
+from tests.kit.tables import long
 
 KINDS: dict[str, dict[str, Any]] = {
     "fused": {},
@@ -89,13 +90,16 @@ PLACES = [
     *(("tied_fused", "alone", kind) for kind in KINDS),
     ("tied_fused", "fsdp2", "fused"),
     ("tied_fused", "fsdp2", "lora"),
-    pytest.param("biased", "hsdp4", "fused", marks=pytest.mark.long),
-    pytest.param("untied_split", "fsdp2_tp2", "fused", marks=pytest.mark.long),
-    pytest.param("experts", "fsdp2_tp2_ep2", "fused", marks=pytest.mark.long),
+    ("biased", "hsdp4", "fused"),
+    ("untied_split", "fsdp2_tp2", "fused"),
+    ("experts", "fsdp2_tp2_ep2", "fused"),
 ]
+OFTEN = [("tied_fused", "alone", "foreach"), ("tied_fused", "fsdp2", "lora")]
 
 
-@pytest.mark.parametrize(("model", "layout", "kind"), PLACES)
+@pytest.mark.parametrize(
+    ("model", "layout", "kind"), [each if each in OFTEN else long(*each) for each in PLACES]
+)
 def test_moments_on_the_host_change_no_bit(once, model, layout, kind):
     answers, _ = once(play, model, layout, kind)
     for answer in answers:

@@ -44,6 +44,7 @@ from tests.kit.scenes import (
     share,
     weights_of,
 )
+from tests.kit.tables import cases, long
 
 LOSSES: dict[str, SequenceLoss.Config] = {
     "DPO": DPOLoss.Config(beta=0.3, label_smoothing=0.1),
@@ -189,7 +190,7 @@ def gradient_of(
     return gradients, metrics["loss/mean"], engine.optim_step(denominator=count)
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", cases(LOSSES, ["DPO", "SimPO", "reward model"]))
 def test_gradient_is_that_of_the_whole_however_the_batch_is_cut(alone, name):
     loss = LOSSES[name].build()
     engine = alone[loss.head]
@@ -235,8 +236,8 @@ def wanted_of(sizes: str, folder: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("sizes", "layout", "cuts"),
     [
-        ("experts", "fsdp2_tp2", ["each pair in two calls"]),
-        *(pytest.param(*pair, [*CUTS], marks=pytest.mark.long) for pair in PAIRS),
+        ("experts", "ep2", ["each pair in two calls"]),
+        *(long(*pair, [*CUTS]) for pair in PAIRS),
     ],
 )
 def test_gradient_does_not_depend_on_the_layout(sizes, layout, cuts, tmp_path):

@@ -25,6 +25,7 @@ from tests.kit.layouts import LAYOUTS
 from tests.kit.ranks import in_layout
 from tests.kit.reference import relative_error
 from tests.kit.scenes import MODELS, TEMPERATURE, engine_of, gradients_of, share, weights_of
+from tests.kit.tables import long
 
 LENGTHS = (9, 12, 5, 7, 11, 6)
 IDLE = {
@@ -106,10 +107,10 @@ def compared(model: str, layout: str, folder: str, options: dict) -> list[dict]:
 PLACES = [
     ("tied_fused", "alone", {}),
     ("tied_fused", "alone", {"micro_batch_tokens": 24}),
-    ("tied_fused", "fsdp2", {}),
-    pytest.param("tied_fused", "hsdp4", {}, marks=pytest.mark.long),
-    pytest.param("tied_fused", "fsdp2_tp2", {}, marks=pytest.mark.long),
-    pytest.param("tied_fused", "fsdp2_cp2", {}, marks=pytest.mark.long),
+    long("tied_fused", "fsdp2", {}),
+    long("tied_fused", "hsdp4", {}),
+    long("tied_fused", "fsdp2_tp2", {}),
+    long("tied_fused", "fsdp2_cp2", {}),
 ]
 
 
@@ -154,9 +155,7 @@ def updated(model: str, layout: str, folder: str, head: str) -> dict[str, dict]:
 
 
 @pytest.mark.parametrize("head", ["logprobs", "values"])
-@pytest.mark.parametrize(
-    "layout", ["alone", *(pytest.param(n, marks=pytest.mark.long) for n in ("hsdp4", "fsdp2_tp2"))]
-)
+@pytest.mark.parametrize("layout", ["alone", *(long(n) for n in ("hsdp4", "fsdp2_tp2"))])
 def test_steps_of_several_calls_end_with_the_weights_of_whole_ones(layout, head, tmp_path):
     for answers in in_layout(updated, "tied_fused", layout, str(tmp_path), head):
         for how in ("forward", "skip"):

@@ -6,6 +6,7 @@ from rl.algorithms.sequence_losses import KTOLoss
 from rl.cli.arguments import find_config
 from rl.errors import ConfigError
 from rl.validation import validate
+from tests.kit.tables import long
 from tests.validation.test_values import ABSURD, MORE_ABSURD, check_absurd
 
 
@@ -20,7 +21,7 @@ def config(request, chat_model):
     return config
 
 
-@pytest.mark.parametrize("absurds", [ABSURD, pytest.param(MORE_ABSURD, marks=pytest.mark.long)])
+@pytest.mark.parametrize("absurds", [ABSURD, long(MORE_ABSURD)])
 def test_absurd_numbers_are_refused_by_name_unless_the_rule_allows_them(config, absurds):
     assert check_absurd(config, absurds) > 300
 

@@ -23,6 +23,7 @@ from rl.validation.values import (
     values,
 )
 from tests.kit.full_config import full_config, put, with_converters
+from tests.kit.tables import long
 
 ABSURD = (-1, 0, math.nan, 1e30)
 MORE_ABSURD = (math.inf, -math.inf, -0.5, 999_999_999_999)
@@ -81,7 +82,7 @@ def check_absurd(config: Any, absurds: tuple[float, ...]) -> int:
     return cases
 
 
-@pytest.mark.parametrize("absurds", [ABSURD, pytest.param(MORE_ABSURD, marks=pytest.mark.long)])
+@pytest.mark.parametrize("absurds", [ABSURD, long(MORE_ABSURD)])
 def test_absurd_numbers_are_refused_by_name_unless_the_rule_allows_them(config, absurds):
     assert check_absurd(config, absurds) > 600
 

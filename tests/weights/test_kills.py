@@ -14,6 +14,7 @@ import torch
 from rl.errors import RunError
 from rl.weights import collective, streams, tcp
 from rl.weights.transport import open_publisher, open_subscriber
+from tests.kit.tables import long
 from tests.warm import FORK
 from tests.weights.network import RANKS, SHAPES, live_parts, same, trainer_parts, transfer
 
@@ -86,8 +87,8 @@ class Generator:
     ("transport", "pushes"),
     [
         ("collective", 12),
-        pytest.param("collective", 200, marks=pytest.mark.long),
-        pytest.param("tcp", 200, marks=pytest.mark.long),
+        long("collective", 200),
+        long("tcp", 200),
     ],
 )
 async def test_no_push_is_wrong_or_hangs_while_generators_are_killed(

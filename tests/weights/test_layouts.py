@@ -14,6 +14,7 @@ from rl.training.trainer_config import TrainerConfig
 from rl.weights.routes import plan_push
 from tests.kit.layouts import Layout as TrainerLayout
 from tests.kit.ranks import on_ranks
+from tests.kit.tables import long
 from tests.weights.pushes import MODELS, TRAINERS, push_all
 
 CASES = [
@@ -46,11 +47,7 @@ def planned(model: str, layout: str) -> tuple[Layout, ...]:
     params=[
         pytest.param(TOGETHER, id="together"),
         *(
-            pytest.param(
-                [case for case in CASES if TRAINERS[case[1]].ranks == ranks],
-                id=f"{ranks} ranks",
-                marks=pytest.mark.long,
-            )
+            long([case for case in CASES if TRAINERS[case[1]].ranks == ranks], id=f"{ranks} ranks")
             for ranks in RANKS
         ),
     ],

@@ -14,6 +14,7 @@ from rl.weights.packed import SLOTS
 from rl.weights.rdma import FIRST_CHUNK, chunks_of
 from rl.weights.routes import plan_blobs
 from rl.weights.transport import TransferFailed
+from tests.kit.tables import long
 from tests.weights.network import RANKS, layouts
 from tests.weights.ranks import (
     SHAPES,
@@ -37,7 +38,7 @@ async def opened(transport, spawn):
             await store.close_store()
 
 
-@pytest.mark.parametrize("transport", ["tcp", "collective", "rdma", "store"])
+@pytest.mark.parametrize("transport", ["tcp", "collective", "rdma", long("store")])
 async def test_every_version_arrives_bit_for_bit(procs, transport):
     async with procs() as spawn, opened(transport, spawn):
         trainer = spawn("trainer")
@@ -56,8 +57,8 @@ async def test_every_version_arrives_bit_for_bit(procs, transport):
     [
         ("tcp", r"trainer rank [01] at .* cannot be reached"),
         ("collective", r"trainer rank [01] at .* cannot be reached"),
-        pytest.param("rdma", "not found", marks=pytest.mark.long),
-        pytest.param("store", "", marks=pytest.mark.long),
+        long("rdma", "not found"),
+        long("store", ""),
     ],
 )
 async def test_a_killed_reader_does_not_block_and_its_successor_fetches_whole_blobs(

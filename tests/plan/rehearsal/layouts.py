@@ -35,7 +35,7 @@ LAYOUTS = {
     for name, each in LAYOUTS.items()
 }
 
-TOGETHER = ("FSDP 8, varlen", "CP 2 x TP 2")
+TOGETHER = ("FSDP 8, varlen",)
 """Layouts of dense models for the default tests. Others are for the long tests."""
 
 WHOLE = {

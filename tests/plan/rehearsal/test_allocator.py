@@ -102,9 +102,8 @@ def test_steps_of_growing_tensors_fragment_fixed_segments_only():
     assert (fixed["grown"], grown["grown"]) == (90 * MIB, 40 * MIB)
 
 
-@pytest.mark.parametrize(
-    "arguments", [DENSE, pytest.param(EXPERTS, marks=pytest.mark.long)], ids=["dense", "experts"]
-)
+@pytest.mark.parametrize("arguments", [DENSE, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.long
 def test_a_rehearsal_says_what_is_reserved_for_varied_batches(arguments, rehearsals):
     arguments = arguments.replace("n_layers 2", "n_layers 1")
     found = rehearsals.of(arguments, allocated=40)

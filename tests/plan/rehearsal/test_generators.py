@@ -3,6 +3,7 @@
 import pytest
 
 from rl.model.families import BUILT_IN, family_named
+from tests.kit.tables import cases, long
 from tests.plan.rehearsal.layouts import DENSE, EXPERTS, UNTIED
 from tests.plan.rehearsal.mutations import Mutation
 from tests.plan.rehearsal.test_recipes import GPUS, RL, on_gpus
@@ -31,7 +32,7 @@ LAYOUTS = {
     "whole experts, records": f"{EXPERTS} {GRAPHS} {G}.expert_parallel {G}.record_experts True",
     "experts, eager": f"{EXPERTS} {G}.enforce_eager",
 }
-SHORT = ("gpt_oss", "qwen2", "whole experts, records")
+SHORT = ("gpt_oss", "qwen2")
 """Rehearsals for the default tests. Others are for the long tests."""
 FORWARD = "rl.generation.vllm_model:HiddenStates.forward"
 UNCAPTURED = {
@@ -45,15 +46,11 @@ UNCAPTURED = {
 """Expressions that a graph cannot capture, by the reason of the error."""
 
 
-def long_unless_short(names):
-    return [pytest.param(name, marks=[] if name in SHORT else [pytest.mark.long]) for name in names]
-
-
 HYBRID = ("qwen3_5_moe_text", "qwen3_5_text")
 REHEARSED = [name for name in FAMILIES if name not in HYBRID]
 
 
-@pytest.mark.parametrize("name", long_unless_short([*REHEARSED, *LAYOUTS]))
+@pytest.mark.parametrize("name", cases([*REHEARSED, *LAYOUTS], SHORT))
 def test_a_generator_is_captured_with_the_planned_memory(name, rehearsals):
     options = {**FAMILIES, **LAYOUTS}[name]
     found = rehearsals.of(options, role="generator-0", rank=-1)
@@ -80,13 +77,7 @@ def test_the_generators_of_a_recipe_have_the_planned_memory(name, rehearsals):
     check_generator(rehearsals.of(f"--config {name} {on_gpus(name)}", role="generator-0"))
 
 
-@pytest.mark.parametrize(
-    "reason",
-    [
-        pytest.param(reason, marks=[] if number < 2 else [pytest.mark.long])
-        for number, reason in enumerate(UNCAPTURED)
-    ],
-)
+@pytest.mark.parametrize("reason", cases(UNCAPTURED, [*UNCAPTURED][:2]))
 def test_what_a_graph_cannot_capture_is_found(reason, rehearsals):
     line = Mutation(FORWARD, "return", f"{UNCAPTURED[reason]}; return", "")
     found = rehearsals.of(FAMILIES["qwen3"], role="generator-0", change=line)
@@ -100,10 +91,9 @@ def test_what_a_graph_cannot_capture_is_found(reason, rehearsals):
     ("change", "where"),
     [
         (("record_experts=", 'dtype="float32", record_experts='), "rl/model/experts.py"),
-        pytest.param(
+        long(
             ("init_fake_mode(", "device.capability = (8, 0); init_fake_mode("),
             "offsets of grouped products",
-            marks=pytest.mark.long,
         ),
     ],
 )

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.kit.tables import cases
 from tests.plan.rehearsal.layouts import LAYOUTS, TOGETHER
 from tests.plan.rehearsal.rehearsals import is_known, moved_bytes, planned_bytes, waits_of
 
@@ -9,10 +10,7 @@ SMALL = 4 << 20
 """Bytes that collectives of a few numbers may move in a step."""
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[] if name in TOGETHER else [pytest.mark.long]) for name in LAYOUTS],
-)
+@pytest.mark.parametrize("name", cases(LAYOUTS, TOGETHER))
 def test_a_layout_runs_as_planned_without_other_waits(name, rehearsals):
     found = rehearsals.of(LAYOUTS[name])
     check_run(found)

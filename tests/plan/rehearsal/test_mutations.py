@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.kit.tables import cases
 from tests.plan.rehearsal.layouts import DENSE
 from tests.plan.rehearsal.mutations import MUTATIONS, ONE_OF_EACH_KIND, WAITS, Together
 from tests.plan.rehearsal.rehearsals import is_known, waits_of
@@ -10,12 +11,7 @@ ARGUMENTS = DENSE.replace("n_layers 2", "n_layers 1")
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name in ONE_OF_EACH_KIND else [pytest.mark.long])
-        for name, mutation in MUTATIONS.items()
-        if mutation.error
-    ],
+    "name", cases([name for name, each in MUTATIONS.items() if each.error], ONE_OF_EACH_KIND)
 )
 def test_an_error_in_the_code_is_found(name, rehearsals):
     mutation = MUTATIONS[name]
@@ -24,6 +20,7 @@ def test_an_error_in_the_code_is_found(name, rehearsals):
     assert mutation.error in found["error"]
 
 
+@pytest.mark.long
 def test_every_wait_in_the_code_is_found(rehearsals):
     found = rehearsals.of(ARGUMENTS, change=Together(tuple(WAITS)))
     assert found["error"] is None

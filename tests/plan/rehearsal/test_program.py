@@ -59,6 +59,7 @@ def rehearse_warm(command: list[str], **options: Any) -> subprocess.CompletedPro
     return warm.run(*command[module:], env=options["env"], timeout=600)
 
 
+@pytest.mark.long
 def test_the_program_prints_a_report(monkeypatch, capsys):
     monkeypatch.setattr(start, "subprocess", SimpleNamespace(run=rehearse_warm))
     assert main([*SMALL, "--hardware.memory_gib", "7"]) == 2

@@ -3,6 +3,7 @@
 import pytest
 
 from rl.training.offloaded_optimizers import BUFFERS
+from tests.kit.tables import long
 from tests.plan.rehearsal.layouts import DENSE, EXPERTS
 from tests.plan.rehearsal.rehearsals import is_known, planned_bytes, waits_of
 from tests.plan.rehearsal.test_layouts import check_collectives
@@ -13,9 +14,7 @@ PPO = f"--config {CONFIGS}.ppo --model.n_layers 1"
 TRAINING = ["forward_backward 1", "optim_step 1", "forward_backward 2", "optim_step 2"]
 
 
-@pytest.mark.parametrize(
-    "role", [pytest.param("trainer", marks=pytest.mark.long), "critic", "reference"]
-)
+@pytest.mark.parametrize("role", [*(long(role) for role in ("trainer", "reference")), "critic"])
 def test_the_models_of_an_rl_run(role, rehearsals):
     found = rehearsals.of(PPO, role=role)
     assert found["error"] is None
@@ -43,11 +42,11 @@ def test_a_reference_of_experts_has_the_planned_memory(degrees, rehearsals):
 @pytest.mark.parametrize(
     ("config", "role", "forward"),
     [
-        pytest.param("sft_jsonl", "trainer", False, marks=pytest.mark.long),
-        pytest.param("dpo_jsonl", "trainer", False, marks=pytest.mark.long),
-        pytest.param("dpo_jsonl", "reference", True, marks=pytest.mark.long),
+        long("sft_jsonl", "trainer", False),
+        long("dpo_jsonl", "trainer", False),
+        long("dpo_jsonl", "reference", True),
         (f"{CONFIGS}.kto", "trainer", True),
-        pytest.param("reward_model_jsonl", "trainer", False, marks=pytest.mark.long),
+        long("reward_model_jsonl", "trainer", False),
     ],
 )
 def test_the_models_of_a_run_on_examples(config, role, forward, options, rehearsals):
@@ -58,6 +57,7 @@ def test_the_models_of_a_run_on_examples(config, role, forward, options, rehears
     assert ({*TRAINING} <= done) == (role != "reference")
 
 
+@pytest.mark.long
 def test_models_that_share_devices_leave_them_for_the_planned_room_on_the_host(rehearsals):
     turns = "--colocate all --rollout.max_staleness 0"
     found = rehearsals.of(f"{SMALL} {turns} --generator.replicas 2")
@@ -68,6 +68,7 @@ def test_models_that_share_devices_leave_them_for_the_planned_room_on_the_host(r
     assert phases["onload"]["pinned"] == 0
 
 
+@pytest.mark.long
 def test_moments_on_the_host_leave_the_device_room_for_two_parts(rehearsals):
     found = rehearsals.of(f"{SMALL} --trainer.offload_optimizer")
     assert found["error"] is None

@@ -19,6 +19,7 @@ from rl.config import RunConfig
 from rl.config.users_code import users_code
 from rl.errors import ConfigError, require, shown
 from rl.model.hub import Snapshot
+from rl.types.rules import defaults_of
 
 A_RUNS_FILE = "it must be the config.json of a run"
 UNCHANGED = ("resume", "quiet", "output_dir")
@@ -168,16 +169,12 @@ def changed_fields(before: Any, after: Any, name: str = "") -> dict[str, str]:
     if not (isinstance(before, dict) and isinstance(data, dict)):
         return {} if before == data else {name: f"{before} → {data}"}
     is_same_kind = dataclasses.is_dataclass(after) and before.get("type") == data.get("type")
-    missing = dataclasses.MISSING
-    defaults = {
-        f.name: frozen(f.default if f.default_factory is missing else f.default_factory())
-        for f in (dataclasses.fields(after) if is_same_kind else ())
-    }
+    defaults = defaults_of(type(after)) if is_same_kind else {}  # type: ignore[arg-type]
     read = after.get if isinstance(after, dict) else partial(getattr, after)
     prefix = f"{name}." if name else ""
     changes = dict[str, str]()
     for key in {**before, **data}:
-        if key in before or data[key] != defaults.get(key, missing):
+        if key in before or key not in defaults or data[key] != frozen(defaults[key]):
             value = read(key, data.get(key))
             changes |= changed_fields(before.get(key), value, f"{prefix}{key}")
     return changes

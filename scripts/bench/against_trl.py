@@ -42,7 +42,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_work import END, MODEL, WORKS
-from programs import run_watched
+from programs import rows_of, run_watched
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -286,7 +286,7 @@ def run_ours(kind: str, model: Path, steps: int, folder: Path, *overrides: str) 
         (work.warm_up, last),
         PYTHONPATH=os.pathsep.join(map(str, (ROOT, HERE))),
     )
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = rows_of(folder / "metrics.jsonl")
     lengths = [row["completion/length_mean"] for row in rows]
     assert work.ends or {*lengths} == {work.new_tokens}, f"completions of {lengths} tokens"
     tokens = [length * work.prompts * work.samples for length in lengths]

@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from programs import output_of
+from programs import output_of, rows_of
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -42,7 +42,7 @@ def train(
     command = [sys.executable, "-m", "rl.train", "--config", config, "--seed", str(seed)]
     command += ["--output-dir", str(folder), "--quiet", *options]
     output_of(command, TIMEOUT_S, **VARIABLES)
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = rows_of(folder / "metrics.jsonl")
     return rows, json.loads((folder / "summary.json").read_text())
 
 

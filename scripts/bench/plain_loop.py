@@ -25,7 +25,7 @@ from typing import Any
 
 import psutil
 from plain_sizes import SIZES
-from programs import STOP_S, cpu_seconds, output_of
+from programs import STOP_S, cpu_seconds, output_of, rows_of
 
 HERE = Path(__file__).parent
 EXACT_MATCH = 0.9
@@ -66,12 +66,6 @@ def run_ours(size: str, seed: int, folder: Path) -> dict[str, float]:
         if process.poll() is None:
             process.terminate()
             process.wait(STOP_S)
-
-
-def rows_of(path: Path) -> list[dict[str, Any]]:
-    """Return the whole lines of a JSONL file, if it exists."""
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def compare(size: str, seeds: range, folder: Path) -> dict[str, Any]:

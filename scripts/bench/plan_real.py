@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from programs import OFFLINE, TIMEOUT_S, output_of
+from programs import OFFLINE, TIMEOUT_S, output_of, rows_of
 
 from rl.compat.torch_internals import onednn_multiplies
 
@@ -52,7 +52,7 @@ def measure(arguments: list[str], folder: Path, steps: int) -> dict[str, float]:
     planned = sum(each["bytes"] for each in trainer["items"]) / 2**30
     run = ["-m", "rl.train", *arguments, "--steps", str(steps), "--output_dir", folder]
     output_of([sys.executable, *run], TIMEOUT_S, **OFFLINE)
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = rows_of(folder / "metrics.jsonl")
     step = statistics.median(row["timing/step"] for row in rows[1:])
     peak = max(row["memory/peak"] for row in rows)
     return {

@@ -20,8 +20,7 @@ from typing import Any
 
 import psutil
 from against_trl import write_model
-from plain_loop import rows_of
-from programs import STOP_S
+from programs import STOP_S, rows_of
 
 HERE = Path(__file__).parent
 WARM_UP = 10

@@ -1,6 +1,7 @@
 """Programs that benchmarks start: their output, and the CPU time of their processes."""
 
 import contextlib
+import json
 import os
 import shlex
 import subprocess
@@ -9,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -35,6 +37,12 @@ def output_of(command: Sequence[str | Path], timeout_s: float, **variables: str)
     if done.returncode:
         raise SystemExit(f"{done.stderr}this failed: {shlex.join(map(str, command))}")
     return done.stdout
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    """Return the whole lines of a JSONL file, if it exists."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def cpu_seconds(process: psutil.Process) -> float:

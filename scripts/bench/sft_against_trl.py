@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from against_trl import HERE, ROOT, TRL_ENV, trl_python, write_model
-from programs import run_watched
+from programs import rows_of, run_watched
 from sft_work import EXAMPLES, MAX_TOKENS, MODEL, PAIRS, answers, preferences
 
 WARM_UP = 3
@@ -149,7 +149,7 @@ def run_ours(side: Side, steps: int, work: Path, folder: Path) -> dict[str, Any]
         (WARM_UP, steps),
         PYTHONPATH=os.pathsep.join(map(str, (ROOT, HERE))),
     )
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = rows_of(folder / "metrics.jsonl")
     return {
         "seconds": [row["timing/step"] for row in rows],
         "tokens": [row["timing/step"] * row["tokens_per_s"] for row in rows],

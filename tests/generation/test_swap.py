@@ -15,19 +15,9 @@ REQUESTS = [
     request("c", [*range(40), 7], max_tokens=50, seed=3),
 ]
 DRAWN = [10, 45]  # tokens of each request when a newer version comes
-PLACES = pytest.mark.parametrize(
-    ("one_or_two_ranks", "swap"),
-    [
-        ("generator", "recompute"),
-        ("generators", "continue"),
-        long("generator", "continue"),
-        long("generators", "recompute"),
-    ],
-    indirect=["one_or_two_ranks"],
-)
 
 
-@PLACES
+@pytest.mark.parametrize("swap", [long("recompute"), "continue"])
 def test_every_token_in_flight_has_its_version_and_that_versions_logprob(
     one_or_two_ranks, policy, other_policy, third_policy, swap
 ):
@@ -47,7 +37,7 @@ def test_every_token_in_flight_has_its_version_and_that_versions_logprob(
         assert (fresh - mixed).abs().max() > 0.1  # the two are distinguishable
 
 
-@PLACES
+@pytest.mark.parametrize("swap", [long("recompute"), "continue"])
 def test_other_requests_see_no_key_or_value_of_older_weights(one_or_two_ranks, other_policy, swap):
     """Requests that have finished, and requests in flight before and after the swap, fill it."""
     asked, completions = one_or_two_ranks.run(

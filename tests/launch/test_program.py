@@ -73,10 +73,7 @@ def test_a_launch_to_pods_writes_nothing_to_the_path_of_their_volume(
     assert config["data"]["config.json"] == (home / "launch" / "config.json").read_text()
 
 
-LESS_OFTEN = [long(name) for name in ("dpo_jsonl", "reward_model_jsonl")]
-
-
-@pytest.mark.parametrize("name", ["sft_jsonl", *LESS_OFTEN])
+@pytest.mark.parametrize("name", ["sft_jsonl", long("dpo_jsonl"), long("reward_model_jsonl")])
 def test_runs_of_every_trainer_are_launched(name, chat_model, launch, tmp_path):
     model = ("--model.hf_path", str(chat_model), "--model.max_seq_len", "128")
     arguments = ("--config", name, *model, "--task.max_tokens", "96", "--steps", "7")

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from tests.kit.tables import long
+from tests.kit.tables import cases
 
 RECIPES = (
     *("arithmetic", "chat_sl", "distillation", "dpo", "gsm8k", "guess_number", "multi_teacher"),
@@ -19,10 +19,7 @@ def test_every_recipe_of_the_script_is_run(recipes):
     assert {*RECIPES} == recipes.RECIPES.keys() - {"sl_loop", "chain"}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [each if each in SHORT else long(each) for each in RECIPES],
-)
+@pytest.mark.parametrize("name", cases(RECIPES, SHORT))
 def test_a_recipe_runs_to_its_end(recipes, sdk, served, name):
     assert recipes.play([name], sdk, served.folder, served.url, [])
     assert len(recipes.metrics_of(served.folder, name)) >= 2

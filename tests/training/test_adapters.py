@@ -30,7 +30,7 @@ from tests.kit.scenes import (
     unequal,
     weights_of,
 )
-from tests.kit.tables import long
+from tests.kit.tables import cases
 
 MODELS = {
     "dense": UNTIED_SPLIT,
@@ -41,8 +41,8 @@ WHOLE = AdapterConfig(4, alpha=6.0, seed=1)
 SMALL = AdapterConfig(2, alpha=3.0, seed=2, attention=False)
 ADAPTERS = {"a": WHOLE, "b": SMALL}
 TOGETHER = ["dense alone", "dense fsdp2"]
-LONG = ["dense tp2", "dense hsdp4", "experts tp2", "clamped fsdp2_tp2_ep2"]
-PLACES = [*TOGETHER, *(long(place) for place in LONG)]
+LONG = ["experts alone", "dense tp2", "dense hsdp4", "experts tp2", "clamped fsdp2_tp2_ep2"]
+PLACES = cases([*TOGETHER, *LONG], TOGETHER)
 """Models and layouts."""
 
 

@@ -36,6 +36,7 @@ Every field of a config, by dataclass, starting with the configs of the trainers
 [RLConfig](#rlconfig), [SFTConfig](#sftconfig), [PreferenceConfig](#preferenceconfig),
 [RewardModelConfig](#rewardmodelconfig) and [ServeConfig](#serveconfig). A field is set in a
 config function or on the command line by its full name, for example `--rollout.max_tokens 512`.
+A flag is set by `--quiet` or `--quiet True`, and taken back by `--no-quiet` or `--quiet False`.
 Dataclasses of torchtitan are shown with torchtitan's own documentation. Fields of them that change
 nothing in Tiller must keep their defaults.
 

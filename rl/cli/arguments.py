@@ -16,7 +16,6 @@ from typing import Any, get_args
 
 import tyro
 from torchtitan.config import ConfigManager
-from torchtitan.config.manager import custom_registry
 
 from rl.cli.help import (
     SHIPPED,
@@ -47,7 +46,10 @@ from rl.validation.values import (
     values,
 )
 
+RULES = tyro.constructors.ConstructorRegistry()
+ConfigManager.register_tyro_rules(RULES)
 LARGE = 10_000
+TRUTH = {"True": True, "true": True, "False": False, "false": False}
 COPIES = ("critic.", "reference.", "roles.")
 """Sections with fields of the trainer. Their fields need more of their names."""
 
@@ -90,7 +92,7 @@ def read_config(
     # the chosen class has fields of its own
     chosen = {argument.partition(":")[0].replace("-", "_") for argument in overrides}
     overrides = [_full_argument(base, argument, known, chosen) for argument in overrides]
-    ConfigManager.register_tyro_rules(custom_registry)
+    overrides = _as_flags(base, overrides)
     try:
         with errors.on_parse_error(partial(_refuse, base)):
             config = tyro.cli(
@@ -98,7 +100,7 @@ def read_config(
                 default=base,
                 args=overrides,
                 prog=f"{program} --config {name}",
-                registry=custom_registry,
+                registry=RULES,
                 config=(tyro.conf.CascadeSubcommandArgs,),  # any field may follow a chosen part
             )
     except ConfigError:
@@ -317,6 +319,20 @@ def _full_argument(config: RunConfig, argument: str, known: list[str], chosen: s
     ends = ", ".join(f"--{name}" for name in fields)
     require(not fields, f"--{written} is the end of several fields; give one of {ends}")
     raise _unknown_field(positive, known)
+
+
+def _as_flags(config: RunConfig, arguments: list[str]) -> list[str]:
+    """Replace ``--FLAG True`` by ``--FLAG``, and ``--FLAG False`` by ``--no-FLAG``."""
+    flags = {value.name for value in values(config) if isinstance(value.content, bool)}
+    words = list[str]()
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        is_flag = name[2:].replace("-", "_") in flags
+        words += [name, value] if equals and is_flag else [argument]
+        if len(words) > 1 and words[-1] in TRUTH and words[-2][2:].replace("-", "_") in flags:
+            section, dot, last = words[-2][2:].rpartition(".")
+            words[-2:] = [f"--{section}{dot}{'' if TRUTH[words[-1]] else 'no-'}{last}"]
+    return words
 
 
 def _other_name(written: str) -> str:

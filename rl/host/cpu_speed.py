@@ -8,14 +8,20 @@ import time
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
+
+from rl.compat.torch_internals import onednn_linear
+
+Kernel = Literal["mkl", "onednn"]
+"""Kernel of float32 products on CPU. MKL is torch's own."""
 
 SIZE = 512  # rows and columns of the products
 COPIED = 2**26  # bytes, more than a cache holds
 BUDGET = 0.1  # seconds for each figure
 PROCESSES = 8  # that measure
+FASTER = 1.5  # kernels whose speeds differ by less than this factor count as equal
 
 
 class CpuSpeed(NamedTuple):
@@ -25,6 +31,9 @@ class CpuSpeed(NamedTuple):
     bfloat16_tflops: float
     memory_gb_s: float
     """Bytes that a copy reads and writes, in GB/s."""
+
+    onednn_tflops: float
+    """Speed of float32 products by oneDNN; 0 if torch has none."""
 
 
 @cache
@@ -53,21 +62,30 @@ def cpu_speed() -> CpuSpeed:
     return CpuSpeed(*map(max, zip(*known, strict=True)))
 
 
+def faster_kernel() -> Kernel:
+    """Return the faster kernel of float32 products on this kind of processor."""
+    speed = cpu_speed()
+    return "onednn" if speed.onednn_tflops > FASTER * speed.float32_tflops else "mkl"
+
+
 def _measured() -> CpuSpeed:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        seconds = []
-        for dtype in (torch.float32, torch.bfloat16):
-            factor = torch.ones(SIZE, SIZE, dtype=dtype)
-            seconds.append(_fastest(partial(torch.matmul, factor, factor)))
+        factor = torch.ones(SIZE, SIZE)
+        products = [
+            partial(torch.matmul, factor, factor),
+            partial(torch.matmul, factor.bfloat16(), factor.bfloat16()),
+        ]
+        if torch.backends.mkldnn.is_available():
+            products.append(partial(onednn_linear, factor, factor))
+        float32, bfloat16, *onednn = (2 * SIZE**3 / _fastest(each) / 1e12 for each in products)
         source = torch.ones(COPIED, dtype=torch.uint8)
         target = torch.ones_like(source)
         copy = _fastest(lambda: target.copy_(source))
     finally:
         torch.set_num_threads(threads)
-    float32, bfloat16 = (2 * SIZE**3 / each / 1e12 for each in seconds)
-    return CpuSpeed(float32, bfloat16, 2 * COPIED / copy / 1e9)
+    return CpuSpeed(float32, bfloat16, 2 * COPIED / copy / 1e9, *(onednn or [0.0]))
 
 
 def _fastest(work: Callable[[], object]) -> float:

@@ -3,6 +3,7 @@
 import math
 
 from rl.generation.generator_config import GeneratorConfig
+from rl.host.cpu_speed import faster_kernel
 from rl.host.platform import core_count, device_type
 from rl.model.decoder import parameter_shapes
 from rl.model.shape import shape_of
@@ -112,9 +113,15 @@ def threads_of(config: SessionConfig, share: float | None = None) -> tuple[int, 
     return max(models // max(learning, 1), 1), max(generators // sampling, 1)
 
 
-def choose_threads(config: SessionConfig, share: float | None = None) -> None:
-    """Replace ``auto`` by what :func:`threads_of` returns, in the config itself."""
+def choose_cpu_settings(config: SessionConfig, share: float | None = None) -> None:
+    """Replace ``auto`` in the config itself: numbers of threads by those of :func:`threads_of`, and
+    kernels of products on CPU by the faster one.
+    """
     trainers = [role.trainer for role in config.models.values()]
+    if device_type() == "cpu":
+        for trainer in trainers:
+            if trainer.cpu_matmul == "auto":
+                trainer.cpu_matmul = "mkl" if config.parity == "bitwise" else faster_kernel()
     automatic = [each for each in (*trainers, config.generator) if each and each.threads == "auto"]
     if automatic:
         models, generators = threads_of(config, share)

@@ -22,7 +22,7 @@ from rl.session.blocking import BlockingSession
 from rl.session.concurrency import background, finish_all
 from rl.session.meshes import Meshes
 from rl.session.models import Models
-from rl.session.placement import choose_threads
+from rl.session.placement import choose_cpu_settings
 from rl.session.pool import GeneratorPool, Recovery
 from rl.session.push import WeightPush
 from rl.session.push_checks import LoadedVersion
@@ -80,7 +80,7 @@ class Session(Models):
         config.check_parity()
         for reason in config.slow_products():
             events.warn(str(reason))
-        choose_threads(config)
+        choose_cpu_settings(config)
         self._temporary: TemporaryFolder | None = None
         if folder is None:
             self._temporary = TemporaryFolder("tiller-")

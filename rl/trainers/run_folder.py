@@ -17,7 +17,7 @@ from rl.observe.owner import FolderOwner, claim
 from rl.observe.progress import Progress, summary_text
 from rl.observe.record import RunRecord
 from rl.observe.sinks import Sinks
-from rl.session.placement import choose_threads
+from rl.session.placement import choose_cpu_settings
 from rl.validation.engines import long_warmups
 from rl.validation.folders import saved_section
 from rl.validation.values import values
@@ -184,9 +184,9 @@ def pin_datasets(config: RunConfig) -> None:
             source.revision = commit or newest_commit(source, f"{value.name}.path")
 
 
-def pin_threads(config: RunConfig) -> None:
-    """Replace numbers of threads that are ``auto``: by those of the run that is resumed, otherwise
-    by those that suit this host.
+def pin_cpu_settings(config: RunConfig) -> None:
+    """Replace numbers of threads and kernels that are ``auto``: by those of the run that is
+    resumed, otherwise by those that suit this host.
     """
     sections: dict[str, Any] = {"trainer": config.trainer}
     if (sampling := config.sampling_run()) is not None:
@@ -194,4 +194,6 @@ def pin_threads(config: RunConfig) -> None:
     for name, section in sections.items():
         if section.threads == "auto" and (saved := saved_section(config, name)):
             section.threads = saved.get("threads", 1)
-    choose_threads(config.session(), config.trainer_share)
+    if config.trainer.cpu_matmul == "auto":
+        config.trainer.cpu_matmul = saved_section(config, "trainer").get("cpu_matmul", "auto")
+    choose_cpu_settings(config.session(), config.trainer_share)

@@ -23,7 +23,7 @@ from rl.trainers.endings import Interrupts, fail
 from rl.trainers.hooks import Arguments, Hooks, MetricCalculator
 from rl.trainers.report import Report
 from rl.trainers.run import Run
-from rl.trainers.run_folder import RunFolder, pin_datasets, pin_threads
+from rl.trainers.run_folder import RunFolder, pin_cpu_settings, pin_datasets
 from rl.validation import validate
 
 
@@ -76,7 +76,7 @@ class Trainer(Hooks[Arguments]):
         """
         validate(arguments)
         pin_datasets(arguments)
-        pin_threads(arguments)
+        pin_cpu_settings(arguments)
         self.arguments = arguments
         self.dataset_train = dataset_train
         self.dataset_eval = dataset_eval

@@ -1,14 +1,9 @@
 """Kernel of a trainer's float32 matrix products on CPU: MKL, which is torch's own, or oneDNN."""
 
-from pathlib import Path
-from typing import Literal
-
 import torch
-import torch.distributed as dist
 
 from rl.compat.torch_internals import onednn_linear
-
-Kernel = Literal["mkl", "onednn"]
+from rl.host.cpu_speed import Kernel
 
 _registered: torch.library.Library | None = None  # keeps oneDNN's kernels registered
 
@@ -32,25 +27,6 @@ def use_kernel(kernel: Kernel) -> None:
 def kernel_in_use() -> Kernel:
     """Return the kernel of float32 products in this process."""
     return "mkl" if _registered is None else "onednn"
-
-
-def faster_kernel() -> Kernel:
-    """Return the faster kernel on the first rank's CPU, on every rank."""
-    cpuinfo = Path("/proc/cpuinfo").read_text()
-    chosen = [_faster_on(cpuinfo, torch.backends.cpu.get_cpu_capability())]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.broadcast_object_list(chosen)
-    return chosen[0]
-
-
-def _faster_on(cpuinfo: str, capability: str) -> Kernel:
-    """Return the faster kernel on the CPU that ``cpuinfo`` describes. ``capability`` names the
-    instructions that torch uses there.
-
-    The time of MKL over that of oneDNN is about 0.9 on Intel, 2 on AMD with AVX2, and 1.1 on AMD
-    with AVX-512.
-    """
-    return "onednn" if "AuthenticAMD" in cpuinfo and capability == "AVX2" else "mkl"
 
 
 def _onednn(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

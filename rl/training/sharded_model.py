@@ -34,7 +34,7 @@ from rl.model.shards import Box, Region, Shard, Shards
 from rl.training.attention import attention_config
 from rl.training.kept_logits import KeptLogits
 from rl.training.logprobs import LogProbHead
-from rl.training.matmul import faster_kernel, use_kernel
+from rl.training.matmul import use_kernel
 from rl.training.own_layout import set_own_layout
 from rl.training.trainer_config import EXPERTS, TrainerConfig, lora_layers
 from rl.training.value_head import ValueHead
@@ -90,7 +90,7 @@ def build_model(
         use_bitwise_kernels()
     if device_type() == "cpu":
         if parity == "close":
-            use_kernel(faster_kernel() if config.cpu_matmul == "auto" else config.cpu_matmul)
+            use_kernel("mkl" if config.cpu_matmul == "auto" else config.cpu_matmul)
         for module in built.modules():
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM

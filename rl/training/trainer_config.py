@@ -324,8 +324,9 @@ class TrainerConfig:
     cores."""
 
     cpu_matmul: Annotated[Literal["auto", "mkl", "onednn"], NUMERICS] = "auto"
-    """Kernel of float32 matrix products on CPU. ``auto`` is oneDNN on AMD without AVX-512, where
-    MKL takes twice as long, and else MKL. The log of a rank names the choice."""
+    """Kernel of float32 matrix products on CPU. ``auto`` chooses at the start of a run, whose
+    ``config.json`` has the choice: oneDNN if MKL is measured to take 1.5 times as long or longer,
+    and otherwise MKL. The log of a rank names the kernel."""
 
     zero_gradient: Annotated[Literal["forward", "skip"], PERFORMANCE] = "forward"
     """Computation for sequences whose loss has no gradient: all their advantages are 0, without an

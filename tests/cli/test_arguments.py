@@ -47,6 +47,20 @@ def test_flags_need_no_value_and_can_be_taken_back():
     assert not config.algorithm.advantage.normalize_std
 
 
+@pytest.mark.parametrize(
+    ("arguments", "resume", "quiet"),
+    [
+        ("--resume True --quiet=False", True, False),
+        ("--resume=true --quiet True --no-quiet", True, False),
+        ("--resume false --quiet true", False, True),
+    ],
+)
+def test_flags_may_have_a_value(arguments, resume, quiet):
+    config = parse(*arguments.split(), "--weights.delta", "--prefix-caching", "False")
+    assert (config.resume, config.quiet, config.weights.delta) == (resume, quiet, True)
+    assert not config.generator.prefix_caching
+
+
 @pytest.mark.parametrize("place", [0, 2])
 def test_the_config_may_be_named_anywhere_and_with_an_equals_sign(place):
     arguments = ["--seed", "4"]

@@ -28,7 +28,7 @@ def this_host() -> Host:
 @pytest.fixture(autouse=True)
 def alike_in_bfloat16(monkeypatch) -> None:
     """Have the processor compute as fast in bfloat16 as in float32, whatever it is."""
-    monkeypatch.setattr("rl.session.hardware.cpu_speed", lambda: CpuSpeed(0.1, 0.1, 10.0))
+    monkeypatch.setattr("rl.session.hardware.cpu_speed", lambda: CpuSpeed(0.1, 0.1, 10.0, 0.1))
 
 
 @pytest.fixture(scope="session")

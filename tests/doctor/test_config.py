@@ -75,7 +75,8 @@ def test_bfloat16_without_instructions_for_it_is_a_warning(monkeypatch, matches)
     config.generator.dtype = "bfloat16"
     meshes = SimpleNamespace(models=dict, generator=lambda number: None)
     for bfloat16, is_slow in ((0.08, False), (0.002, True)):
-        monkeypatch.setattr(hardware, "cpu_speed", lambda rate=bfloat16: CpuSpeed(0.1, rate, 10.0))
+        speed = CpuSpeed(0.1, bfloat16, 10.0, 0.1)
+        monkeypatch.setattr(hardware, "cpu_speed", lambda speed=speed: speed)
         found = [each for each in check_settings(config) if each.where == "generator.dtype"]
         assert bool(found) == is_slow
         assert ("warning: generator.dtype is" in describe("quickstart", Plan(config))) == is_slow

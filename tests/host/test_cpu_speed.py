@@ -1,16 +1,18 @@
-"""The speed of the processor is the highest that any process measured."""
+"""The speed of the processor is the highest that any process measured, of either kernel."""
 
 import json
 
 import pytest
 
-from rl.host.cpu_speed import PROCESSES, CpuSpeed, cpu_speed
+from rl.host import cpu_speed as module
+from rl.host.cpu_speed import PROCESSES, CpuSpeed, cpu_speed, faster_kernel
 
-SLOW = [1e-9, 1e-9, 1e-9]
-FAST = [1e9, 1e9, 1e9]
+SLOW = [1e-9] * 4
+FAST = [1e9] * 4
 KNOWN = {
     "nothing": ("", 1),
     "a damaged file": ("[[1.0, 2.0", 1),
+    "a file of an older version": ("[[0.1, 0.1, 10.0]]", 1),
     "a file of another kind": ('{"float32_tflops": 0.1}', 1),
     "a slow measurement": (json.dumps([SLOW]), 2),
     "a fast measurement": (json.dumps([FAST]), 2),
@@ -37,3 +39,9 @@ def test_a_cache_folder_that_cannot_be_written_costs_nothing_but_time(tmp_path, 
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert min(cpu_speed.__wrapped__()) > 0
+
+
+@pytest.mark.parametrize(("onednn", "faster"), [(0.2, "onednn"), (0.12, "mkl"), (0.0, "mkl")])
+def test_the_faster_kernel_is_measured(onednn, faster, monkeypatch):
+    monkeypatch.setattr(module, "cpu_speed", lambda: CpuSpeed(0.1, 0.1, 10.0, onednn))
+    assert faster_kernel() == faster

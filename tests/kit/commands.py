@@ -2,7 +2,7 @@
 
 from functools import cache
 
-from rl.cli.arguments import parse_config, shipped_configs
+from rl.cli.arguments import parse_config, read_config, shipped_configs
 from rl.launch.targets import TARGETS
 from tests.kit.pages import ROOT
 
@@ -42,6 +42,17 @@ def check_command(command: list[str]) -> None:
         _check_script(program, arguments)
     else:
         assert program in SHELL, f"{program} is no command that a page may show"
+
+
+def check_options(command: list[str]) -> None:
+    """Raise unless the options of ``python -m rl.PROGRAM --config NAME`` are fields of a shipped
+    config. The files that they name may be missing.
+    """
+    if command[:2] == ["python", "-m"] and "--config" in command and "..." not in command:
+        rest = _without(OPTIONS.get(command[2], set()), command[3:])
+        rest = rest[rest.index("--config") :]
+        if rest[1] in shipped_configs():
+            read_config(rest, program="test", serves=True)
 
 
 def _check_program(name: str, arguments: list[str]) -> None:

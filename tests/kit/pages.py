@@ -26,7 +26,8 @@ LANGUAGES = ("bash", "python", "text", "")
 @dataclass(frozen=True)
 class Block:
     """Code between two fences. A comment ``<!-- untested: REASON -->`` before it gives a reason
-    why it is not run, if it is Python, or not parsed, if it is bash.
+    why it is not run, if it is Python, or why only options of its commands are checked, if it is
+    bash.
     """
 
     page: str

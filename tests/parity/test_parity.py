@@ -8,7 +8,7 @@ import torch
 
 from rl.generation.generator_config import GeneratorConfig
 from rl.session.meshes import Meshes
-from rl.session.placement import choose_threads
+from rl.session.placement import choose_cpu_settings
 from rl.types import Batch, Completion
 from rl.validation import validate
 from tests.kit.command_line import parse
@@ -145,7 +145,7 @@ def test_the_config_chooses_the_bits_of_both_sides(parity, tmp_path):
     config = parse("--parity", parity)
     validate(config)
     session = config.session()
-    choose_threads(session)
+    choose_cpu_settings(session)
     meshes = Meshes(session, None, tmp_path)
     generator, trainer = meshes.generator(0), meshes.models()["trainer"]
     assert generator._arguments()[-1]["parity"] == trainer.engine.parity == parity

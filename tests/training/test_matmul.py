@@ -1,9 +1,8 @@
 """Kernels of matrix products have the same numbers for every shape, stride and dtype."""
 
-import pytest
 import torch
 
-from rl.training.matmul import _faster_on, faster_kernel, use_kernel
+from rl.training.matmul import use_kernel
 from tests.kit.ranks import on_ranks
 
 SHAPES = [(1, 1, 1), (3, 5, 7), (64, 48, 33), (200, 16, 24), (0, 4, 3), (4, 0, 3)]
@@ -17,31 +16,7 @@ def test_products_agree_with_double_precision_however_the_matrices_lie():
     assert others == 0
 
 
-@pytest.mark.parametrize(
-    ("vendor", "capability", "faster"),
-    [
-        ("AuthenticAMD", "AVX2", "onednn"),
-        ("AuthenticAMD", "AVX512", "mkl"),
-        ("GenuineIntel", "AVX2", "mkl"),
-    ],
-)
-def test_the_faster_kernel_depends_on_the_cpu(vendor, capability, faster):
-    assert _faster_on(f"vendor_id : {vendor}", capability) == faster
-
-
-def test_every_rank_has_the_choice_of_the_first():
-    assert on_ranks(2, choice_of_a_rank) == ["onednn", "onednn"]
-
-
 # Run on a rank.
-
-
-def choice_of_a_rank() -> str:
-    torch.distributed.init_process_group("gloo")
-    kernel = "onednn" if torch.distributed.get_rank() == 0 else "mkl"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rl.training.matmul._faster_on", lambda *_: kernel)
-        return faster_kernel()
 
 
 def worst_errors() -> tuple[set[str], set[str], set[str], float, float]:

@@ -1,4 +1,4 @@
-"""Numbers of CPU threads that ``auto`` becomes."""
+"""Numbers of CPU threads, and kernels of products on CPU, that ``auto`` becomes."""
 
 import json
 from dataclasses import replace
@@ -11,10 +11,10 @@ from rl.config.frozen import frozen
 from rl.generation.generator_config import GeneratorConfig
 from rl.model.shape import ModelConfig
 from rl.session import placement
-from rl.session.placement import choose_threads
+from rl.session.placement import choose_cpu_settings
 from rl.session.session_config import SessionConfig
 from rl.trainers.rl import RLTrainer
-from rl.trainers.run_folder import pin_threads
+from rl.trainers.run_folder import pin_cpu_settings
 
 LARGE = ModelConfig(vocab_size=32, dim=512, n_layers=4, n_heads=8, n_kv_heads=8, hidden_dim=1536)
 
@@ -60,9 +60,34 @@ def test_threads_follow_from_the_host_and_the_work_of_the_sides(case, monkeypatc
     fields, expected = CASES[case]
     monkeypatch.setattr(placement, "core_count", lambda: 8)
     made = config(**fields)
-    choose_threads(made.session(), made.trainer_share)
+    choose_cpu_settings(made.session(), made.trainer_share)
     assert (made.trainer.threads, made.generator.threads) == expected
     assert {role.trainer.threads for role in made.models().values()} == {expected[0]}
+
+
+@pytest.mark.parametrize("faster", ["mkl", "onednn"])
+def test_the_faster_kernel_is_chosen_unless_bits_have_to_be_equal(faster, monkeypatch):
+    monkeypatch.setattr(placement, "faster_kernel", lambda: faster)
+    for fields, expected in (
+        ({}, faster),
+        ({"parity": "bitwise"}, "mkl"),
+        ({"trainer.cpu_matmul": "onednn"}, "onednn"),
+    ):
+        made = config(**fields)
+        choose_cpu_settings(made.session())
+        assert made.trainer.cpu_matmul == expected
+
+
+@pytest.mark.parametrize("saved", ["mkl", "onednn"])
+def test_a_resumed_run_keeps_its_kernel(saved, tmp_path, monkeypatch):
+    monkeypatch.setattr(placement, "faster_kernel", lambda: "mkl")
+    before = quickstart()
+    before.trainer.cpu_matmul = saved
+    content = {"name": "a", "config": frozen(before)}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    again = config(resume=True, output_dir=str(tmp_path))
+    pin_cpu_settings(again)
+    assert again.trainer.cpu_matmul == saved
 
 
 @pytest.mark.parametrize("saved", [{"threads": 5}, {"threads": 1}, {}])
@@ -74,7 +99,7 @@ def test_a_resumed_run_keeps_its_threads(saved, tmp_path, monkeypatch):
         before[name] |= saved
     (tmp_path / "config.json").write_text(json.dumps({"name": "a", "config": before}))
     again = config(resume=True, output_dir=str(tmp_path))
-    pin_threads(again)
+    pin_cpu_settings(again)
     expected = saved.get("threads", 1)  # runs without the field had one thread
     assert (again.trainer.threads, again.generator.threads) == (expected, expected)
 
@@ -93,5 +118,5 @@ def test_the_config_of_a_run_has_the_threads_that_it_computes_with(tmp_path, mon
 def test_a_session_without_a_trainer_gives_its_cores_to_generators(monkeypatch):
     monkeypatch.setattr(placement, "core_count", lambda: 8)
     made = SessionConfig(model=LARGE, trainer=None, generator=GeneratorConfig(threads="auto"))
-    choose_threads(made)
+    choose_cpu_settings(made)
     assert made.generator.threads == 8

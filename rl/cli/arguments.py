@@ -34,12 +34,13 @@ from rl.config.algorithm import ALGORITHMS
 from rl.config.frozen import read_frozen
 from rl.config.other_names import OTHER_NAMES
 from rl.config.users_code import users_code, users_error
-from rl.errors import ConfigError, nearest, require, shown
+from rl.errors import ConfigError, nearest, require, require_value, shown
 from rl.types.rules import range_text
 from rl.validation import validate
 from rl.validation.values import (
     ConfigValue,
     choices_of,
+    kinds_text,
     validate_attributes,
     validate_types,
     value_of,
@@ -94,7 +95,7 @@ def read_config(
     overrides = [_full_argument(base, argument, known, chosen) for argument in overrides]
     overrides = _as_flags(base, overrides)
     try:
-        with errors.on_parse_error(partial(_refuse, base)):
+        with errors.on_parse_error(partial(_refuse, base, overrides)):
             config = tyro.cli(
                 type(base),
                 default=base,
@@ -126,7 +127,7 @@ def _choose_algorithm(config: RLConfig, overrides: list[str]) -> list[str]:
     return others
 
 
-def _refuse(config: RunConfig, event: errors.ParseErrorEvent) -> None:
+def _refuse(config: RunConfig, arguments: list[str], event: errors.ParseErrorEvent) -> None:
     """Raise the error that tyro found as ConfigError, with the valid words nearest to a refused
     word.
     """
@@ -139,6 +140,12 @@ def _refuse(config: RunConfig, event: errors.ParseErrorEvent) -> None:
             fix = f"{nearest(event.value, choices)}allowed are {', '.join(choices)}"
             raise ConfigError(f"{name} is {event.value!r}", field=name, fix=fix)
         case errors.InstantiationFailure():
+            options = [_field_of(word) for word in arguments]
+            for value in values(config):
+                if value.name == _field_of(name):
+                    at = options.index(value.name)
+                    given = [*arguments[at].split("=", 1), *arguments[at + 1 :]][1]
+                    require_value(False, f"--{value.name}", given, kinds_text(value.hint))
             raise ConfigError(event.message, field=name)
         case errors.BadValue():
             raise ConfigError(f"{name} needs a value", field=name)
@@ -310,15 +317,23 @@ def _full_argument(config: RunConfig, argument: str, known: list[str], chosen: s
     ):
         return argument  # tyro checks an entry of a field without declared fields, such as a dict
     require(name not in OTHER_NAMES, _other_name(f"--{written}"))
-    fields = [name for name in known if name.endswith(f".{positive}")]
+    last = positive.rpartition(".")[2]
+    fields = [name for name in known if name.endswith(f".{positive}")] or [
+        name for name in known if name.startswith(f"{section}.") and name.endswith(f".{last}")
+    ]
     fields = [name for name in fields if not name.startswith(COPIES)] or fields
     if len(fields) == 1:
         parent, _, last = fields[0].rpartition(".")
         negation = "no_" if name != positive else ""
         return f"--{parent}.{negation}{last}{equals}{value}"
     ends = ", ".join(f"--{name}" for name in fields)
-    require(not fields, f"--{written} is the end of several fields; give one of {ends}")
+    require(not fields, f"--{written} stands for several fields; give one of {ends}")
     raise _unknown_field(positive, known)
+
+
+def _field_of(argument: str) -> str:
+    """Return the name of the field that ``--FIELD`` or ``--FIELD=VALUE`` gives."""
+    return argument.partition("=")[0].removeprefix("--").replace("-", "_")
 
 
 def _as_flags(config: RunConfig, arguments: list[str]) -> list[str]:
@@ -326,12 +341,14 @@ def _as_flags(config: RunConfig, arguments: list[str]) -> list[str]:
     flags = {value.name for value in values(config) if isinstance(value.content, bool)}
     words = list[str]()
     for argument in arguments:
-        name, equals, value = argument.partition("=")
-        is_flag = name[2:].replace("-", "_") in flags
-        words += [name, value] if equals and is_flag else [argument]
-        if len(words) > 1 and words[-1] in TRUTH and words[-2][2:].replace("-", "_") in flags:
-            section, dot, last = words[-2][2:].rpartition(".")
-            words[-2:] = [f"--{section}{dot}{'' if TRUTH[words[-1]] else 'no-'}{last}"]
+        is_flag = argument.startswith("--") and _field_of(argument) in flags
+        words += argument.split("=", 1) if is_flag else [argument]
+        field = _field_of(words[-2]) if len(words) > 1 else ""
+        # a word with a colon chooses a part, such as trainer.float8:linear
+        if field in flags and not re.match("--|.*:", words[-1]):
+            require_value(words[-1] in TRUTH, f"--{field}", words[-1], "True or False")
+            section, dot, last = field.rpartition(".")
+            words[-2:] = [f"--{section}{dot}{'' if TRUTH[words[-1]] else 'no_'}{last}"]
     return words
 
 

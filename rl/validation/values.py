@@ -55,7 +55,7 @@ def validate_types(config: Any) -> None:
     validate_attributes(config)
     for value in values(config):
         fits = any(_is_a(value.content, member) for member in _members(value.hint))
-        require_value(fits, value.name, value.content, _allowed(value.hint))
+        require_value(fits, value.name, value.content, kinds_text(value.hint))
 
 
 def validate_attributes(config: Any) -> None:
@@ -222,8 +222,8 @@ def _is_a(content: Any, kind: Any) -> bool:
     return not known or isinstance(content, kind)
 
 
-def _allowed(hint: Any) -> str:
-    """Name the kinds of value that a field may have."""
+def kinds_text(hint: Any) -> str:
+    """Return the kinds of value that a field of this type may have, in words."""
     names: list[str] = []
     for member in _members(hint):
         if get_origin(member) is Literal:

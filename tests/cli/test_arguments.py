@@ -52,7 +52,7 @@ def test_flags_need_no_value_and_can_be_taken_back():
     [
         ("--resume True --quiet=False", True, False),
         ("--resume=true --quiet True --no-quiet", True, False),
-        ("--resume false --quiet true", False, True),
+        ("--resume false --quiet trainer.float8:none", False, True),
     ],
 )
 def test_flags_may_have_a_value(arguments, resume, quiet):
@@ -106,12 +106,18 @@ REFUSED = {
     "steps=3": "steps: there is no such option; did you mean --steps or --profile.steps or "
     "--best.keep? a field is given as --FIELD VALUE",
     "--steps": "--steps needs a value",
-    "--steps two": "--steps: invalid literal for int() with base 10: 'two'",
+    "--steps two": "--steps is 'two'; it must be a whole number",
+    "--max-tokens=1e3": "--rollout.max_tokens is '1e3'; it must be a whole number",
+    "--trainer.threads few": "--trainer.threads is 'few'; it must be a whole number or 'auto'",
+    "--quiet yes": "--quiet is 'yes'; it must be True or False",
+    "--trainer.dither=1": "--trainer.dither is '1'; it must be True or False",
+    "--trainer.enable True": "--trainer.enable stands for several fields; give one of "
+    "--trainer.compile.enable, --trainer.checkpoint.enable",
     "--algorithm dapoo": "--algorithm is 'dapoo'; did you mean dapo or sapo or gdpo? allowed are "
     "grpo, dr_grpo, dapo, ppo, decoupled_ppo, rloo, reinforce_plus_plus, gspo, cispo, dppo, "
     "sapo, gmpo, maxrl, gdpo",
-    "--tensor_parallel_degree 2": "--tensor_parallel_degree is the end of several fields; give one "
-    "of --trainer.parallelism.tensor_parallel_degree, --generator.tensor_parallel_degree",
+    "--tensor_parallel_degree 2": "--tensor_parallel_degree stands for several fields; give one of "
+    "--trainer.parallelism.tensor_parallel_degree, --generator.tensor_parallel_degree",
 }
 
 
@@ -131,6 +137,7 @@ def test_a_value_that_a_dataclass_of_torchtitan_refuses_is_refused():
 
 def test_a_field_may_be_given_by_the_end_of_its_name():
     config = parse_line("--lr 0.25 --micro-batch-size=3 --no-normalize-std --top_p 0.5")
+    assert parse_line("--trainer.optimizer.lr 0.25").trainer == parse_line("--lr 0.25").trainer
     assert config.trainer.optimizer.param_groups[0].optimizer_kwargs["lr"] == 0.25
     assert config.critic.optimizer.param_groups[0].optimizer_kwargs["lr"] != 0.25
     assert (config.trainer.micro_batch_size, config.rollout.top_p) == (3, 0.5)

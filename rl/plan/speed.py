@@ -354,8 +354,14 @@ def _assumptions(
             f"which {completion:g} are sampled in {_mean_turns(run):g} turns, half of "
             "task.max_turns; no time for environments"
         )
+    rollout = run.rl.rollout
+    replaced = []
+    if groups := rollout.max_resampled_groups:
+        times = 1 + groups / rollout.prompts_per_step
+        replaced = [f"no replaced groups; all {groups} make generation {times:.3g} times as long"]
     return (
         lengths,
+        *replaced,
         *_rates(run),
         "lockstep: stages one after another" if lockstep else parallel,
         COLLECTIVES,

@@ -190,6 +190,15 @@ def test_parallel_stages_take_the_time_of_the_longest(capsys):
     )
 
 
+def test_groups_that_may_be_replaced_are_named(capsys):
+    config = ["--config", "quickstart", "--rollout.prompts_per_step", "16"]
+    said = "assumed: no replaced groups; all 32 make generation 3 times as long"
+    assert main([*config, "--rollout.max_resampled_groups", "32"]) == 0
+    assert said in capsys.readouterr().out
+    assert main(config) == 0
+    assert "replaced groups" not in capsys.readouterr().out
+
+
 def test_a_shared_prompt_is_computed_once_and_its_logits_never():
     options = "--config quickstart --task.max_prompt_tokens 40 --model.max_seq_len 48"
     both = [options, f"{options} --trainer.prompt_sharing 8"]

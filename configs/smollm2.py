@@ -23,10 +23,11 @@ from rl.training.trainer_config import TrainerConfig
 def smollm2() -> RLConfig:
     """SmolLM2-135M-Instruct learns word problems by RL alone, in bfloat16.
 
-    The instruction has it write calculations, and the temperature keeps them readable.
+    The instruction has it write calculations, and the temperature keeps them readable. A step has
+    four updates, which learn more from the same answers than one.
     """
     return RLConfig(
-        steps=100,
+        steps=80,
         task=Gsm8kJsonl.Config(
             instruction="Show each calculation in one short line.", max_prompt_tokens=128
         ),
@@ -38,9 +39,9 @@ def smollm2() -> RLConfig:
             temperature=0.5,
             max_resampled_groups=32,
         ),
-        algorithm=PolicyGradientConfig(loss=dapo(entropy_coef=0.01)),
+        algorithm=PolicyGradientConfig(loss=dapo(entropy_coef=0.01), prompts_per_minibatch=4),
         trainer=TrainerConfig(
-            optimizer=default_adamw(lr=3e-5, weight_decay=0.0),
+            optimizer=default_adamw(lr=2e-5, weight_decay=0.0),
             lr_scheduler=LRSchedulersContainer.Config(warmup_steps=2, decay_ratio=0.6),
             micro_batch_tokens=2048,
             prompt_sharing=8,
@@ -78,6 +79,6 @@ def smollm2_after_sft() -> RLConfig:
     config.rollout.temperature = 1.0
     config.evaluation.every = 10
     config.algorithm.loss.entropy_coef = 0.0
-    config.trainer.optimizer = default_adamw(lr=2e-5, weight_decay=0.0)
+    config.algorithm.prompts_per_minibatch = 0  # one update a step
     config.trainer.lr_scheduler.decay_ratio = 0.0
     return config

@@ -21,7 +21,7 @@ from rl.session.session import Session
 DP = "--trainer.parallelism.data_parallel_shard_degree"
 FINDINGS = {
     "--stpes 4": ("error", "--stpes", "there is no such field", "did you mean --steps"),
-    "--steps many": ("error", "--steps", "many", "correct it there"),
+    "--steps many": ("error", "--steps", "many", "it must be a whole number"),
     "--rollout.max_tokens 600": (
         *("error", "task.max_prompt_tokens=16 + rollout.max_tokens=600", "is 616"),
         "at most model.max_seq_len=32",

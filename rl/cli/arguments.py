@@ -305,7 +305,7 @@ def _names(config: RunConfig) -> list[str]:
 
 def _full_argument(config: RunConfig, argument: str, known: list[str], chosen: set[str]) -> str:
     written, equals, value = argument.removeprefix("--").partition("=")
-    name = written.replace("-", "_")
+    name = _field_of(argument)
     if not argument.startswith("--"):
         require(not equals or name not in OTHER_NAMES, _other_name(written))
         return argument
@@ -353,8 +353,8 @@ def _as_flags(config: RunConfig, arguments: list[str]) -> list[str]:
 
 
 def _other_name(written: str) -> str:
-    name = written.removeprefix("--").replace("-", "_")
-    return f"{written}: Tiller's name of this field is --{OTHER_NAMES.get(name)}"
+    new = OTHER_NAMES.get(_field_of(written))
+    return f"{written}: Tiller's name of this field is --{new}"
 
 
 def _unknown_field(given: str, known: list[str]) -> ConfigError:

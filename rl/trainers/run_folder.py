@@ -192,8 +192,9 @@ def pin_cpu_settings(config: RunConfig) -> None:
     if (sampling := config.sampling_run()) is not None:
         sections[f"{config.generator_section}generator"] = sampling.generator
     for name, section in sections.items():
-        if section.threads == "auto" and (saved := saved_section(config, name)):
+        saved = saved_section(config, name)
+        if saved and section.threads == "auto":
             section.threads = saved.get("threads", 1)
-    if config.trainer.cpu_matmul == "auto":
-        config.trainer.cpu_matmul = saved_section(config, "trainer").get("cpu_matmul", "auto")
+        if section is config.trainer and section.cpu_matmul == "auto":
+            section.cpu_matmul = saved.get("cpu_matmul", "auto")
     choose_cpu_settings(config.session(), config.trainer_share)

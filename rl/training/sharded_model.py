@@ -25,6 +25,7 @@ from torchtitan.tools.utils import set_default_dtype
 from rl.compat import titan
 from rl.compat.torch_internals import local_part, local_tensor, wait_for_local
 from rl.errors import require_value
+from rl.host.cpu_speed import faster_kernel
 from rl.host.platform import device_type
 from rl.model.decoder import decoder_config
 from rl.model.parity import Parity, use_bitwise_kernels
@@ -90,7 +91,7 @@ def build_model(
         use_bitwise_kernels()
     if device_type() == "cpu":
         if parity == "close":
-            use_kernel("mkl" if config.cpu_matmul == "auto" else config.cpu_matmul)
+            use_kernel(faster_kernel() if config.cpu_matmul == "auto" else config.cpu_matmul)
         for module in built.modules():
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM

@@ -51,6 +51,12 @@ def test_products_are_of_the_kernel_of_the_config(folder, kernel):
     assert engine_of(folder, cpu_matmul=kernel).matmul == kernel
 
 
+@pytest.mark.parametrize("kernel", ["onednn", "mkl"])
+def test_an_engine_without_a_run_computes_with_the_faster_kernel(folder, kernel, monkeypatch):
+    monkeypatch.setattr("rl.training.sharded_model.faster_kernel", lambda: kernel)
+    assert engine_of(folder).matmul == kernel
+
+
 @pytest.mark.parametrize("implementation", ["for-loop", "foreach", "fused"])
 def test_the_optimizer_is_the_implementation_of_the_config(folder, implementation):
     options = {"lr": 1e-3, "eps": 1e-5}

@@ -35,7 +35,8 @@ def output_of(command: Sequence[str | Path], timeout_s: float, **variables: str)
         command, env=os.environ | variables, capture_output=True, text=True, timeout=timeout_s
     )
     if done.returncode:
-        raise SystemExit(f"{done.stderr}this failed: {shlex.join(map(str, command))}")
+        text = shlex.join(map(str, command))
+        raise SystemExit(f"{done.stderr}this failed with exit code {done.returncode}: {text}")
     return done.stdout
 
 

@@ -54,5 +54,6 @@ REFUSED = {
 }
 
 
+@LONG
 def test_a_comparison_that_cannot_run_is_refused(recorded):
     assert accepted(main, recorded().folder, REFUSED) == {}

@@ -18,7 +18,6 @@ from tests.kit.model_cases import GPT_OSS
 from tests.kit.model_folders import Folder
 from tests.kit.pages import blocks, commands, text_of
 from tests.kit.runs import TINY, Run
-from tests.kit.tables import cases
 from tests.kit.tokenizers import qwen3
 
 RUN = """\
@@ -79,7 +78,8 @@ def environment(tmp_path) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": f"{module.parents[1]}:{Path.cwd()}"}
 
 
-@pytest.mark.parametrize("name", cases(FOLDERS, ["the documentation's family"]))
+@pytest.mark.long
+@pytest.mark.parametrize("name", FOLDERS)
 def test_every_program_takes_a_folder_whose_shape_depends_on_other_fields(
     tmp_path, environment, name
 ):

@@ -14,7 +14,6 @@ from tests.e2e.configs import BLOCK
 from tests.kit.agents import joined
 from tests.kit.runs import PATIENCE_S, TINY, Run, words
 from tests.kit.serve import Server
-from tests.kit.tables import long
 
 MESSAGES = [{"role": "user", "content": "How many apples are left?"}]
 
@@ -103,7 +102,8 @@ def sampled(server):
     return float(found)
 
 
-@pytest.mark.parametrize("origin", ["run", long("config")])
+@pytest.mark.long
+@pytest.mark.parametrize("origin", ["run", "config"])
 def test_a_policy_is_served_token_for_token(request, tmp_path, origin):
     """A signal ends the server after the conversation."""
     if origin == "run":

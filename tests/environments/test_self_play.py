@@ -118,7 +118,11 @@ def test_a_player_who_reads_the_conversation_of_another_has_its_own(task, monkey
         said = {"role": "user", "content": "Write a number."}
         return [*shared, said, {"role": "assistant", "content": "1"}] if player else shared
 
+    def environment(task, prompt, sample):
+        return task.game(task.dialect, enable_thinking=True)  # no thought precedes an answer
+
     monkeypatch.setattr(Higher, "opening", opening)
+    monkeypatch.setattr(HigherTask, "environment", environment)
     rollout = play(task, [1, 2, 4, 3])
     assert rollout.players == (0, 1)
     sampled = [task.tokenizer.decode(each.tokens[each.sampled]) for each in rollout.sequences]

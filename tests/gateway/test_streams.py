@@ -13,13 +13,13 @@ from tests.dialects.test_families import FAMILIES
 from tests.gateway.test_http import CHAT
 from tests.kit.adversary import HABITS, Adversary
 from tests.kit.agents import Policy, collected, joined, parts_of, server, session
-from tests.kit.tables import cases
+from tests.kit.tables import cases, long
 from tests.kit.tokenizers import chatml_mistral, mistral, qwen3, qwen3_instruct
 
 MAKERS = {name: make for name, (make, _) in FAMILIES.items()}
 MAKERS |= {"Qwen3": qwen3, "Qwen3 Instruct": qwen3_instruct}
-OFTEN = ("Qwen3", "Llama 3", "ChatML of Mistral")
-"""Tokenizers of the default tests, which write calls in three ways."""
+OFTEN = ("Qwen3", "Llama 3")
+"""Tokenizers of the default tests, which write calls in two ways."""
 BARE = '{"name": "add", "parameters": {"a": 1}}'
 LIST = '[{"name": "add", "arguments": {"a": 1}, "id": "a1B2c3D4e"}]'
 TEXTS = (
@@ -99,7 +99,7 @@ async def test_a_stream_of_a_chat_says_what_the_whole_answer_says(name):
     assert early > len(answers) / 3
 
 
-@pytest.mark.parametrize("name", ["Qwen3", "Mistral"])
+@pytest.mark.parametrize("name", ["Qwen3", long("Mistral")])
 async def test_a_stream_of_a_completion_says_what_the_whole_answer_says(name):
     answers = answers_of(MAKERS[name](), 10)
     policy = Told(answers)
@@ -111,7 +111,7 @@ async def test_a_stream_of_a_completion_says_what_the_whole_answer_says(name):
             assert joined(chunks) == joined([whole]), policy.turns[-1]
 
 
-@pytest.mark.parametrize("make", [qwen3, mistral, chatml_mistral])
+@pytest.mark.parametrize("make", [qwen3, long(mistral), long(chatml_mistral)])
 def test_text_that_was_read_is_never_changed(make):
     """Bytes that are not text change the characters of bytes before them."""
     tokenizer = make()

@@ -17,6 +17,7 @@ from rl.generation.start_vllm import RUNNER, vllm_config
 from tests.kit.generator_ranks import generate, push, request, scheduler_of
 from tests.kit.memory import resident
 from tests.kit.policies import EXPERTS, TIED_SPLIT, UNTIED_SPLIT, Policy, error
+from tests.kit.tables import long
 
 PROMPTS = [[5], list(range(1, 20)), [7] * 40, list(range(60, 0, -1)) * 2]
 
@@ -128,6 +129,7 @@ def test_more_prompt_tokens_than_fit_a_step_take_several_steps(generator, policy
         assert error(policy, each.prompt_tokens, completion) <= 1e-5
 
 
+@pytest.mark.parametrize("one_or_two_ranks", ["generator", long("generators")], indirect=True)
 def test_chunks_prefixes_and_preemption_change_no_token(one_or_two_ranks, policy):
     asks = [
         *asked(max_tokens=60),

@@ -86,6 +86,7 @@ def test_offload_and_push_restore_completions(hybrid, policies):
     assert [each.tokens for each in after] == [each.tokens for each in before[0]]
 
 
+@pytest.mark.long
 def test_two_ranks_divide_heads_and_states(policies):
     ranks = GeneratorRanks(replace(CONFIG, tensor_parallel_degree=2), HYBRID)
     try:

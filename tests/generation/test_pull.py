@@ -39,8 +39,8 @@ def test_draining_gives_every_completion_one_version(one_or_two_ranks, policy, o
     [
         ("generator", "drain"),
         ("generator", "recompute"),
-        ("generators", "continue"),
         long("generator", "continue"),
+        long("generators", "continue"),
         long("generators", "drain"),
         long("generators", "recompute"),
     ],

@@ -38,6 +38,7 @@ def test_every_token_in_flight_has_its_version_and_that_versions_logprob(
 
 
 @pytest.mark.parametrize("swap", [long("recompute"), "continue"])
+@pytest.mark.parametrize("one_or_two_ranks", ["generator", long("generators")], indirect=True)
 def test_other_requests_see_no_key_or_value_of_older_weights(one_or_two_ranks, other_policy, swap):
     """Requests that have finished, and requests in flight before and after the swap, fill it."""
     asked, completions = one_or_two_ranks.run(

@@ -17,7 +17,6 @@ from rl.launch.targets import TARGETS
 from rl.observe.owner import FolderOwner
 from tests import warm
 from tests.kit.runs import TINY
-from tests.kit.tables import long
 
 H100 = ["--hardware.device", "h100", "--hardware.gpus_per_node", "8"]
 SMALL = [*TINY, "--rollout.reward_workers", "0"]
@@ -73,7 +72,8 @@ def test_a_launch_to_pods_writes_nothing_to_the_path_of_their_volume(
     assert config["data"]["config.json"] == (home / "launch" / "config.json").read_text()
 
 
-@pytest.mark.parametrize("name", ["sft_jsonl", long("dpo_jsonl"), long("reward_model_jsonl")])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["sft_jsonl", "dpo_jsonl", "reward_model_jsonl"])
 def test_runs_of_every_trainer_are_launched(name, chat_model, launch, tmp_path):
     model = ("--model.hf_path", str(chat_model), "--model.max_seq_len", "128")
     arguments = ("--config", name, *model, "--task.max_tokens", "96", "--steps", "7")

@@ -11,6 +11,7 @@ from rl.model.shape import ModelConfig
 from rl.training.start_weights import Start, StartWeights
 from rl.types import GenerationRequest, Sampling
 from tests.kit.model_folders import Folder
+from tests.kit.tables import long
 from tests.session import faults
 from tests.session.sessions import config_of, model_config, trainer_config
 
@@ -34,7 +35,7 @@ async def answered(session) -> tuple[dict[str, str], list]:
     ]
 
 
-@pytest.mark.parametrize("kind", ["a folder, on two ranks", "random, rounded"])
+@pytest.mark.parametrize("kind", [long("a folder, on two ranks"), "random, rounded"])
 async def test_weights_are_those_of_a_push(sessions, tmp_path, kind):
     trainer = trainer_config()
     if kind.startswith("a folder"):

@@ -181,7 +181,8 @@ def test_a_requeued_job_leaves_no_process_that_outlives_its_shell(cluster, folde
     stays = '[ "$1" != requeue ] || exit 0'  # the job is not requeued, and its shell waits
     job = submit(cluster, folder, "exit 75", commands={"scontrol": stays})
     until(lambda: "goes back to the queue" in log(folder), "the run has ended")
-    (shell,) = [pid for pid in pids_of(cluster, job) if "/slurm_script" in command_of(pid)]
+    # forks of the shell, later ones, have its command line until they execute their own
+    shell = min(pid for pid in pids_of(cluster, job) if "/slurm_script" in command_of(pid))
     until(lambda: not children_of(shell), "the shell waits without a child")
     cluster.ask("scancel", job)
     until_gone(cluster, job)
@@ -193,7 +194,7 @@ def test_processes_get_the_submitting_shells_environment_and_the_configs(
     monkeypatch.setenv("API_TOKEN", "s3cret")
     job = submit(cluster, folder, 'echo "$API_TOKEN, $GREETING, $FROM_PRELUDE, $TILLER_NODES"')
     assert cluster.wait_for(job, "COMPLETED") == "COMPLETED"
-    assert "s3cret, it's $HOME, loaded, n1" in says(folder)
+    assert re.search(r"s3cret, it's \$HOME, loaded, n\d", says(folder))
     frozen = [path for path in (folder / "launch").iterdir() if b"s3cret" in path.read_bytes()]
     assert frozen == []
     assert "API_TOKEN" in (folder / "launch" / "environment.json").read_text()

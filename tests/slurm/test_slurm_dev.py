@@ -40,14 +40,16 @@ def test_every_node_answers_under_its_own_name_and_address(cluster: Cluster):
     nodes = cluster.ask("srun", "-N3", "bash", "-c", "echo $(hostname) $(getent hosts $(hostname))")
     assert sorted(nodes.splitlines()) == [f"n{i} 10.77.0.{i} n{i}" for i in (1, 2, 3)]
     # and takes four ranks on fewer cores
-    assert cluster.ask("srun", "-N1", "-n4", "hostname").splitlines() == ["n1"] * 4
+    ranks = cluster.ask("srun", "-N1", "-n4", "hostname").splitlines()
+    assert len(ranks) == 4
+    assert len({*ranks}) == 1
 
 
 def test_a_batch_job_writes_its_output_and_exit_code(cluster: Cluster, tmp_path: Path):
     job = cluster.submit("-N2", f"--output={tmp_path}/out", "--wrap", "srun hostname; exit 3")
     assert cluster.wait_for(job, "COMPLETED", "FAILED") == "FAILED"
     assert cluster.field(job, "ExitCode") == "3:0"
-    assert sorted((tmp_path / "out").read_text().split()) == ["n1", "n2"]
+    assert len({*(tmp_path / "out").read_text().split()}) == 2
 
 
 def test_a_preempted_job_is_requeued_and_may_soon_run_again(cluster: Cluster, tmp_path: Path):

@@ -204,7 +204,7 @@ def test_a_failure_of_one_rank_is_every_ranks_error(folder):
 # Saves beside the training.
 
 
-@pytest.mark.parametrize("layout", [long("alone"), "fsdp2_tp2"])
+@pytest.mark.parametrize("layout", ["alone", long("fsdp2_tp2")])
 def test_an_async_save_holds_the_values_of_its_moment(folder, layout):
     """Weights and moments, although the steps after it are taken before a byte is written."""
     answers = in_layout(save_and_step_on, "tied_fused", layout, folder)

@@ -39,7 +39,7 @@ from tests.kit.scenes import (
     unequal,
     weights_of,
 )
-from tests.kit.tables import cases, long
+from tests.kit.tables import cases
 
 LONG = [pytest.mark.long]
 RECOMPUTED = {"activation_checkpoint": FullAC.Config()}
@@ -186,12 +186,9 @@ def balanced(layout: Layout, folder: str) -> dict[str, torch.Tensor]:
     return weights_of(engine)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
-    "name",
-    [
-        "clamped_fsdp2_tp2_ep2",
-        *(long(name) for name in ("tp2", "cp2_ep2", "hsdp4_ep2", "few_fsdp4")),
-    ],
+    "name", ["clamped_fsdp2_tp2_ep2", "tp2", "cp2_ep2", "hsdp4_ep2", "few_fsdp4"]
 )
 def test_biases_and_what_is_learned_with_them_do_not_depend_on_the_layout(folder, name):
     _, layout = LAYOUTS[name]

@@ -35,7 +35,7 @@ def test_float8_is_on(alone, folder):
     )
 
 
-@pytest.mark.parametrize("name", cases(LAYOUTS, ["fsdp2_tp2"]))
+@pytest.mark.parametrize("name", cases(LAYOUTS, ["tp2"]))
 def test_gradients_do_not_depend_on_the_layout(alone, folder, name):
     """Compare rows one by one: rows of one micro-batch share the scale of their activations."""
     layout = LAYOUTS[name]

@@ -15,7 +15,6 @@ from rl.training.micro_batches import lay_out
 from rl.training.packing import MicroBatchLimits, plan
 from rl.training.trainer_config import TrainerConfig
 from tests.kit.batches import ragged_batch
-from tests.kit.tables import long
 
 
 @pytest.fixture
@@ -31,10 +30,8 @@ def graphs(monkeypatch):
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize(
-    ("windows", "wanted"),
-    [((0,), (4, 2)), long((128, 0), (6, 3))],
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("windows", "wanted"), [((0,), (4, 2)), ((128, 0), (6, 3))])
 def test_batches_of_any_lengths_have_few_graphs(graphs, windows, wanted):
     """Dynamo's limit is 8. Attention has graphs with and without gradients."""
     limits = MicroBatchLimits.of(TrainerConfig(micro_batch_tokens=1024), "flex")

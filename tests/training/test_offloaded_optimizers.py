@@ -90,7 +90,7 @@ PLACES = [
     ("tied_fused", "alone", "foreach"),
     *(long("tied_fused", "alone", kind) for kind in KINDS if kind != "foreach"),
     long("tied_fused", "fsdp2", "fused"),
-    ("tied_fused", "fsdp2", "lora"),
+    long("tied_fused", "fsdp2", "lora"),
     long("biased", "hsdp4", "fused"),
     long("untied_split", "fsdp2_tp2", "fused"),
     long("experts", "fsdp2_tp2_ep2", "fused"),

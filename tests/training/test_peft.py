@@ -63,12 +63,12 @@ FORMS: dict[str, tuple[Folder, set[str], set[str], float]] = {
 
 
 def adapted_in_peft(
-    folder: Folder, place: Path, *, fuse_qkv: bool = True, most: float = 1e-5
+    folder: Folder, place: Path, *, fuse_qkv: bool = True, most: float = 3e-5
 ) -> PeftModel:
     """Train an adapter on ``folder`` and export it to ``out`` in ``place``; return PEFT's model.
 
     Raises AssertionError if logits of PEFT or of the merged export differ from the policy's by more
-    than ``most``.
+    than ``most``: kernels of some processors round logits of up to 5 by more than 1e-5.
     """
     source = folder.write(place / "base")
     model = ModelConfig(hf_path=str(source), fuse_qkv=fuse_qkv)
@@ -104,8 +104,7 @@ def test_peft_puts_an_adapter_on_a_base_of_each_family(tmp_path, name):
 def test_peft_puts_the_adapter_on_the_base_and_gets_the_same_logits(tmp_path, monkeypatch, form):
     folder, modules, parameters, count = FORMS[form]
     monkeypatch.chdir(tmp_path)
-    most = 3e-5 if form == "stacked" else 1e-5  # float32 rounds its logits by more
-    peft = adapted_in_peft(folder, Path(), fuse_qkv=form != "split", most=most)
+    peft = adapted_in_peft(folder, Path(), fuse_qkv=form != "split")
     config = peft.peft_config["default"]
     found = (config.base_model_name_or_path, config.r, config.lora_alpha)
     assert found == (str(tmp_path / "base"), LORA.rank, LORA.alpha)

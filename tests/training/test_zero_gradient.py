@@ -154,7 +154,7 @@ def updated(model: str, layout: str, folder: str, head: str) -> dict[str, dict]:
     return answers
 
 
-@pytest.mark.parametrize("head", ["logprobs", "values"])
+@pytest.mark.parametrize("head", ["logprobs", long("values")])
 @pytest.mark.parametrize("layout", ["alone", *(long(n) for n in ("hsdp4", "fsdp2_tp2"))])
 def test_steps_of_several_calls_end_with_the_weights_of_whole_ones(layout, head, tmp_path):
     for answers in in_layout(updated, "tied_fused", layout, str(tmp_path), head):

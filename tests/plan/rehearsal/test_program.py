@@ -100,6 +100,7 @@ def test_a_config_that_cannot_be_rehearsed_is_refused(arguments, sentence, capsy
     assert sentence in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_more_shapes_than_graphs_are_an_error():
     """The lengths of the sequences are those that the config allows, in several steps."""
     run = PlannedRun(parse_config(SMALL[:-1], program="rl.plan")[1])

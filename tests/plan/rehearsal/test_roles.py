@@ -14,7 +14,8 @@ PPO = f"--config {CONFIGS}.ppo --model.n_layers 1"
 TRAINING = ["forward_backward 1", "optim_step 1", "forward_backward 2", "optim_step 2"]
 
 
-@pytest.mark.parametrize("role", [long("trainer"), "critic", long("reference")])
+@pytest.mark.long
+@pytest.mark.parametrize("role", ["trainer", "critic", "reference"])
 def test_the_models_of_an_rl_run(role, rehearsals):
     found = rehearsals.of(PPO, role=role)
     assert found["error"] is None

@@ -105,7 +105,7 @@ def require_value(holds: bool, field: str, value: object, allowed: str, fix: str
 def nearest(name: str, known: Collection[str], *, prefix: str = "") -> str:
     """Return "did you mean …? " with the known names nearest to ``name``; empty if none is near."""
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-    return f"did you mean {' or '.join(prefix + each for each in near)}? " if near else ""
+    return f"did you mean {' or '.join(prefix + match for match in near)}? " if near else ""
 
 
 def one_of(values: Iterable[object]) -> str:
@@ -173,7 +173,7 @@ def open_file_limits() -> tuple[int, int]:
     this limit. Both are at most MOST_FILES, also for "unlimited".
     """
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit, most = (MOST_FILES if each < 0 else min(each, MOST_FILES) for each in limits)
+    limit, most = (MOST_FILES if bound < 0 else min(bound, MOST_FILES) for bound in limits)
     return limit, most
 
 

@@ -91,9 +91,9 @@ def merged_values(values: Sequence[Value]) -> Value:
     algorithm for computing sample variances", 1979, eq. 2.1.
     """
     rule = values[0].rule
-    weight = sum(each.weight for each in values)
-    present = [each for each in values if each.weight]
-    numbers = [each.value for each in values]
+    weight = sum(value.weight for value in values)
+    present = [value for value in values if value.weight]
+    numbers = [value.value for value in values]
     match rule:
         case "last":
             return values[-1]
@@ -104,9 +104,9 @@ def merged_values(values: Sequence[Value]) -> Value:
             return Value(math.nan if any(map(math.isnan, numbers)) else chosen, rule, weight)
     if len(present) < 2:
         return present[0] if present else values[-1]
-    mean = sum((each.mean if rule == "std" else each.value) * each.weight for each in present)
+    mean = sum((value.mean if rule == "std" else value.value) * value.weight for value in present)
     mean /= weight
     if rule == "mean":
         return Value(mean, rule, weight)
-    squares = sum(each.weight * (each.value**2 + (each.mean - mean) ** 2) for each in present)
+    squares = sum(value.weight * (value.value**2 + (value.mean - mean) ** 2) for value in present)
     return Value(math.sqrt(squares / weight), rule, weight, mean)

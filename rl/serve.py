@@ -181,15 +181,15 @@ def changes_of(config: "ServeConfig", folder: Path) -> list[str]:
 
     path = folder / "config.json"
     before = thawed(read_config_file(path, f"--resume: {path}")["config"])
-    folders = [str(each.model.hf_path or "") for each in (before, config)]
+    folders = [str(settings.model.hf_path or "") for settings in (before, config)]
     if all(map(os.path.isdir, folders)) and os.path.samefile(*folders):
         before.model.hf_path = config.model.hf_path
     changed = changes(before, config)
-    refused = [each.change for each in changed if each.mark == NUMERICS]
+    refused = [field.change for field in changed if field.mark == NUMERICS]
     rule = "give the values from before, or serve the new config from another --output-dir"
     problem = f"{folder} has what clients made with another config: {'; '.join(refused)}"
     require(not refused, problem, field="--resume", fix=rule)
-    return [each.change for each in changed if each.change.split(":")[0] not in UNCHANGED]
+    return [field.change for field in changed if field.change.split(":")[0] not in UNCHANGED]
 
 
 def make_gateway(

@@ -57,7 +57,7 @@ class AdapterSlots:
 
     async def _bring(self, folder: Path) -> _Loaded:
         while not self._free:
-            unused = (name for name, each in self._loaded.items() if not each.users)
+            unused = (name for name, adapter in self._loaded.items() if not adapter.users)
             if (oldest := next(unused, None)) is not None:
                 self._free.append(self._loaded.pop(oldest).place)
                 break

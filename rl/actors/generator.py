@@ -291,10 +291,10 @@ class GeneratorMesh(Mesh):
         called with tokens as they are sampled.
         """
         if on_tokens is not None:
-            requests = [replace(each, streams=True) for each in requests]
+            requests = [replace(request, streams=True) for request in requests]
         async with self._slots.of(adapter) as number:
             if number:
-                requests = [replace(each, adapter=number) for each in requests]
+                requests = [replace(request, adapter=number) for request in requests]
             fresh = fresh and self._has_prefixes
             self._has_prefixes = True
             return await self._calls.make((requests, fresh), on_tokens)
@@ -305,10 +305,10 @@ class GeneratorMesh(Mesh):
         ((outcomes, load),) = await self._leader().call(Generator.generate, calls)
         self._load = Metrics.merged([self._load, load])
         return [
-            each._replace(answer=self._group.raised(0, "generate", each.answer))
-            if isinstance(each.answer, Exception)
-            else each
-            for each in outcomes
+            outcome._replace(answer=self._group.raised(0, "generate", outcome.answer))
+            if isinstance(outcome.answer, Exception)
+            else outcome
+            for outcome in outcomes
         ]
 
     async def activations(self, sequence: GivenSequence) -> Activations:
@@ -318,7 +318,7 @@ class GeneratorMesh(Mesh):
         await self._leader().call(Generator.activations, sequence)
         self._has_prefixes = True
         answers = await self.call(Generator.take_activations)
-        return joined([each for each in answers if each is not None], shape_of(self.model))
+        return joined([answer for answer in answers if answer is not None], shape_of(self.model))
 
     def _leader(self, extra_s: float = 0.0) -> Ranks:
         """Return rank 0, which leads, to be called. The call may last while tokens are sampled:

@@ -296,8 +296,8 @@ class ActorGroup:
         ends = loop.time() + to.timeout_s
         pending = {*tasks.values()}
         doing = [] if to.actor is self._pulse else [self._doing[rank] for rank in tasks]
-        for each in doing:
-            each.append(endpoint)
+        for calls in doing:
+            calls.append(endpoint)
         try:
             while pending:
                 done, _ = await asyncio.wait(
@@ -325,8 +325,8 @@ class ActorGroup:
         finally:
             for task in pending:
                 task.cancel()
-            for each in doing:
-                each.remove(endpoint)
+            for calls in doing:
+                calls.remove(endpoint)
         return [task.result() for task in tasks.values()]
 
     async def _idle_s(self, to: Ranks, rank: int) -> float:

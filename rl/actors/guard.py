@@ -24,7 +24,7 @@ def guard() -> None:
     This process waits until the child or the run ends, kills all processes below it, and exits.
     """
     prctl = ctypes.CDLL(None).prctl
-    own = os.getpid()
+    guard_pid = os.getpid()
     parent = os.getppid()
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
@@ -33,7 +33,7 @@ def guard() -> None:
     if guarded == 0:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-        if os.getppid() != own:
+        if os.getppid() != guard_pid:
             os._exit(1)
         return
     ended: dict[int, int] = {}

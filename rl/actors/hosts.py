@@ -234,7 +234,7 @@ async def find_nodes(workers: Path, count: int, deadline: float) -> list[Node]:
             f"no worker came up within {deadline:.0f} s on {shown}; see the log of the node"
         )
     told = {name: json.loads((workers / f"{name}.json").read_text()) for name in started[:count]}
-    return [Node(name, each["address"], each["pid"]) for name, each in told.items()]
+    return [Node(name, worker["address"], worker["pid"]) for name, worker in told.items()]
 
 
 async def lost_node(workers: Path, nodes: Sequence[Node]) -> None:

@@ -57,7 +57,7 @@ class PolicyTrainer(ModelWorker):
                 sent = await self.publisher.publish(version)
                 if source is None and self._dtype != torch.float32:
                     shards = merged.shards().values()
-                    before, self._sample = self._sample, sample(each.tensor for each in shards)
+                    before, self._sample = self._sample, sample(shard.tensor for shard in shards)
                     if before is not None:
                         sent = replace(sent, update=Update.of(before, self._sample, self._dtype))
                 return timed(sent, [("publish", begin, time.time())])

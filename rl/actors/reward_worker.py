@@ -53,8 +53,8 @@ class RewardWorker(Actor):
             return await asyncio.gather(*work)
         ends = time.monotonic() + MESSAGE_S
         answers = list[Scored | GroupLost]()
-        for each in work:
-            answers.append(await each)
+        for outcome in work:
+            answers.append(await outcome)
             if time.monotonic() > ends:
                 break
         return answers

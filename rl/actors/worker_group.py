@@ -64,7 +64,7 @@ class WorkerGroup(Mesh):
         [T] in the batch's order, with the weights of ``source``.
         """
         shares, answers = await self._split(ModelWorker.forward, batch, temperature, source)
-        return _merge(batch, shares, [each for each in answers if each is not None])
+        return _merge(batch, shares, [answer for answer in answers if answer is not None])
 
     async def activations(
         self, batch: Batch, positions: Sequence[int], *, temperature: float = 1.0
@@ -93,7 +93,7 @@ class WorkerGroup(Mesh):
         shares, answers = await self._split(
             ModelWorker.forward_backward, batch, loss, temperature, weight, adapter
         )
-        leaders = [each for each in answers if each is not None]
+        leaders = [answer for answer in answers if answer is not None]
         return _merge(batch, shares, [outputs for outputs, _ in leaders]), leaders[0][1]
 
     async def optim_step(
@@ -109,10 +109,10 @@ class WorkerGroup(Mesh):
         self.version = answers[0].version if adapter is None else self.version
         if with_digests:
             self.step_digests = {
-                "gradient": merge_digests(each.gradient for each in answers),
-                "weights": merge_digests(each.weights for each in answers),
+                "gradient": merge_digests(answer.gradient for answer in answers),
+                "weights": merge_digests(answer.weights for answer in answers),
             }
-        return answers[0].metrics | Metrics.merged(each.own for each in answers)
+        return answers[0].metrics | Metrics.merged(answer.own for answer in answers)
 
     async def offload(self) -> None:
         """Move parameters, gradients and optimizer state to host memory."""

@@ -39,19 +39,19 @@ def make_batch(
     counts = counts_of(rollouts)
     sampled = _joined([sequence.sampled for sequence in sequences])
     mask = experts = None
-    if any(each.sampling_mask is not None for each in sequences):
-        masks = [each.sampling_mask or SamplingMask.whole(len(each)) for each in sequences]
+    if any(seq.sampling_mask is not None for seq in sequences):
+        masks = [seq.sampling_mask or SamplingMask.whole(len(seq)) for seq in sequences]
         mask = SamplingMask.joined(masks)
-    if known := [each.experts for each in sequences if each.experts is not None]:
-        records = [each.experts or RoutedExperts.none(len(each), known[0]) for each in sequences]
+    if known := [seq.experts for seq in sequences if seq.experts is not None]:
+        records = [seq.experts or RoutedExperts.none(len(seq), known[0]) for seq in sequences]
         experts = RoutedExperts.joined(records)
     batch = Batch(
-        tokens=_joined([sequence.tokens for sequence in sequences]).long(),
-        lengths=torch.tensor([len(sequence) for sequence in sequences]),
+        tokens=_joined([seq.tokens for seq in sequences]).long(),
+        lengths=torch.tensor([len(seq) for seq in sequences]),
         loss_weights=sampled.float(),
         columns={
-            "behaviour_logprobs": _joined([sequence.logprobs for sequence in sequences]),
-            "versions": _joined([sequence.versions for sequence in sequences]).float(),
+            "behaviour_logprobs": _joined([seq.logprobs for seq in sequences]),
+            "versions": _joined([seq.versions for seq in sequences]).float(),
         },
         rollouts=torch.arange(len(rollouts)).repeat_interleave(sizes) if is_forked else None,
         sampling_mask=mask,
@@ -59,8 +59,8 @@ def make_batch(
     )
     if advantages is not None:
         values = _checked(advantages, len(rollouts), int(counts.sum()))
-        each = len(values) == len(rollouts)
-        values = values.repeat_interleave(counts) if each else values
+        is_per_rollout = len(values) == len(rollouts)
+        values = values.repeat_interleave(counts) if is_per_rollout else values
         batch.columns["advantages"] = batch.scatter(values)
     return batch if reduction is None else reduced(batch, reduction, max_tokens)
 
@@ -199,8 +199,8 @@ def task_metrics(rollouts: Sequence[Rollout], names: Sequence[str]) -> dict[str,
                 f"algorithm.advantage reads the metric {missing[0]!r} of the task's scores; they "
                 f"have {', '.join(rollout.metrics)}"
             )
-    numbers = {name: [Metrics(each.metrics)[name] for each in rollouts] for name in names}
-    return {name: torch.tensor(each, dtype=torch.float64) for name, each in numbers.items()}
+    numbers = {name: [Metrics(scored.metrics)[name] for scored in rollouts] for name in names}
+    return {name: torch.tensor(values, dtype=torch.float64) for name, values in numbers.items()}
 
 
 def turn_ends(rollouts: Sequence[Rollout]) -> torch.Tensor:
@@ -235,7 +235,7 @@ def turn_rewards(rollouts: Sequence[Rollout]) -> torch.Tensor:
     differs from its number of turns.
     """
     earned = torch.zeros(int(counts_of(rollouts).sum()))
-    each = list[float]()
+    per_turn = list[float]()
     for rollout in rollouts:
         turns = len(rollout.turns)
         rewards = rollout.turn_rewards or (0.0,) * turns
@@ -244,8 +244,8 @@ def turn_rewards(rollouts: Sequence[Rollout]) -> torch.Tensor:
                 f"rollout {rollout.sample} of prompt {rollout.prompt.prompt_id} has "
                 f"{len(rewards)} rewards of turns, but {turns} turns"
             )
-        each += rewards
-    earned[turn_ends(rollouts)] = torch.tensor(each, dtype=torch.float32)
+        per_turn += rewards
+    earned[turn_ends(rollouts)] = torch.tensor(per_turn, dtype=torch.float32)
     return earned
 
 

@@ -98,9 +98,9 @@ class LossOfPairs(Configurable):
         once = none.index_fill(0, at, 1.0)
         spread = {
             name: Metric(
-                none.index_copy(0, at, each.values.detach().double()), each.reduction, once
+                none.index_copy(0, at, metric.values.detach().double()), metric.reduction, once
             )
-            for name, each in metrics.items()
+            for name, metric in metrics.items()
         }
         return gradient.float()[owner] * output, spread
 

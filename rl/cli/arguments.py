@@ -144,8 +144,8 @@ def _refuse(config: RunConfig, arguments: list[str], event: errors.ParseErrorEve
             for value in values(config):
                 if value.name == _field_of(name):
                     at = options.index(value.name)
-                    given = [*arguments[at].split("=", 1), *arguments[at + 1 :]][1]
-                    require_value(False, f"--{value.name}", given, kinds_text(value.hint))
+                    text = [*arguments[at].split("=", 1), *arguments[at + 1 :]][1]
+                    require_value(False, f"--{value.name}", text, kinds_text(value.hint))
             raise ConfigError(event.message, field=name)
         case errors.BadValue():
             raise ConfigError(f"{name} needs a value", field=name)
@@ -163,9 +163,9 @@ def _refuse(config: RunConfig, arguments: list[str], event: errors.ParseErrorEve
 
 
 def _choices(hint: Any) -> Iterator[str]:
-    for each in get_args(hint):
-        is_choice = isinstance(each, type(tyro.conf.subcommand()))
-        yield from [each.name] if is_choice else _choices(each)
+    for argument in get_args(hint):
+        is_choice = isinstance(argument, type(tyro.conf.subcommand()))
+        yield from [argument.name] if is_choice else _choices(argument)
 
 
 def load_config(name: str) -> tuple[str, RunConfig]:
@@ -228,23 +228,23 @@ def shipped_configs() -> dict[str, Callable[[], RunConfig]]:
 
 def config_functions(module: ModuleType) -> dict[str, Callable[[], RunConfig]]:
     """Return the public functions that ``module`` defines and annotates as returning a config."""
-    kinds = {each.__name__: each for each in _kinds(RunConfig)}
+    kinds = {subclass.__name__: subclass for subclass in _kinds(RunConfig)}
     functions: dict[str, Callable[[], RunConfig]] = {}
-    for name, each in inspect.getmembers(module, inspect.isfunction):
-        kind = each.__annotations__.get("return")
+    for name, function in inspect.getmembers(module, inspect.isfunction):
+        kind = function.__annotations__.get("return")
         if isinstance(kind, str):  # a module with postponed annotations
             kind = kinds.get(kind.rpartition(".")[2])
         returns_config = isinstance(kind, type) and issubclass(kind, RunConfig)
-        if returns_config and each.__module__ == module.__name__ and not name.startswith("_"):
-            functions[name] = each
+        if returns_config and function.__module__ == module.__name__ and not name.startswith("_"):
+            functions[name] = function
     return functions
 
 
 def _kinds(kind: type[RunConfig]) -> Iterator[type[RunConfig]]:
     """Yield all subclasses of ``kind``."""
-    for each in kind.__subclasses__():
-        yield each
-        yield from _kinds(each)
+    for subclass in kind.__subclasses__():
+        yield subclass
+        yield from _kinds(subclass)
 
 
 def _import(module_name: str, name: str) -> ModuleType:
@@ -357,15 +357,15 @@ def _other_name(written: str) -> str:
     return f"{written}: Tiller's name of this field is --{new}"
 
 
-def _unknown_field(given: str, known: list[str]) -> ConfigError:
-    section = given.rpartition(".")[0]
+def _unknown_field(field: str, known: list[str]) -> ConfigError:
+    section = field.rpartition(".")[0]
     while section and not any(name.startswith(f"{section}.") for name in known):
         section = section.rpartition(".")[0]
     prefix = f"{section}." if section else ""
     inside = (name.removeprefix(prefix) for name in known if name.startswith(prefix))
     siblings = sorted({prefix + name.partition(".")[0] for name in inside})
-    hint = nearest(given, known, prefix="--")
+    hint = nearest(field, known, prefix="--")
     place = f"All in {section or 'the config'}: "
     names = textwrap.fill(place + ", ".join(siblings), 100, break_on_hyphens=False)
     fix = f"{hint.rstrip()}\n{names}"
-    return ConfigError("there is no such field", field=f"--{given}", fix=fix)
+    return ConfigError("there is no such field", field=f"--{field}", fix=fix)

@@ -157,8 +157,8 @@ def show_help(arguments: Sequence[str], program: str, usage: str = USAGE) -> Non
         width = max(map(len, sources)) + 4
         options: dict[str, Any] = {"width": 100, "subsequent_indent": " " * width}
         configs = (
-            textwrap.fill(text, initial_indent=f"  {each:<{width - 2}}", **options)
-            for each, (_, text) in sources.items()
+            textwrap.fill(text, initial_indent=f"  {config_name:<{width - 2}}", **options)
+            for config_name, (_, text) in sources.items()
         )
         print(usage.format(program=program, common=COMMON, configs="\n".join(configs)))
         raise SystemExit(0)
@@ -198,8 +198,8 @@ def config_help(program: str, name: str, fields: Mapping[str, tuple[str, ...]]) 
         rows += [group] if listed else []
         for field, text in listed:
             default, limits = fields[field][:2]
-            given = f"--{field} {default}"
-            rows.append(f"  {given:<50} {limits:<18}  {text}".rstrip())
+            option = f"--{field} {default}"
+            rows.append(f"  {option:<50} {limits:<18}  {text}".rstrip())
     more = "--help-all lists every field; so does docs/configuration.md."
     return _page(program, name, "Common fields", rows, more)
 

@@ -30,7 +30,7 @@ _PLAIN = dict(zip("▁▂▃▄▅▆▇█━─│·•→…", [*"_.,-=+*#--|
 def is_starting() -> bool:
     """Whether ``python -m rl.NAME`` is importing this package."""
     return sys.argv[:1] == ["-m"] and any(
-        each.removeprefix("-m").startswith("rl.") for each in sys.orig_argv[1:]
+        argument.removeprefix("-m").startswith("rl.") for argument in sys.orig_argv[1:]
     )
 
 
@@ -124,8 +124,8 @@ def _plain(error: UnicodeError) -> tuple[str, int]:
     if not isinstance(error, UnicodeEncodeError):
         raise error
     plain = (
-        _PLAIN.get(each, "*" if "\u2800" <= each <= "\u28ff" else "?")
-        for each in error.object[error.start : error.end]
+        _PLAIN.get(character, "*" if "\u2800" <= character <= "\u28ff" else "?")
+        for character in error.object[error.start : error.end]
     )
     return "".join(plain), error.end
 

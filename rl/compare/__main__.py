@@ -81,7 +81,7 @@ def main(arguments: list[str]) -> int:
     last = len(examples) - 1
     problem = f"--rollout is {options.rollout}; step {options.step} has the rollouts 0 to {last}"
     require(options.rollout is None or 0 <= options.rollout <= last, problem)
-    example = max(examples, key=lambda each: float(each.gaps.max()))
+    example = max(examples, key=lambda candidate: float(candidate.gaps.max()))
     if options.rollout is not None:
         example = examples[options.rollout]
     compared = _compared(replay, config, example, options, layout)
@@ -92,7 +92,7 @@ def main(arguments: list[str]) -> int:
             "step": options.step,
             "rollout": compared.example.number,
             "findings": [asdict(finding) for finding in compared.findings],
-            "modules": {each.name: each.error for each in compared.modules},
+            "modules": {module.name: module.error for module in compared.modules},
             "experts": compared.rerouted,
         }
         print(json.dumps(row))
@@ -192,7 +192,7 @@ def _show(step: int, compared: "Compared") -> None:
         f"step {step}, rollout {example.number}: prompt {prompt}, sample {example.rollout.sample}"
     )
     sides = [*compared.logprobs]
-    print(f"{'log-prob of token':<28}{'recorded':>14}" + "".join(f"{each:>14}" for each in sides))
+    print(f"{'log-prob of token':<28}{'recorded':>14}" + "".join(f"{name:>14}" for name in sides))
     for index in example.worst(SHOWN_TOKENS):
         values = [float(example.sequence.logprobs[index])]
         values += [float(compared.logprobs[side][index]) for side in sides]

@@ -90,7 +90,7 @@ class Example:
         last = len(self.sequence) - 2
         before = [index - 1 for index in self.worst(WORST)]
         spread = np.linspace(0, last, SPREAD).astype(int).tolist()
-        return sorted({each for each in (*before, *spread, 0, 1, 2) if 0 <= each <= last})
+        return sorted({at for at in (*before, *spread, 0, 1, 2) if 0 <= at <= last})
 
     @property
     def batch(self) -> Batch:
@@ -120,7 +120,7 @@ def examples_of(chunks: Several[Chunk]) -> list[Example]:
                 options.append(
                     Example(rollout=rollout, number=0, sequence=sequence, trained=trained)
                 )
-            longest = max(options, key=lambda each: len(each.sequence))
+            longest = max(options, key=lambda example: len(example.sequence))
             examples.append(replace(longest, number=len(examples)))
     return examples
 
@@ -141,9 +141,9 @@ class Compared:
     def by_layer(self) -> dict[str, ModuleDifference]:
         """Return the largest difference of each layer, in the order of execution."""
         largest: dict[str, ModuleDifference] = {}
-        for each in self.modules:
-            layer = layer_of(each.name)
-            largest[layer] = max(largest.get(layer, each), each, key=lambda one: one.error)
+        for module in self.modules:
+            layer = layer_of(module.name)
+            largest[layer] = max(largest.get(layer, module), module, key=lambda one: one.error)
         return largest
 
 
@@ -222,7 +222,7 @@ class Comparison:
         tolerance = _tolerance(theirs, self.recorded)
         if gaps.max() <= tolerance:
             return []
-        rows = [row for row, each in enumerate(theirs.positions) if is_current[each + 1]]
+        rows = [row for row, position in enumerate(theirs.positions) if is_current[position + 1]]
         following = [theirs.positions[row] + 1 for row in rows]
         temperature, left = temperature_of(
             theirs.logits[rows],

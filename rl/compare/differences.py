@@ -62,7 +62,7 @@ def differing_experts(ours: Activations, theirs: Activations) -> dict[str, str]:
     such a token are left out.
     """
     texts = {}
-    for name in (each for each in ours.outputs if each.endswith(EXPERTS)):
+    for name in (key for key in ours.outputs if key.endswith(EXPERTS)):
         own, other = (each.outputs[name].sort(1).values for each in (ours, theirs))
         both = ~(own.isnan() | other.isnan()).any(1)
         differs = (own != other).any(1) & both
@@ -92,7 +92,7 @@ def module_differences(ours: Activations, theirs: Activations) -> list[ModuleDif
             difference = (other[both] - output[both]).norm(dim=1)
             scale = output[both].norm(dim=1).clamp(min=1e-30)
             error = float((difference / scale).max())  # of the worst row that both computed
-        dtypes = [each.dtypes[name] for each in (ours, theirs) if name in each.dtypes]
+        dtypes = [side.dtypes[name] for side in (ours, theirs) if name in side.dtypes]
         floor = max(TOLERANCES.get(dtype, 0.3) for dtype in dtypes)
         result.append(ModuleDifference(name=name, error=error, limit=max(floor, GROWTH * largest)))
         largest = max(largest, error)
@@ -101,7 +101,7 @@ def module_differences(ours: Activations, theirs: Activations) -> list[ModuleDif
 
 def first_beyond_rounding(differences: list[ModuleDifference]) -> ModuleDifference | None:
     """Return the first output that differs beyond rounding."""
-    return next((each for each in differences if not each.error <= each.limit), None)
+    return next((module for module in differences if not module.error <= module.limit), None)
 
 
 def kind_of(name: str) -> str:

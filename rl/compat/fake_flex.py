@@ -44,8 +44,8 @@ def _attend(
     """Return empty results of attention. Raises RuntimeError for arguments that the kernel
     refuses.
     """
-    devices = {str(each.device) for each in (q, k, v, block_mask.kv_indices)}
-    dtypes = {each.dtype for each in (q, k, v)}
+    devices = {str(tensor.device) for tensor in (q, k, v, block_mask.kv_indices)}
+    dtypes = {tensor.dtype for tensor in (q, k, v)}
     if len(devices) > 1 or len(dtypes) > 1:
         raise RuntimeError(f"flex attention takes one device and one dtype: {devices}, {dtypes}")
     if tuple(block_mask.shape[-2:]) != (q.shape[-2], k.shape[-2]):

@@ -258,7 +258,7 @@ def before_steps(engine: Any, call: Callable[[list[str], list[int]], None]) -> N
     def prepare_and_call(scheduler_output: Any, *args: Any) -> Any:
         prepared = prepare(scheduler_output, *args)
         names = (prepared if is_v2 else runner.input_batch).req_ids
-        call(names, [scheduler_output.num_scheduled_tokens[each] for each in names])
+        call(names, [scheduler_output.num_scheduled_tokens[request] for request in names])
         return prepared
 
     setattr(runner, name, prepare_and_call)

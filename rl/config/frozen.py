@@ -59,12 +59,12 @@ def thawed(data: Any, kind: Any = RunConfig, name: str = "config") -> Any:
     )
     kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
     bases = Configurable.Config | RunConfig
-    parts = tuple(each for each in kinds if isinstance(each, type) and issubclass(each, bases))
+    parts = tuple(part for part in kinds if isinstance(part, type) and issubclass(part, bases))
     if isinstance(data, dict) and "type" in data and parts:
         kind = find_part(data["type"], parts, name)
         data = {field: value for field, value in data.items() if field != "type"}
     elif len(kinds) > 1:
-        kind = next((each for each in kinds if _takes(each, data)), Any)
+        kind = next((member for member in kinds if _takes(member, data)), Any)
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         return _thawed_dataclass(data, kind, name)
     arguments = get_args(kind)
@@ -102,15 +102,15 @@ def find_part(path: str, kinds: tuple[type, ...], name: str) -> type:
     field, unless the class exists and is one of ``kinds``, or a subclass.
     """
     names = path.split(".") if isinstance(path, str) else []
-    names = names if all(each.isidentifier() for each in names) else []
+    names = names if all(word.isidentifier() for word in names) else []
     module_name, spec = _module_of(names)
     inner = names[module_name.count(".") + 1 :] if spec else []
     with users_code(f"{name}: {path}"):
         known = bool(inner) and (module_name in sys.modules or _defines(spec, inner))
         require(known, f"{name}: there is no config class {path!r}; is its folder on PYTHONPATH?")
         part: Any = importlib.import_module(module_name)
-    for each in inner:
-        part = getattr(part, each, None)
+    for attribute in inner:
+        part = getattr(part, attribute, None)
     allowed = " or ".join(kind.__qualname__ for kind in kinds)
     require(
         isinstance(part, type) and issubclass(part, kinds),

@@ -153,8 +153,8 @@ def refuse_unknown(kind: Any) -> None:
         refuse_unknown(argument)
 
 
-def _new(kind: Any, *_: Any, **given: Any) -> Any:
-    for text in filter(None, (refusal(kind, name) for name in given)):
+def _new(kind: Any, *_: Any, **fields: Any) -> Any:
+    for text in filter(None, (refusal(kind, name) for name in fields)):
         raise TypeError(text)
     return object.__new__(kind)
 

@@ -293,9 +293,9 @@ class RunConfig:
         models = self.models()
         head = models.pop("trainer").head
         sampling = self.sampling_run()
-        own: dict[str, Any] = {"generator": None}
+        sampling_fields: dict[str, Any] = {"generator": None}
         if sampling is not None:
-            own = {
+            sampling_fields = {
                 "generator": sampling.generator,
                 "weights": sampling.weights,
                 "colocate": sampling.colocate,
@@ -316,7 +316,7 @@ class RunConfig:
             digests=self.record.digests,
             max_restarts=self.max_restarts,
             seed=self.seed,
-            **own,
+            **sampling_fields,
         )
 
     def unused(self) -> dict[str, str]:

@@ -86,7 +86,7 @@ class SFTConfig(DatasetRunConfig):
         evaluation = self.evaluation
         if evaluation is None:
             return None
-        shared = {each.name: getattr(self, each.name) for each in fields(RunConfig)}
+        shared = {attribute.name: getattr(self, attribute.name) for attribute in fields(RunConfig)}
         del shared["record"]  # that of an RL run concerns rollouts
         shared["trainer"] = replace(  # for other lengths, and for steps that epochs may set
             self.trainer,
@@ -102,7 +102,7 @@ class SFTConfig(DatasetRunConfig):
                 reward_workers=evaluation.reward_workers,
             ),
             evaluation=EvaluationConfig(
-                **{each.name: getattr(evaluation, each.name) for each in fields(EvaluationConfig)}
+                **{spec.name: getattr(evaluation, spec.name) for spec in fields(EvaluationConfig)}
             ),
             generator=evaluation.generator,
             weights=evaluation.weights,

@@ -23,8 +23,8 @@ def batch_of(
     """
     loss_weights = np.concatenate([example.trained for example in examples]).astype(np.float32)
     if any(example.weights is not None for example in examples):
-        each = [np.ones(len(e)) if e.weights is None else e.weights for e in examples]
-        loss_weights *= np.concatenate(each)
+        weights = [np.ones(len(e)) if e.weights is None else e.weights for e in examples]
+        loss_weights *= np.concatenate(weights)
     tokens = torch.from_numpy(np.concatenate([example.tokens for example in examples]))
     batch = Batch(
         tokens=tokens.long(),

@@ -110,7 +110,7 @@ def _without_sharegpt(row: Row) -> Row:
     turns = row.value.get(SHAREGPT)
     if not isinstance(turns, list) or row.value.get("messages") is not None:
         return row
-    value = {key: each for key, each in row.value.items() if key not in (SHAREGPT, "system")}
+    value = {key: item for key, item in row.value.items() if key not in (SHAREGPT, "system")}
     if row.value.get("system"):
         turns = [{"role": "system", "content": row.value["system"]}, *turns]
     return replace(row, value=value | {"messages": turns})

@@ -165,15 +165,15 @@ class Encoder:
         begins = tokenizer.encode("")[:1]
         self._begin: list[int] = begins if bos is not None and begins == [bos] else []
 
-    def messages(self, row: Row, given: Any, origin: str) -> list[Any]:
-        """Return the messages of field ``given`` in the form that dialects read.
+    def messages(self, row: Row, value: Any, origin: str) -> list[Any]:
+        """Return the messages of field ``value`` in the form that dialects read.
 
         ``origin`` names the field, for errors.
         """
-        if not isinstance(given, Sequence) or isinstance(given, str):
-            raise row.error(f"{origin} is {shown(given)}; write a list of messages")
+        if not isinstance(value, Sequence) or isinstance(value, str):
+            raise row.error(f"{origin} is {shown(value)}; write a list of messages")
         try:
-            return usual_messages(given, parse=self.config.control_tokens != "text")
+            return usual_messages(value, parse=self.config.control_tokens != "text")
         except ConversationError as error:
             raise row.error(
                 f"{origin}: {error}, or set {self.section}.control_tokens to 'text'"
@@ -194,7 +194,7 @@ class Encoder:
             done = dialect.render(messages, row.json("tools"), enable_thinking=thinking)
         except ConversationError as error:
             raise row.error(f"{origin}: {error}") from None
-        weights = [self._weight_of(row, *each) for each in enumerate(messages)]
+        weights = [self._weight_of(row, *indexed) for indexed in enumerate(messages)]
         factors = np.array([*weights, 1.0], dtype=np.float32)[done.message]  # -1 is the last
         if not self.every_token:
             factors = np.where(done.sampled & (done.message >= prompt), factors, 0)
@@ -346,7 +346,7 @@ def repeats(prompt: Any, messages: Any) -> bool:
         return False
     if not isinstance(prompt, str):
         return isinstance(prompt, list) and messages[: len(prompt)] == prompt
-    return any(isinstance(each, Mapping) and each.get("content") == prompt for each in messages)
+    return any(isinstance(turn, Mapping) and turn.get("content") == prompt for turn in messages)
 
 
 def check_choice(field: str, value: str, allowed: Any) -> None:
@@ -375,7 +375,7 @@ def read_examples(
             for item in make(row.renamed(encoder.config.columns)):
                 counts["dropped"] += item is None
                 if item is not None:
-                    counts["truncated"] += any(each.truncated for each in item.examples)
+                    counts["truncated"] += any(example.truncated for example in item.examples)
                     yield item
 
     items = kept(made(), source)

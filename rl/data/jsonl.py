@@ -80,9 +80,9 @@ class Row:
             if name not in self.value:
                 problem = f"{self.section}.columns names {name!r}; the row has no such column"
                 raise self.error(problem, fix=self.columns)
-        moved = {*columns.values(), *(ours for ours, own in columns.items() if not own)}
-        rest = {key: each for key, each in self.value.items() if key not in moved}
-        named = {ours: self.value[own] for ours, own in columns.items() if own}
+        moved = {*columns.values(), *(ours for ours, column in columns.items() if not column)}
+        rest = {key: item for key, item in self.value.items() if key not in moved}
+        named = {ours: self.value[column] for ours, column in columns.items() if column}
         return replace(self, value=rest | named)
 
     def text(self, name: str, *, empty: bool = False) -> str:
@@ -124,8 +124,8 @@ def read_rows(source: Source, *, field: str = "data.path", form: str = "{…}") 
         fix = f"name a JSONL file whose lines are {form}, or another source of such rows"
         raise ConfigError("not set", field=field, fix=fix)
     if isinstance(opened, Sets):
-        for part, each in enumerate(opened.parts):
-            for row in read_rows(each, field=field, form=form):
+        for part, inner_source in enumerate(opened.parts):
+            for row in read_rows(inner_source, field=field, form=form):
                 yield replace(row, part=part)
         return
     if isinstance(opened, Table):
@@ -209,9 +209,9 @@ def _parsed(where: str, raw: bytes, field: str) -> Any:
 def without_nulls(value: Any) -> Any:
     """Return ``value`` without keys that are null in any object within it."""
     if isinstance(value, Mapping):
-        return {key: without_nulls(each) for key, each in value.items() if each is not None}
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
-        return [without_nulls(each) for each in value]
+        return [without_nulls(item) for item in value]
     return value
 
 

@@ -87,7 +87,7 @@ def read_preferences(
             end = len(tokens) - int(trained[::-1].argmax())
             masked.append((tokens[:end], trained[:end]))
         prompt = _common_prompt(row, *masked)
-        chosen, rejected = (encoder.example(row, each) for each in masked)
+        chosen, rejected = (encoder.example(row, answer) for answer in masked)
         if chosen is None or rejected is None or np.array_equal(chosen.tokens, rejected.tokens):
             yield None
         else:
@@ -133,10 +133,10 @@ def _both(row: Row, encoder: Encoder) -> tuple[Masked, Masked]:
     prompt = row.value.get("prompt")
     if prompt is None:
         chosen, rejected = (  # texts of conversations, as Anthropic's HH-RLHF has them
-            [{"role": SPEAKERS[who], "content": said.strip()} for who, said in TURN.findall(each)]
-            if isinstance(each, str) and TURN.match(each)
-            else each
-            for each in (chosen, rejected)
+            [{"role": SPEAKERS[who], "content": said.strip()} for who, said in TURN.findall(side)]
+            if isinstance(side, str) and TURN.match(side)
+            else side
+            for side in (chosen, rejected)
         )
     repeated = isinstance(prompt, str) and repeats(prompt, chosen) and repeats(prompt, rejected)
     if prompt is None or repeated:

@@ -130,7 +130,7 @@ def open_source(source: Any, field: str = "data.path") -> Opened:
         return Sets([open_source(replace(source, path=name), field) for name in names])
     if os.path.isfile(path):
         refuse_pointer(path, field)
-    elif any(each in path for each in "*?[") and not os.path.exists(path):
+    elif any(wildcard in path for wildcard in "*?[") and not os.path.exists(path):
         files = sorted(glob(path, recursive=True))
         require(bool(files), f"no file matches {path!r}", field=field)
         return Sets([open_source(replace(source, path=name), field) for name in files])

@@ -125,7 +125,7 @@ def _parse_calls(text: str, markup: Markup) -> list[ToolCall]:
     except (ValueError, RecursionError) as error:
         return [_broken(f"the tool call is not JSON: {error}")]
     is_list = isinstance(value, list) and bool(value) and markup.tool_call_end < 0
-    return [_call(each, markup.arguments) for each in (value if is_list else [value])]
+    return [_call(call, markup.arguments) for call in (value if is_list else [value])]
 
 
 def _call(call: Any, key: str) -> ToolCall:

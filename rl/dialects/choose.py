@@ -62,7 +62,7 @@ def _first_difference(dialect: Qwen3Dialect) -> str:
     """Return in words what the chat template does otherwise than ``dialect``; empty if nothing."""
     tokenizer = dialect.tokenizer
     for (messages, tools), prompt, thinking in product(PROBES, (False, True), (True, False)):
-        if not dialect.thinks and any("reasoning_content" in each for each in messages):
+        if not dialect.thinks and any("reasoning_content" in message for message in messages):
             continue  # refused; the template would leave it out
         options = {"add_generation_prompt": prompt, "enable_thinking": thinking}
         try:

@@ -91,8 +91,11 @@ class AssistantTurn:
         calls = [call for call in self.tool_calls if not call.error]
         if calls:
             message["tool_calls"] = [
-                {"type": "function", "function": {"name": each.name, "arguments": each.arguments}}
-                for each in calls
+                {
+                    "type": "function",
+                    "function": {"name": tool_call.name, "arguments": tool_call.arguments},
+                }
+                for tool_call in calls
             ]
         return message
 
@@ -247,7 +250,7 @@ def usual_messages(messages: Sequence[Any], *, parse: bool = True) -> list[Any]:
 
 def _of_sharegpt(where: str, message: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a message of ShareGPT's form in that of the Chat Completions API."""
-    rest = {key: each for key, each in message.items() if key not in ("from", "value")}
+    rest = {key: field for key, field in message.items() if key not in ("from", "value")}
     speaker, value = message["from"], message.get("value")
     role = SPEAKERS.get(speaker) if isinstance(speaker, str) else None
     if role is None:

@@ -137,7 +137,7 @@ class TextDialect(Dialect):
 
     def parse(self, prompt: Tokens, answer: Tokens) -> AssistantTurn:
         """Return the text of ``answer``."""
-        text = self.tokenizer.decode([each for each in answer if each not in self.stop_token_ids])
+        text = self.tokenizer.decode([word for word in answer if word not in self.stop_token_ids])
         return AssistantTurn(content=text)
 
     def encode(self, text: str) -> list[int]:

@@ -144,11 +144,11 @@ class TemplateDialect(dialect.Dialect):
         waiting = [call.id for call in answer.tool_calls] if answer else []
         for message in checked:
             turn = {key: value for key, value in message.items() if value not in (None, [])}
-            for place, each in enumerate(turn.get("tool_calls", ())):
-                function = each["function"]
+            for place, tool_call in enumerate(turn.get("tool_calls", ())):
+                function = tool_call["function"]
                 if isinstance(function["arguments"], str):
                     function["arguments"] = json.loads(function["arguments"])
-                waiting.append(each.setdefault("id", f"{len(turns):05}{place:04}"))
+                waiting.append(tool_call.setdefault("id", f"{len(turns):05}{place:04}"))
             if turn["role"] == "tool":
                 known = waiting.pop(0) if waiting else ""
                 call_id = "" if answer else turn.get("tool_call_id")
@@ -194,7 +194,7 @@ class TemplateDialect(dialect.Dialect):
     def _spaced(self, value: Any) -> Any:
         """Return ``value`` with SPLIT around each character of the control tokens in its texts."""
         if isinstance(value, Mapping):
-            return {self._spaced(key): self._spaced(each) for key, each in value.items()}
+            return {self._spaced(key): self._spaced(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
             return [*map(self._spaced, value)]
         while isinstance(value, str) and (word := self._control.first_in(value)):
@@ -275,7 +275,7 @@ class TemplateDialect(dialect.Dialect):
         )
         tokens = self._encoded([(text, True, 0)]).tokens.tolist()
         calls = parse_answer(tokens, markup, self.tokenizer).tool_calls
-        if [(each.name, each.arguments) for each in calls] != [("look_up", ARGUMENTS)]:
+        if [(parsed.name, parsed.arguments) for parsed in calls] != [("look_up", ARGUMENTS)]:
             return f"tools cannot be used: a call that is written {shown(text)} cannot be read"
         self.markup = markup
         return ""

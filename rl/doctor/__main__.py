@@ -34,7 +34,7 @@ exit codes: 0 nothing stands in the way, there may be warnings; 1 failed; 2 some
 def main(arguments: list[str]) -> int:
     """Print the findings. Return the exit code."""
     show_help(arguments, PROGRAM, USAGE)
-    rest = [each for each in arguments if each != "--json"]
+    rest = [argument for argument in arguments if argument != "--json"]
     if asks_for_help(rest):
         from rl.cli.arguments import parse_config
 
@@ -58,9 +58,9 @@ def main(arguments: list[str]) -> int:
 
 
 def _report(earlier: list[Finding], findings: Iterator[Finding]) -> None:
-    """Print findings as they are made, and add them to ``found``. Omits repetitions."""
+    """Print findings as they are made, and add them to ``earlier``. Omits repetitions."""
     for finding in findings:
-        if finding.what not in [each.what for each in earlier]:
+        if finding.what not in [known.what for known in earlier]:
             print(printable(finding), flush=True)
             earlier += [finding] if finding.severity != "note" else []
 

@@ -82,7 +82,7 @@ def check_template(
         return
     named = named_stop_tokens(tokenizer) | {"the chat template": template_stops(tokenizer)}
     words = ((source, tokenizer.convert_ids_to_tokens(ids)) for source, ids in named.items())
-    what = ", ".join(f"{source} names {' '.join(each) or 'none'}" for source, each in words)
+    what = ", ".join(f"{source} names {' '.join(texts) or 'none'}" for source, texts in words)
     yield Finding("data", "note", "stop tokens", what, "")
     where = "chat template"
     advice = "use the template of the instruction-tuned model"
@@ -225,12 +225,12 @@ def check_reward(config: RLConfig, task: Task) -> Iterator[Finding]:
 
 
 def _check_levels(name: str, answered: list[Scores]) -> Iterator[Finding]:
-    rewards = {reward for each in answered for values in each.values() for reward in values}
+    rewards = {reward for scores in answered for values in scores.values() for reward in values}
     fix = "compare with prompt.answer what the text ends in, and give nothing for no answer"
     if len(rewards) == 1:
         what = f"is {rewards.pop()} for the reference answer, no text and random tokens alike"
         yield warning("reward", name, what, fix)
-    elif all(max(each["reference"]) <= each["empty"][0] for each in answered):
+    elif all(max(scores["reference"]) <= scores["empty"][0] for scores in answered):
         what = f"no text gets {answered[0]['empty'][0]}, the reference answer "
         what += f"{max(answered[0]['reference'])}"
         yield warning("reward", name, what, fix)
@@ -239,7 +239,7 @@ def _check_levels(name: str, answered: list[Scores]) -> Iterator[Finding]:
 def _scores(task: Task, prompt: Prompt, room: int) -> Scores | GroupLost:
     stop = task.stop_token_ids[:1]
     draws = random.Random(prompt.prompt_id)
-    words = [each for each in range(len(task.tokenizer)) if each not in task.stop_token_ids]
+    words = [token for token in range(len(task.tokenizer)) if token not in task.stop_token_ids]
     texts = [form.format(prompt.answer) for form in FORMS]
     completions = {
         "reference": [task.tokenizer.encode(text, add_special_tokens=False) for text in texts],

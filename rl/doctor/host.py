@@ -74,7 +74,7 @@ class Host:
 
 def this_host() -> Host:
     """Return the facts of this host."""
-    installed = {canonicalize_name(each.name): each for each in metadata.distributions()}
+    installed = {canonicalize_name(package.name): package for package in metadata.distributions()}
     requirements = ["tiller-rl"]
     if tiller := installed.get(canonicalize_name("tiller-rl")):
         needed = tiller.requires or ()
@@ -91,7 +91,7 @@ def this_host() -> Host:
     shared = os.access("/dev/shm", os.W_OK)
     return Host(
         python=platform.python_version(),
-        packages={name: each.version for name, each in installed.items()},
+        packages={name: package.version for name, package in installed.items()},
         requirements=tuple(requirements),
         constraints=tuple(pin for pin in pins if "==" in pin),
         cores=len(os.sched_getaffinity(0)),

@@ -139,9 +139,9 @@ class _SkyRLEpisode(MessageEnvironment):
         if not result["done"]:
             return Reply(messages=result["observations"], reward=reward)
         metrics = {
-            key: float(each)
-            for key, each in self._environment.get_metrics().items()
-            if isinstance(each, int | float)
+            key: float(value)
+            for key, value in self._environment.get_metrics().items()
+            if isinstance(value, int | float)
         }
         return Reply(reward=reward, correct=reward >= self._solved_at, metrics=metrics, done=True)
 

@@ -275,14 +275,14 @@ class AgentEpisode(TokenEnvironment):
         reply = agent.result()
         if not isinstance(reply, Reply):
             raise TypeError(f"agent returned {shown(reply)}, which is not a Reply")
-        values: dict[str, Any] = {each.name: getattr(reply, each.name) for each in fields(Reply)}
+        values: dict[str, Any] = {field.name: getattr(reply, field.name) for field in fields(Reply)}
         values |= {"messages": (), "done": True, "metrics": {**counts, **reply.metrics}}
         return TokenReply(**values, stop_reason=self._limit)
 
     def _limit_of(self, error: BaseException | None) -> EpisodeStop | None:
         """Return the limit whose error ``error`` is or wraps; None for any other failure."""
         if isinstance(error, BaseExceptionGroup):
-            limits = [self._limit_of(each) for each in error.exceptions]
+            limits = [self._limit_of(exception) for exception in error.exceptions]
             return limits[0] if all(limits) else None
         if error is None:
             return None

@@ -55,7 +55,7 @@ class HarborTask(EnvironmentTask):
 
     def __init__(self, config: Config, **options: Any):
         super().__init__(config, **options)
-        folders = sorted(each.parent for each in Path(config.path).glob("*/task.toml"))
+        folders = sorted(path.parent for path in Path(config.path).glob("*/task.toml"))
         problem = f"{config.path!r} holds no folders with task.toml"
         require(bool(folders), problem, field="task.path", fix=f"each task has {FORM}")
         texts = [_instruction(folder) for folder in folders]

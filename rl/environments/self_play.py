@@ -93,7 +93,7 @@ class SelfPlay(TokenEnvironment):
             raise ValueError(f"player {early[0]} has a reward and has not answered")
         reward = move.rewards.get(self._player, 0.0)
         others = {
-            self._last[each]: more for each, more in move.rewards.items() if each != self._player
+            self._last[other]: more for other, more in move.rewards.items() if other != self._player
         }
         return TokenReply(
             tokens=() if move.done else self._prompt(move),

@@ -93,13 +93,13 @@ class Tools:
             model = tool.arguments.model_validate_json(json.dumps(arguments), strict=True)
         except ValidationError as error:
             problems = [
-                f"argument {'.'.join(map(str, each['loc']))}: {each['msg']}, "
-                f"not {shown(each['input'])}"
-                for each in error.errors()
+                f"argument {'.'.join(map(str, detail['loc']))}: {detail['msg']}, "
+                f"not {shown(detail['input'])}"
+                for detail in error.errors()
             ]
             return self._bounded(f"error: {'; '.join(problems)}")
         fields = type(model).model_fields.items()
-        values = {str(each.alias): getattr(model, key) for key, each in fields}
+        values = {str(info.alias): getattr(model, key) for key, info in fields}
         try:
             result = tool.call(**values)
             if inspect.iscoroutine(result):
@@ -135,7 +135,7 @@ def _described(function: Callable[..., Any]) -> _Tool:
         raise ConfigError(f"tool {name!r} has no docstring; write one for the policy to read")
     fields: dict[str, Any] = {}
     parameters = inspect.signature(function, eval_str=True).parameters.values()
-    for number, parameter in enumerate(each for each in parameters if each.name not in bound):
+    for number, parameter in enumerate(param for param in parameters if param.name not in bound):
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise ConfigError(f"tool {name!r} takes {parameter}; give each parameter a name")
         if parameter.annotation is parameter.empty:
@@ -158,11 +158,11 @@ def _described(function: Callable[..., Any]) -> _Tool:
 def _untitled(schema: Any) -> Any:
     """Return ``schema`` without titles, which only repeat names."""
     if isinstance(schema, list):
-        return [_untitled(each) for each in schema]
+        return [_untitled(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    shown = {key: each for key, each in schema.items() if key != "title" or isinstance(each, dict)}
-    return {key: _untitled(each) for key, each in shown.items()}
+    shown = {key: part for key, part in schema.items() if key != "title" or isinstance(part, dict)}
+    return {key: _untitled(part) for key, part in shown.items()}
 
 
 def code_tool(

@@ -125,8 +125,8 @@ class VerifiersTask(AgentTask):
         rewards = trace.get("rewards") or {}
         if not rewards or None in rewards.values():
             raise RunError(f"verifiers returned the rewards {shown(rewards)}; each needs a score")
-        reward = sum(each["score"] * each["weight"] for each in rewards.values())
-        metrics = {name: float(each["score"]) for name, each in rewards.items()}
+        reward = sum(term["score"] * term["weight"] for term in rewards.values())
+        metrics = {name: float(term["score"]) for name, term in rewards.items()}
         numbers = trace.get("metrics") or {}
         metrics |= {name: float(value) for name, value in numbers.items() if value is not None}
         return Reply(reward=reward, correct=reward >= self.config.solved_at, metrics=metrics)

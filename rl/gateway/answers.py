@@ -155,7 +155,7 @@ class Form:
             return {"token": word, "bytes": encoded, "logprob": logprob}
 
         return [
-            {**row(token, logprob), "top_logprobs": [row(*each) for each in top.items()]}
+            {**row(token, logprob), "top_logprobs": [row(*pair) for pair in top.items()]}
             for token, logprob, top in zip(tokens, logprobs, tops, strict=True)
         ]
 
@@ -191,9 +191,9 @@ class Form:
 def usage(choices: Sequence[Choice]) -> dict[str, int]:
     """Return the numbers of tokens; a prompt of several choices counts once."""
     prompts = sum(
-        len(prompt) for prompt in {id(each.prompt): each.prompt for each in choices}.values()
+        len(prompt) for prompt in {id(choice.prompt): choice.prompt for choice in choices}.values()
     )
-    sampled = sum(len(each.completion.tokens) for each in choices)
+    sampled = sum(len(choice.completion.tokens) for choice in choices)
     return {
         "prompt_tokens": prompts,
         "completion_tokens": sampled,
@@ -204,9 +204,10 @@ def usage(choices: Sequence[Choice]) -> dict[str, int]:
 def size_of(completions: Iterable[Completion]) -> int:
     """Return about the number of bytes of ``completions`` as JSON."""
     return sum(
-        BYTES_OF_A_VALUE * (len(each.tokens) + len(each.prompt_logprobs or ()))
-        + BYTES_OF_A_VALUE * sum(map(len, (*(each.top_logprobs or ()), *(each.prompt_top or ()))))
-        for each in completions
+        BYTES_OF_A_VALUE * (len(completion.tokens) + len(completion.prompt_logprobs or ()))
+        + BYTES_OF_A_VALUE
+        * sum(map(len, (*(completion.top_logprobs or ()), *(completion.prompt_top or ()))))
+        for completion in completions
     )
 
 
@@ -243,9 +244,9 @@ def _by_word(row: dict[str, Any]) -> dict[str, float] | None:
     if row["logprob"] is None:
         return None
     words: dict[str, float] = {}
-    for each in [row, *row["top_logprobs"]]:
-        word = each["token"]
-        words[word] = max(each["logprob"], words.get(word, each["logprob"]))
+    for entry in [row, *row["top_logprobs"]]:
+        word = entry["token"]
+        words[word] = max(entry["logprob"], words.get(word, entry["logprob"]))
     return words
 
 

@@ -83,16 +83,16 @@ class Capture:
         of a call of that tool, or with None of any tool. ``variables`` are more variables of the
         chat template. Raises ConversationError.
         """
-        own = [normal(message) for message in messages]
+        turns = [normal(message) for message in messages]
         options = {"enable_thinking": enable_thinking, **(variables or {})}
         dialect = self._dialect(variables or {})
         keys = [_hash(b"", json.dumps([tools or None, options], sort_keys=True))]
-        for message in own:
+        for message in turns:
             keys.append(_hash(keys[-1], key_of(message)))
-        tokens = self._continued(dialect, own, keys, enable_thinking)
+        tokens = self._continued(dialect, turns, keys, enable_thinking)
         if tokens is None:
             rendered = dialect.render(
-                own, tools or None, add_generation_prompt=True, enable_thinking=enable_thinking
+                turns, tools or None, add_generation_prompt=True, enable_thinking=enable_thinking
             )
             self.rewritten += bool(self.turns)
             tokens = rendered.tokens.tolist()

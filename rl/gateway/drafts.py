@@ -50,16 +50,19 @@ class Draft:
         """
         new = part.completion
         known = len(self._ends) - part.begin
-        own = self._completion
-        if own is None:
-            own = self._completion = new
-        elif self._follows and own.tokens[part.begin :][: len(new.tokens)] == new.tokens[:known]:
+        completion = self._completion
+        if completion is None:
+            completion = self._completion = new
+        elif (
+            self._follows
+            and completion.tokens[part.begin :][: len(new.tokens)] == new.tokens[:known]
+        ):
             for name in COLUMNS:
-                if (values := getattr(own, name)) is not None:
+                if (values := getattr(completion, name)) is not None:
                     values.extend(getattr(new, name)[known:])
         else:
             self._follows = False
-        for token in own.tokens[len(self._ends) :]:
+        for token in completion.tokens[len(self._ends) :]:
             self._ends.append(max([*self._ends[-1:], self._read(token)]))
         if self._news is not None:
             self._news.set_result(None)
@@ -117,11 +120,11 @@ class Draft:
         """Return the part of ``text`` that no later text changes, and where it ends in ``text``."""
         is_chat = self._lead is None
         begin = len(text) - len(text.lstrip()) if is_chat else 0
-        own = text[begin:]
-        found = before(own, self._stops)
-        if found == own:
+        body = text[begin:]
+        certain = before(body, self._stops)
+        if certain == body:
             parts = (stop[:size] for stop in self._stops for size in range(1, len(stop)))
-            found = own[: len(own) - max(map(len, filter(own.endswith, parts)), default=0)]
+            certain = body[: len(body) - max(map(len, filter(body.endswith, parts)), default=0)]
         if is_chat:
-            found = found.rstrip()
-        return found, begin + len(found) if found else 0
+            certain = certain.rstrip()
+        return certain, begin + len(certain) if certain else 0

@@ -259,8 +259,8 @@ class Gateway:
                 self._touched(name)
 
     def _opened(self, capture: Capture, request: ChatRequest) -> Opened:
-        users = (each for each in request.messages if each.get("role") == "user")
-        self._require_short(*(str(joined_text(each.get("content"))) for each in users))
+        users = (message for message in request.messages if message.get("role") == "user")
+        self._require_short(*(str(joined_text(message.get("content"))) for message in users))
         thinks = self.enable_thinking if request.thinks is None else request.thinks
         tools = request.tools if request.tool_choice != "none" else None
         forced = request.forced_tool()
@@ -397,4 +397,4 @@ class Gateway:
         pairs = [*zip(work, completions, strict=True)]
         async with session.order:
             size = size_of(completions)
-            return await aside(size, lambda: [choose(each) for (_, choose, _), each in pairs])
+            return await aside(size, lambda: [choose(done) for (_, choose, _), done in pairs])

@@ -187,14 +187,14 @@ class _Endpoints:
         name = request.path_params["session"]
         capture = self._gateway.capture(name)
         rows = [
-            ({name: [*getattr(each, name)] for name in COLUMNS}, each.snapshot())
-            for each in capture.log.sequences
+            ({name: [*getattr(sequence, name)] for name in COLUMNS}, sequence.snapshot())
+            for sequence in capture.log.sequences
         ]
         counts = {"turns": capture.turns, "rewritten": capture.rewritten}
         counts["malformed_calls"] = capture.malformed
 
         def answer() -> Response:
-            sequences = [{**columns, **_records_of(each)} for columns, each in rows]
+            sequences = [{**columns, **_records_of(snapshot)} for columns, snapshot in rows]
             return JSONResponse({"id": name, **counts, "sequences": sequences})
 
         return await asyncio.to_thread(answer)
@@ -223,7 +223,7 @@ class _Endpoints:
             if not reply.is_kept:
                 await finish_or_cancel(reply.choices, request)
             choices = await self._choices(reply)
-        size = size_of(each.completion for each in choices)
+        size = size_of(choice.completion for choice in choices)
         return await aside(size, lambda: JSONResponse(reply.whole(choices)))
 
     @contextlib.contextmanager
@@ -253,8 +253,8 @@ class _Endpoints:
         try:
             with self._stop_as_error():
                 while not reply.choices.done():
-                    news: list[asyncio.Future[Any]] = [each.news() for each in reply.drafts]
-                    if said := "".join(stream.events(each.choice() for each in reply.drafts)):
+                    news: list[asyncio.Future[Any]] = [draft.news() for draft in reply.drafts]
+                    if said := "".join(stream.events(draft.choice() for draft in reply.drafts)):
                         yield said
                     waits = asyncio.wait(
                         [reply.choices, *news], return_when=FIRST_COMPLETED, timeout=ALIVE_S
@@ -263,7 +263,7 @@ class _Endpoints:
                         yield ": waiting\n\n"
                 choices = await self._choices(reply)
             yield await aside(
-                size_of(each.completion for each in choices),
+                size_of(choice.completion for choice in choices),
                 lambda: "".join((*stream.events(choices), *stream.end(choices))),
             )
         except ApiError as error:

@@ -359,8 +359,8 @@ def unnamed(part: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(part, BaseModel):
         yield from (part.model_extra or {}).items()
         part = [getattr(part, name) for name in type(part).model_fields]
-    for each in part if isinstance(part, list) else ():
-        yield from unnamed(each)
+    for child in part if isinstance(part, list) else ():
+        yield from unnamed(child)
 
 
 def sample_seed(seed: int, number: int) -> int:

@@ -56,7 +56,7 @@ class ResponseRequest(Asked):
         values["messages"] = [*first, *_messages(self.input)]
         values["max_completion_tokens"] = self.max_output_tokens
         if self.tools is not None:
-            values["tools"] = [_tool(index, each) for index, each in enumerate(self.tools)]
+            values["tools"] = [_tool(index, tool) for index, tool in enumerate(self.tools)]
         if isinstance(self.tool_choice, dict):
             name = {"name": self.tool_choice.get("name")}
             values["tool_choice"] = {"type": self.tool_choice.get("type"), "function": name}
@@ -111,7 +111,7 @@ class ResponseStream(Stream):
             begun["incomplete_details"] = None
             for kind in ("created", "in_progress"):
                 yield self._event(f"response.{kind}", response=begun)
-        items = [each for each in response["output"] if now.is_whole or _said(each)]
+        items = [entry for entry in response["output"] if now.is_whole or _said(entry)]
         for place, item in enumerate(items):
             yield from self._item(place, item, ends=now.is_whole or place + 1 < len(items))
         if now.is_whole:
@@ -175,10 +175,10 @@ def _items(name: str, choice: Choice) -> Iterator[dict[str, Any]]:
         yield item | call["function"] | end
 
 
-def _messages(given: str | Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def _messages(items: str | Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the messages of items. Those of one answer become one message."""
-    if isinstance(given, str):
-        return [{"role": "user", "content": given}]
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
     messages: list[dict[str, Any]] = []
 
     def answer() -> dict[str, Any]:
@@ -187,7 +187,7 @@ def _messages(given: str | Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
             messages.append({"role": "assistant", "content": ""})
         return messages[-1]
 
-    for index, item in enumerate(given):
+    for index, item in enumerate(items):
         match item:
             case {"type": "function_call", "call_id": id, "name": name, "arguments": arguments}:
                 function = {"name": name, "arguments": arguments}
@@ -216,7 +216,7 @@ def _text(index: int, content: Any) -> str:
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else [content]
-    texts = [each.get("text") if isinstance(each, dict) else None for each in parts]
+    texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
     if None in texts:
         raise _wrong(f"input.{index}", content, "write text only")
     return "".join(map(str, texts))

@@ -58,7 +58,7 @@ class CachedDelta(Module):
         """Return the outputs [B, L, N, value_dim] of :func:`rl.model.delta_rule.delta_net` for
         requests that are concatenated in one row (B = 1), and update their states.
         """
-        qkv, decay, beta = (each.squeeze(0) for each in (qkv_BLD, decay_BLN, beta_BLN))
+        qkv, decay, beta = (tensor.squeeze(0) for tensor in (qkv_BLD, decay_BLN, beta_BLN))
         out = qkv_BLD.new_zeros(*decay_BLN.shape, self.heads.value_dim)
         steps: Any = is_forward_context_available() and get_forward_context().attn_metadata
         if not steps:  # vLLM warms up, or the model is rehearsed
@@ -73,10 +73,10 @@ class CachedDelta(Module):
             tokens = slice(starts[first], starts[last])
             ends = zip(starts[first:last], starts[first + 1 : last + 1], strict=True)
             lengths = tuple(end - start for start, end in ends)
-            before = States(*(each[blocks[first:last]] for each in self.cache.kv_cache))
+            before = States(*(cache[blocks[first:last]] for cache in self.cache.kv_cache))
             if first == decodes:  # new requests have blocks with the states of others
-                for each in before:
-                    each[~step.has_initial_state[first:last]] = 0
+                for states in before:
+                    states[~step.has_initial_state[first:last]] = 0
             inputs = qkv[tokens], decay[tokens], beta[tokens]
             out[0, tokens], after = delta_net(*inputs, weight, self.heads, lengths, before)
             for cached, state in zip(self.cache.kv_cache, after, strict=True):

@@ -86,7 +86,7 @@ class ExpertRecords:
 
     def _keep(self, computed: list[Computed]) -> None:
         """Store what a step has computed; record that from which tokens were drawn."""
-        stretches = [each.tokens for each in computed]
+        stretches = [request.tokens for request in computed]
         ends = np.cumsum([tokens.end - tokens.begin for tokens in stretches]).tolist()
         count = ends[-1] if ends else 0
         rows = self._rows[:count].copy_(self._buffer[:count]).numpy()

@@ -83,7 +83,7 @@ class StopTexts:
         The earlier tokens complete none.
         """
         text = self._decode(tokens[self._begin :])
-        if any(each in text for each in self._texts):
+        if any(stop in text for stop in self._texts):
             return True
         later = len(tokens) - self._width
         if later >= self._begin + self._width:
@@ -157,11 +157,11 @@ class Requests:
 
         name = str(next(self._numbers))  # an id may be used again while vLLM still clears it
         sampling = request.sampling
-        each = _InFlight(request.request_id, top_count=self._at_most(sampling.top_logprobs))
+        in_flight = _InFlight(request.request_id, top_count=self._at_most(sampling.top_logprobs))
         if sampling.prompt_logprobs is not None:
-            each.prompt_count = self._at_most(sampling.prompt_logprobs)
+            in_flight.prompt_count = self._at_most(sampling.prompt_logprobs)
         if self._adapters is not None:
-            each.place = self._adapters.place_of(request.adapter)
+            in_flight.place = self._adapters.place_of(request.adapter)
         schema = sampling.json_schema
         params = SamplingParams(
             max_tokens=sampling.max_tokens,
@@ -172,8 +172,8 @@ class Requests:
             min_p=sampling.min_p,
             stop_token_ids=list(sampling.stop_token_ids),
             seed=request.seed % 2**63,  # vLLM takes -1 for "no seed"
-            logprobs=each.top_count,  # beside that of the chosen token
-            prompt_logprobs=each.prompt_count,
+            logprobs=in_flight.top_count,  # beside that of the chosen token
+            prompt_logprobs=in_flight.prompt_count,
             ignore_eos=True,
             detokenize=False,
             structured_outputs=None if schema is None else StructuredOutputsParams(json=schema),
@@ -181,21 +181,21 @@ class Requests:
         # an adapter that is loaded again has another number: its old keys may be of another one
         shares = str(request.adapter) if request.adapter else None
         vllm_internals.submit(self._engine, name, request.prompt_tokens, params, shares=shares)
-        self._in_flight[name] = each
+        self._in_flight[name] = in_flight
         if self._records is not None:
             self._records.begin(name, request.experts_from)
         if sampling.is_cut:
-            each.masks = []
+            in_flight.masks = []
             self._cut.add(name)
         if sampling.stop:
-            each.stops = StopTexts(self._decode, sampling.stop)
+            in_flight.stops = StopTexts(self._decode, sampling.stop)
         if request.streams:
             self._streams[name] = 0
 
     def _assign_adapters(self, names: list[str], counts: list[int]) -> None:
         assert self._adapters is not None, "otherwise nobody calls this"
         requests = [self._in_flight.get(name) for name in names]  # None: the request was dropped
-        self._adapters.assign([-1 if each is None else each.place for each in requests], counts)
+        self._adapters.assign([-1 if ask is None else ask.place for ask in requests], counts)
 
     def step(self) -> list[tuple[str, Completion | Part]]:
         """Run one forward pass; return ids and completions of the requests that have finished, and
@@ -221,24 +221,24 @@ class Requests:
         counts = self.counts
         said = []
         for output in outputs.outputs:
-            each = self._in_flight[output.request_id]
+            request = self._in_flight[output.request_id]
             reason = output.finish_reason
             if (scores := output.new_prompt_logprobs_tensors) is not None:
-                each.prompt_logprobs += scores.logprobs[:, 0].tolist()
-                each.prompt_top += _most_likely(scores, each.prompt_count or 0)
+                request.prompt_logprobs += scores.logprobs[:, 0].tolist()
+                request.prompt_top += _most_likely(scores, request.prompt_count or 0)
             if (read := output.prefill_stats) is not None:
                 counts["prompt_tokens"] += read.num_prompt_tokens
                 counts["cached_tokens"] += read.num_cached_tokens
             if new := output.new_token_ids:
                 counts["sampled_tokens"] += len(new)
-                each.tokens += new
-                each.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
-                each.versions += [int(outputs.weight_version)] * len(new)
-                if each.top_count:
-                    each.top += _most_likely(output.new_logprobs, each.top_count)
-                if each.masks is not None:
-                    each.masks += vllm_internals.rows_of(output)
-                if each.stops is not None and each.stops.end(each.tokens):
+                request.tokens += new
+                request.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
+                request.versions += [int(outputs.weight_version)] * len(new)
+                if request.top_count:
+                    request.top += _most_likely(output.new_logprobs, request.top_count)
+                if request.masks is not None:
+                    request.masks += vllm_internals.rows_of(output)
+                if request.stops is not None and request.stops.end(request.tokens):
                     reason = "stop"
                     said.append(output.request_id)
             if reason is not None:
@@ -247,21 +247,21 @@ class Requests:
                 self._streams.pop(output.request_id, None)
                 experts = None
                 if self._records is not None:
-                    experts = self._records.end(output.request_id, len(each.tokens))
-                self._finished.append((each.request_id, _completion(each, reason, experts)))
+                    experts = self._records.end(output.request_id, len(request.tokens))
+                self._finished.append((request.request_id, _completion(request, reason, experts)))
         vllm_internals.abort(self._engine, said)  # those that vLLM has ended itself are ignored
         for name, begin in self._streams.items():
-            each = self._in_flight[name]
-            if len(each.tokens) > begin:
-                self._streams[name] = len(each.tokens)
-                new = _completion(each, None, None, begin)
-                part = Part(request_id=each.request_id, begin=begin, completion=new)
-                self._finished.append((each.request_id, part))
+            request = self._in_flight[name]
+            if len(request.tokens) > begin:
+                self._streams[name] = len(request.tokens)
+                new = _completion(request, None, None, begin)
+                part = Part(request_id=request.request_id, begin=begin, completion=new)
+                self._finished.append((request.request_id, part))
 
     def abort(self, request_ids: list[str]) -> None:
         """Drop these requests; ids that are not in flight are ignored."""
         dropped = set(request_ids)
-        names = [name for name, each in self._in_flight.items() if each.request_id in dropped]
+        names = [name for name, request in self._in_flight.items() if request.request_id in dropped]
         for name in names:
             del self._in_flight[name]
             self._cut.discard(name)
@@ -274,13 +274,13 @@ class Requests:
         return min(count, self._vocab_size)
 
 
-def _most_likely(found: Any, count: int) -> list[dict[int, float]]:
+def _most_likely(scores: Any, count: int) -> list[dict[int, float]]:
     """Return the log-probs of the ``count`` most likely ids at each token of vLLM's
     ``LogprobsLists`` or ``LogprobsTensors``. Its first column is the token itself; it may have more
     columns, for another request.
     """
     columns = slice(1, 1 + count)
-    ids, logprobs = found.logprob_token_ids[:, columns], found.logprobs[:, columns]
+    ids, logprobs = scores.logprob_token_ids[:, columns], scores.logprobs[:, columns]
     return [
         {token: value for token, value in zip(*row, strict=True) if value > -math.inf}
         for row in zip(ids.tolist(), logprobs.tolist(), strict=True)

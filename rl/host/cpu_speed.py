@@ -49,7 +49,7 @@ def cpu_speed() -> CpuSpeed:
     kind = "\n".join([*facts, torch.__version__])
     file = folder / f"cpu-{hashlib.sha256(kind.encode()).hexdigest()[:16]}.json"
     try:
-        known = [CpuSpeed(*map(float, each)) for each in json.loads(file.read_text())]
+        known = [CpuSpeed(*map(float, figures)) for figures in json.loads(file.read_text())]
     except (OSError, ValueError, TypeError):  # missing or damaged
         known = []
     if len(known) < PROCESSES:
@@ -79,7 +79,7 @@ def _measured() -> CpuSpeed:
         ]
         if torch.backends.mkldnn.is_available():
             products.append(partial(onednn_linear, factor, factor))
-        float32, bfloat16, *onednn = (2 * SIZE**3 / _fastest(each) / 1e12 for each in products)
+        float32, bfloat16, *onednn = (2 * SIZE**3 / _fastest(work) / 1e12 for work in products)
         source = torch.ones(COPIED, dtype=torch.uint8)
         target = torch.ones_like(source)
         copy = _fastest(lambda: target.copy_(source))

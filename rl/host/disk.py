@@ -69,7 +69,7 @@ def _remove_left(lock: Path) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         folder = lock.with_suffix("")
         made = [os.fstat(descriptor), *([os.lstat(folder)] if os.path.lexists(folder) else [])]
-        is_own = all(each.st_uid == os.geteuid() for each in made)
+        is_own = all(status.st_uid == os.geteuid() for status in made)
         if is_own and os.pread(descriptor, 100, 0) == boot().encode():
             if os.path.lexists(folder):
                 remove_tree(folder)
@@ -107,7 +107,7 @@ def steps_in(folder: Path, suffix: str = "", *, prefix: str = "step-") -> list[i
     """Return N of each entry ``prefix``N``suffix`` of ``folder``, in order."""
     names = os.listdir(folder) if folder.is_dir() else []
     matches = (re.fullmatch(rf"{prefix}(\d+){re.escape(suffix)}", name) for name in names)
-    return sorted(int(each[1]) for each in matches if each)
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def sync_file(file: IO[Any]) -> None:
@@ -134,13 +134,13 @@ def end_of(path: Path, size: int) -> bytes:
         return file.read(size)
 
 
-def shorten(log: Path, most: int, kept: int) -> None:
-    """Cut a log of more than ``most`` bytes to its last ``kept``, after a line that says so. The
-    processes that write to it append.
+def shorten(log: Path, most: int, tail_bytes: int) -> None:
+    """Cut a log of more than ``most`` bytes to its last ``tail_bytes``, after a line that says so.
+    The processes that write to it append.
     """
     size = log.stat().st_size if log.exists() else 0
     if size > most:
-        end = end_of(log, kept)
+        end = end_of(log, tail_bytes)
         note = f"[{size - len(end):,} bytes before this line were dropped]\n"
         with open(log, "ab") as file:
             file.truncate(0)

@@ -49,27 +49,27 @@ def address_of(address: str, field: str) -> tuple[str, int, str | None]:
     return host, int(port), key
 
 
-def require_key(host: str, key: str | None, given: str = "--host") -> None:
-    """Raise ConfigError, naming where the host was ``given``, if other machines could reach it
+def require_key(host: str, key: str | None, setting: str = "--host") -> None:
+    """Raise ConfigError, naming the ``setting`` of the host, if other machines could reach it
     without a key.
     """
     require(
         key is not None or is_loopback(host),
-        f"{given} {host}: other machines can reach it; set {KEY} to a key that clients have to "
+        f"{setting} {host}: other machines can reach it; set {KEY} to a key that clients have to "
         "give",
     )
 
 
-def listen(host: str, port: int, given: str = "") -> socket.socket:
+def listen(host: str, port: int, setting: str = "") -> socket.socket:
     """Return a socket that listens. Raises ConfigError if that is impossible, which begins with
-    ``given``, by default the options of a program.
+    ``setting``, by default the options of a program.
     """
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=2048)
     except (OSError, OverflowError) as error:
-        given = given or f"--host {host} --port {port}"
-        raise ConfigError(f"{given}: {error_text(error)}") from None
+        setting = setting or f"--host {host} --port {port}"
+        raise ConfigError(f"{setting}: {error_text(error)}") from None
 
 
 def url_of(listener: socket.socket) -> str:

@@ -48,8 +48,8 @@ def in_thread(call: Callable[..., Any], *args: Any) -> Future:
 
 
 def _work(calls: SimpleQueue[tuple[Future, Callable[[], Any]] | None]) -> None:
-    while (each := calls.get()) is not None:
-        future, call = each
+    while (submitted := calls.get()) is not None:
+        future, call = submitted
         if not future.set_running_or_notify_cancel():
             continue
         try:

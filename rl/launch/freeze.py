@@ -72,7 +72,7 @@ def environment() -> dict[str, object]:
 
     Values of variables may be secrets and are left out.
     """
-    packages = {each.metadata["Name"]: each.version for each in importlib.metadata.distributions()}
+    packages = {dist.metadata["Name"]: dist.version for dist in importlib.metadata.distributions()}
     return {
         "python": sys.version,
         "source": str(SOURCE),

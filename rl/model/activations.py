@@ -71,7 +71,7 @@ def joined(ranks: Sequence[Activations], shape: ModelShape) -> Activations:
         count = heads.get(name.rpartition(".")[2], 0) * shape.head_dim // width or 1
         # with more ranks than key heads, neighbours have the same head
         chosen = ranks[:: len(ranks) // count]
-        outputs[name] = torch.cat([each.outputs[name] for each in chosen], dim=1)
+        outputs[name] = torch.cat([rank.outputs[name] for rank in chosen], dim=1)
     return replace(first, outputs=outputs)
 
 

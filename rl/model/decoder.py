@@ -335,8 +335,8 @@ def in_all_layers(of_some: Mapping[str, T], kinds: Sequence[int]) -> dict[str, T
             continue
         for layer, kind in enumerate(kinds):
             prefix = f"layers.{kind}."
-            own = (name for name in names if name.startswith(prefix))
-            result |= {name.replace(prefix, f"layers.{layer}.", 1): of_some[name] for name in own}
+            its = (name for name in names if name.startswith(prefix))
+            result |= {name.replace(prefix, f"layers.{layer}.", 1): of_some[name] for name in its}
     return result
 
 

@@ -43,7 +43,7 @@ class DocumentDelta(Module):
         """Return the outputs [B, L, N, value_dim] of :func:`rl.model.delta_rule.delta_net`. A
         document starts at each 0 of ``positions`` [B, L].
         """
-        rows, decay, beta = (each.flatten(0, 1) for each in (qkv_BLD, decay_BLN, beta_BLN))
+        rows, decay, beta = (tensor.flatten(0, 1) for tensor in (qkv_BLD, decay_BLN, beta_BLN))
         flat = positions.flatten()
         out = delta_net_of_documents(rows, decay, beta, weight, self.heads, flat)
         return out.unflatten(0, positions.shape)

@@ -109,22 +109,22 @@ def convolve(
 
 
 @lru_cache(maxsize=4)  # all layers of a batch have the same
-def _taps(lengths: Lengths, kept: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the row of each factor of each token, [kept + 1, T], and of the last inputs,
-    [S * kept]. Before the T tokens are ``kept`` earlier inputs of each sequence.
+def _taps(lengths: Lengths, tail: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the row of each factor of each token, [tail + 1, T], and of the last inputs,
+    [S * tail]. Before the T tokens are ``tail`` earlier inputs of each sequence.
     """
     sizes = np.asarray(lengths)
     starts = np.cumsum(sizes) - sizes
 
     def row(sequence: np.ndarray, position: np.ndarray) -> np.ndarray:
-        earlier = (sequence + 1) * kept + position
-        current = len(sizes) * kept + starts[sequence] + position
+        earlier = (sequence + 1) * tail + position
+        current = len(sizes) * tail + starts[sequence] + position
         return np.where(position < 0, earlier, current)
 
     sequences = np.repeat(np.arange(len(sizes)), sizes)
     positions = np.arange(sizes.sum()) - starts[sequences]
-    taps = row(sequences, positions + np.arange(-kept, 1)[:, None])
-    after = row(np.arange(len(sizes))[:, None], sizes[:, None] + np.arange(-kept, 0))
+    taps = row(sequences, positions + np.arange(-tail, 1)[:, None])
+    after = row(np.arange(len(sizes))[:, None], sizes[:, None] + np.arange(-tail, 0))
     return torch.from_numpy(taps).to(device), torch.from_numpy(after.ravel()).to(device)
 
 
@@ -144,15 +144,15 @@ def delta_rule(
     the sequences; None for zeros. Uses fla on CUDA if it is installed, which no test covers.
     """
     values = v.shape[1] // k.shape[1]
-    q, k = (each.repeat_interleave(values, 1) for each in (q, k))
+    q, k = (tensor.repeat_interleave(values, 1) for tensor in (q, k))
     if q.is_cuda and (kernel := _fla_kernel()) is not None:
         ends = torch.tensor((0, *lengths), device=q.device).cumsum(0)
-        packed = (each.unsqueeze(0) for each in (q, k, v.to(q.dtype), decay.float(), beta))
+        packed = (tensor.unsqueeze(0) for tensor in (q, k, v.to(q.dtype), decay.float(), beta))
         options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
         out, memory = kernel(*packed, initial_state=memory, cu_seqlens=ends, **options)
         return out.squeeze(0).float(), memory
     wide = torch.promote_types(q.dtype, torch.float32)
-    q, k, v, decay, beta = (each.to(wide) for each in (q, k, v, decay, beta))
+    q, k, v, decay, beta = (tensor.to(wide) for tensor in (q, k, v, decay, beta))
     q = _normalized(q) * q.shape[-1] ** -0.5
     return _in_chunks((q, _normalized(k), v, decay, beta), _chunks(lengths, q.device), memory)
 
@@ -286,11 +286,11 @@ def _delta_net_backward(
 ) -> list[torch.Tensor]:
     with recorded_in_operator():
         rows, decay, beta, weight = inputs = [
-            each.detach().requires_grad_() for each in (rows, decay, beta, weight)
+            tensor.detach().requires_grad_() for tensor in (rows, decay, beta, weight)
         ]
         out = _of_documents(rows, decay, beta, weight, positions, heads)
         grads = torch.autograd.grad(out, inputs, grad)
-    return [each.contiguous() for each in grads]
+    return [tensor.contiguous() for tensor in grads]
 
 
 @_delta_net.register_fake

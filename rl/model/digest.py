@@ -24,9 +24,9 @@ def digests(shards: Iterable[Shard], *, dtype: torch.dtype | None = None) -> Sha
     every = [*shards]
     if not every:
         return {}
-    sums = torch.stack([shard_digest(each, dtype or each.tensor.dtype) for each in every])
+    sums = torch.stack([shard_digest(shard, dtype or shard.tensor.dtype) for shard in every])
     # one copy from the device for all
-    return {(each.name, each.box): n for each, n in zip(every, sums.tolist(), strict=True)}
+    return {(shard.name, shard.box): n for shard, n in zip(every, sums.tolist(), strict=True)}
 
 
 @torch.no_grad()
@@ -71,8 +71,8 @@ def position_weights(
     weights = [mix(place + (dimension << 56)) for dimension, place in enumerate(places)]
     rows = torch.ones(1, dtype=torch.int64, device=device)
     *leading, last = weights or [rows]
-    for each in leading:
-        rows = (rows[:, None] * each).reshape(-1)
+    for weight in leading:
+        rows = (rows[:, None] * weight).reshape(-1)
     return rows, last, last.sum() * _ZERO
 
 

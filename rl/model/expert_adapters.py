@@ -45,17 +45,17 @@ def add_adapters(experts: Any, config: Any) -> None:
     """
     rank, alpha = config.lora
     experts._lora_scaling = alpha / rank
-    weights = {name: each for name, each in experts.named_parameters() if each.ndim == 3}
+    weights = {name: param for name, param in experts.named_parameters() if param.ndim == 3}
     layouts = config.sharding_config.state_shardings
     for side, dim in (("lora_a", experts.in_dim), ("lora_b", 3 - experts.in_dim)):
         rows = {name: weight.shape[dim] for name, weight in weights.items()}
         bounds = {name: count**-0.5 for name, count in rows.items()}
-        drawn = {name: partial(nn.init.uniform_, a=-each, b=each) for name, each in bounds.items()}
-        own = {name: _layout(layouts[name], dim) for name in rows}
+        drawn = {name: partial(nn.init.uniform_, a=-end, b=end) for name, end in bounds.items()}
+        shardings = {name: _layout(layouts[name], dim) for name in rows}
         factors = Factors.Config(
             shapes={name: (config.num_experts, count, rank) for name, count in rows.items()},
             param_init=drawn if side == "lora_a" else dict.fromkeys(rows, nn.init.zeros_),
-            sharding_config=ShardingConfig(state_shardings=own),
+            sharding_config=ShardingConfig(state_shardings=shardings),
         )
         setattr(experts, side, factors.build())
 
@@ -96,9 +96,9 @@ def low_rank(experts: Any, name: str, x: torch.Tensor, groups: Groups) -> torch.
     """Return what the adapter of the weight ``name`` adds to the products with the weight:
     alpha / rank * x @ A @ B.T, [R, out], of rows [R, in].
     """
-    a, b = (_local(getattr(each, name)) for each in (experts.lora_a, experts.lora_b))
+    a, b = (_local(getattr(factors, name)) for factors in (experts.lora_a, experts.lora_b))
     if isinstance(groups, torch.Tensor):
-        a, b = (F.pad(each, (0, -each.shape[-1] % ALIGNMENT)) for each in (a, b))
+        a, b = (F.pad(factor, (0, -factor.shape[-1] % ALIGNMENT)) for factor in (a, b))
     inner = grouped_products(x, a, groups)
     scale: float = experts._lora_scaling
     return scale * grouped_products(inner, b.mT, groups)
@@ -110,5 +110,5 @@ def _local(factor: torch.Tensor) -> torch.Tensor:
     """
     if not isinstance(factor, DTensor):
         return factor
-    sums = [Partial() if each.is_replicate() else each for each in factor.placements]
+    sums = [Partial() if placement.is_replicate() else placement for placement in factor.placements]
     return factor.to_local(grad_placements=sums)

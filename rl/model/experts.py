@@ -89,7 +89,7 @@ class Experts(GroupedExperts):
             return super().forward(x_RD, num_tokens_per_expert_E)
         # The backward pass of torch._grouped_mm on CPU refuses many shapes and strides.
         tokens = x_RD.split(num_tokens_per_expert_E.tolist())
-        weights = (local_of(each).unbind() for each in (self.w1_EFD, self.w3_EFD, self.w2_EDF))
+        weights = (local_of(weight).unbind() for weight in (self.w1_EFD, self.w3_EFD, self.w2_EDF))
         experts = zip(tokens, *weights, strict=True)
         return torch.cat([(F.silu(x @ w1.T) * (x @ w3.T)) @ w2.T for x, w1, w3, w2 in experts])
 

@@ -87,8 +87,8 @@ class HuggingFaceConfig(dict[str, Any]):
     def one_of(self, key: str, allowed: tuple[Any, ...], value: Any = ...) -> Any:
         """Return ``value``, which is that of ``key`` unless given, if it is among ``allowed``."""
         value = self[key] if value is ... else value
-        holds = any(value == each and type(value) is type(each) for each in allowed)
-        listed = " or ".join(repr(each) for each in allowed if each is not None)
+        holds = any(value == option and type(value) is type(option) for option in allowed)
+        listed = " or ".join(repr(option) for option in allowed if option is not None)
         self.require(holds, key, value, f"Tiller trains {listed or 'models without it'} only")
         return value
 
@@ -116,11 +116,11 @@ class HuggingFaceConfig(dict[str, Any]):
         window = None if is_off or self["sliding_window"] is None else self.size("sliding_window")
         layers = self.get("layer_types")
         if isinstance(layers, list):
-            layers = self["layer_types"] = [LAYER_TYPES.get(str(each), each) for each in layers]
+            layers = self["layer_types"] = [LAYER_TYPES.get(str(kind), kind) for kind in layers]
         kinds = [FULL, *([NEAR] if window else [])]
         count = self["num_hidden_layers"]
         is_list = isinstance(layers, list) and len(layers) == count
-        holds = layers is None or (is_list and all(each in kinds for each in layers))
+        holds = layers is None or (is_list and all(kind in kinds for kind in layers))
         allowed = f"it must be null, or {' or '.join(map(repr, kinds))} for each of {count} layers"
         self.require(holds, "layer_types", layers, allowed)
         return window
@@ -138,8 +138,8 @@ class HuggingFaceConfig(dict[str, Any]):
         """Return the share of a head that is rotated; None as the ``default`` allows 1 only."""
         key = "partial_rotary_factor"
         places = [self.get("rope_scaling") or self.get("rope_parameters"), self]
-        shares = [each[key] for each in places if isinstance(each, dict) and key in each]
-        share = next((each for each in shares if each is not None), default or 1.0)
+        shares = [place[key] for place in places if isinstance(place, dict) and key in place]
+        share = next((value for value in shares if value is not None), default or 1.0)
         if default is None:
             return float(self.one_of(key, (1.0, 1), share))
         numbers = self.number(key, share) * self["head_dim"]

@@ -165,7 +165,7 @@ def _same_sums(rows: int, span: int) -> bool:
             for count in (QUERIES, KEYS, KEYS)
         )
         whole, _ = flash_attention(query, *pair, mask=mask, scale=dim**-0.5)
-        key, value = (each[:, :, :span].contiguous() for each in pair)
+        key, value = (tensor[:, :, :span].contiguous() for tensor in pair)
         seen = mask[:, :, :rows, :span].contiguous()
         part, _ = flash_attention(query[:, :, :rows], key, value, mask=seen, scale=dim**-0.5)
         if not torch.equal(part, whole[:, :, :rows]):
@@ -214,7 +214,7 @@ def attend(
         more = (0, 0, 0, -rows % query_rows())
         folded = _taken(q, group.queries).unflatten(2, (-1, fold))
         query = folded.permute(0, 2, 3, 1, 4).flatten(2, 3)
-        key, value = (_taken(each, group.keys).transpose(1, 2) for each in (k, v))
+        key, value = (_taken(tensor, group.keys).transpose(1, 2) for tensor in (k, v))
         key[:, :, 0] = value[:, :, 0] = 0
         mask = group.mask.repeat(1, heads // fold if sinks is not None else 1, fold, 1)
         mask[..., 0] = nothing.view(-1, fold, 1).expand(-1, -1, width).flatten(1)[: mask.shape[1]]

@@ -22,7 +22,7 @@ def reward_class(config: Mapping[str, Any]) -> str | None:
     None for another model.
     """
     classes = config.get("architectures") or ()
-    return next((each for each in classes if each.endswith(REWARD_CLASS)), None)
+    return next((name for name in classes if name.endswith(REWARD_CLASS)), None)
 
 
 def describe_reward_model(folder: Path, model_class: str) -> None:

@@ -52,13 +52,13 @@ class Router(TokenChoiceTopKRouter):
             self.on_choice(preferred, scores)
         chosen = preferred
         if self.given is not None:
-            given = self.given
-            if isinstance(chosen, DTensor):  # each rank has all of ``given``
+            experts = self.given
+            if isinstance(chosen, DTensor):  # each rank has all of ``experts``
                 mesh = chosen.device_mesh
                 whole = [Replicate()] * mesh.ndim
-                given = DTensor.from_local(given, mesh, whole, run_check=False)
-                given = given.redistribute(placements=chosen.placements)
-            chosen = torch.where(given < 0, chosen, given)
+                experts = DTensor.from_local(experts, mesh, whole, run_check=False)
+                experts = experts.redistribute(placements=chosen.placements)
+            chosen = torch.where(experts < 0, chosen, experts)
             weights = scores.gather(-1, chosen)
             if self.route_norm:
                 weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)

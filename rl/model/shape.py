@@ -216,9 +216,9 @@ class ModelShape:
 
 
 SIZES = tuple(
-    each.name
-    for each in fields(ModelShape)
-    if each.name in {one.name for one in fields(ModelConfig)}
+    field.name
+    for field in fields(ModelShape)
+    if field.name in {one.name for one in fields(ModelConfig)}
 )
 """Fields of ModelShape that ModelConfig has too."""
 
@@ -254,7 +254,7 @@ def shape_of(config: ModelConfig, *, field: str = "model.hf_path") -> ModelShape
     name = family_of_folder(described, module)
     none = dict.fromkeys(("hidden_dim", "num_experts", "experts_per_token", "moe_hidden_dim"), 0)
     read = family_named(name).read(described, config.max_seq_len)
-    chosen = {each: getattr(config, each) for each in ("expert_bias", "float32_head")}
+    chosen = {option: getattr(config, option) for option in ("expert_bias", "float32_head")}
     return ModelShape(**{**none, **read, **chosen}, family=name)
 
 

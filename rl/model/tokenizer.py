@@ -37,16 +37,16 @@ def load_tokenizer(hf_path: str) -> "PreTrainedTokenizerFast":
     return tokenizer
 
 
-def difference(own: str, other: str) -> str:
+def difference(hf_path: str, other: str) -> str:
     """Return text that names the first token id that means something else to the tokenizer in the
     folder ``other``; empty if there is none, or a folder has no tokenizer.
     """
-    folders = [Path(own), Path(other)]
-    if folders[0] == folders[1] or not all((each / "tokenizer.json").is_file() for each in folders):
+    folders = [Path(hf_path), Path(other)]
+    if folders[0] == folders[1] or not all((path / "tokenizer.json").is_file() for path in folders):
         return ""
     first, second = (
-        {token: text for text, token in load_tokenizer(str(each)).get_vocab().items()}
-        for each in folders
+        {token: text for text, token in load_tokenizer(str(folder)).get_vocab().items()}
+        for folder in folders
     )
     for token in sorted(first.keys() | second.keys()):
         if first.get(token) != second.get(token):
@@ -86,7 +86,7 @@ def named_stop_tokens(tokenizer: "PreTrainedTokenizerFast") -> dict[str, list[in
     folder = Path(tokenizer.name_or_path)
     paths = [folder / GENERATION, folder / "config.json"] if tokenizer.name_or_path else []
     by_file = {path: _stops_in(path) for path in paths if path.exists()}
-    path, listed = next((each for each in by_file.items() if each[1]), (folder / GENERATION, []))
+    path, listed = next((item for item in by_file.items() if item[1]), (folder / GENERATION, []))
     size = len(tokenizer)
     wrong = [token for token in listed if type(token) is not int or not 0 <= token < size]
     problem = f"eos_token_id in {path} is {wrong[0] if wrong else ''!r}"

@@ -26,11 +26,11 @@ class Update(NamedTuple):
     def of(cls, before: torch.Tensor, after: torch.Tensor, dtype: torch.dtype) -> "Update":
         """Return the update from ``before`` to ``after``, of which ``dtype`` is the cast."""
         total = cls()
-        parts = (each.reshape(-1).split(CHUNK) for each in (before, after))
+        parts = (tensor.reshape(-1).split(CHUNK) for tensor in (before, after))
         for old, new in zip(*parts, strict=True):
             change = new.float() - old.float()
             cast = new.to(dtype).float() - old.to(dtype).float()
-            product, square = ((change * each).sum(dtype=torch.float64) for each in (cast, change))
+            product, square = ((change * term).sum(dtype=torch.float64) for term in (cast, change))
             update = cls(len(old), int(cast.count_nonzero()), float(product), float(square))
             total = cls.total([total, update])
         return total
@@ -70,6 +70,6 @@ EMPTY = Update()
 
 def sample(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """Return copies of elements of ``tensors``, float32 [N], evenly spaced in each tensor."""
-    flat = [each.detach().flatten() for each in tensors]
+    flat = [tensor.detach().flatten() for tensor in tensors]
     # an odd distance, so that the elements are of different columns
-    return torch.cat([each[:: len(each) // SAMPLED | 1].float() for each in flat])
+    return torch.cat([elements[:: len(elements) // SAMPLED | 1].float() for elements in flat])

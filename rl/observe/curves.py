@@ -81,15 +81,15 @@ def write_curves_png(
         label = "held out, correct" if has_rewards else "held out"
         axes[0].plot(steps, values, "o", label=label, **dots)
     panels = (REWARD if has_rewards else LOSS) | PANELS
-    for each, (title, lines) in zip(axes, panels.items(), strict=False):
-        _plot_lines(each, rows, title, lines)
+    for ax, (title, lines) in zip(axes, panels.items(), strict=False):
+        _plot_lines(ax, rows, title, lines)
     _plot_times(axes[3], rows)
-    for each, (title, lines) in zip(axes[4:], PANELS_AHEAD.items(), strict=False):
-        _plot_lines(each, rows, title, lines)
-        each.set_ylim(bottom=0)
-    for each in axes[-2:]:
-        each.set_xlabel("step")
-        each.xaxis.set_major_locator(MaxNLocator(integer=True))
+    for ax, (title, lines) in zip(axes[4:], PANELS_AHEAD.items(), strict=False):
+        _plot_lines(ax, rows, title, lines)
+        ax.set_ylim(bottom=0)
+    for ax in axes[-2:]:
+        ax.set_xlabel("step")
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.savefig(path, dpi=140, format="png")
 
 

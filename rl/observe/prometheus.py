@@ -69,6 +69,6 @@ class Numbers(Collector):
 
 def _family(kind: Any, name: str, label: str, values: Mapping[str, float]) -> Metric:
     family = kind(f"tiller_{name}", name, labels=[label])
-    for each, value in values.items():
-        family.add_metric([each], value)
+    for label_value, value in values.items():
+        family.add_metric([label_value], value)
     return family

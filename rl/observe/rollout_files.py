@@ -89,10 +89,10 @@ def write_rollouts(
     numbers = [number for number, chunk in enumerate(chunks) for _ in chunk.rollouts]
     columns = {"chunk": pa.array(numbers, pa.int32())}
     for name, (attribute, kind) in OF_PROMPT.items():
-        columns[name] = _column([getattr(each.prompt, attribute) for each in rollouts], kind)
+        columns[name] = _column([getattr(rollout.prompt, attribute) for rollout in rollouts], kind)
     for name, kind in OF_ROLLOUT.items():
-        columns[name] = _column([getattr(each, name) for each in rollouts], kind)
-    columns["metrics"] = _column([json.dumps(each.metrics) for each in rollouts], "string")
+        columns[name] = _column([getattr(rollout, name) for rollout in rollouts], kind)
+    columns["metrics"] = _column([json.dumps(rollout.metrics) for rollout in rollouts], "string")
     columns["sequences"] = _sequence_lists(chunks, rollouts)
     table = pa.table(columns).replace_schema_metadata({"version": str(version)})
     if only is not None:
@@ -121,10 +121,10 @@ def read_rollouts(path: Path) -> list[Chunk]:
     numbers = [row["chunk"] for row in rows]
     chunks = []
     for number in dict.fromkeys(numbers):
-        rows_here = [index for index, each in enumerate(numbers) if each == number]
+        rows_here = [index for index, chunk_number in enumerate(numbers) if chunk_number == number]
         columns = [sequences[index][1] for index in rows_here]
         names = columns[0]
-        joined = {name: np.concatenate([each[name] for each in columns]) for name in names}
+        joined = {name: np.concatenate([arrays[name] for arrays in columns]) for name in names}
         chunks.append(Chunk(rollouts=[rollouts[index] for index in rows_here], columns=joined))
     return chunks
 
@@ -168,16 +168,16 @@ def _sequence_lists(chunks: Sequence[Chunk], rollouts: Sequence[Rollout]) -> "pa
     """Return each rollout's list of sequences, whose columns are lists of values of tokens."""
     import pyarrow as pa
 
-    sequences = [sequence for rollout in rollouts for sequence in rollout.sequences]
-    ends = _ends([len(sequence) for sequence in sequences])
+    sequences = [seq for rollout in rollouts for seq in rollout.sequences]
+    ends = _ends([len(seq) for seq in sequences])
     columns = {
-        name: np.concatenate([np.empty(0, kind), *(getattr(each, name) for each in sequences)])
+        name: np.concatenate([np.empty(0, kind), *(getattr(seq, name) for seq in sequences)])
         for name, kind in OF_SEQUENCE.items()
     }
     for name in chunks[0].columns if chunks else ():
         columns[name] = np.concatenate([chunk.columns[name] for chunk in chunks])
-    lists = {name: pa.ListArray.from_arrays(ends, pa.array(each)) for name, each in columns.items()}
-    masks = [each.sampling_mask for each in sequences]
+    lists = {name: pa.ListArray.from_arrays(ends, pa.array(data)) for name, data in columns.items()}
+    masks = [seq.sampling_mask for seq in sequences]
     if any(mask is not None for mask in masks):
         none = np.empty(0, np.int32)
         for name, part in OF_MASK.items():
@@ -185,10 +185,11 @@ def _sequence_lists(chunks: Sequence[Chunk], rollouts: Sequence[Rollout]) -> "pa
             offsets = pa.array(np.cumsum([0, *map(len, values)]), pa.int64())  # may need 64 bits
             flat = pa.array(np.concatenate([none, *values]))
             lists[name] = pa.LargeListArray.from_arrays(offsets, flat)
-    if any(each.experts is not None for each in sequences):
+    if any(seq.experts is not None for seq in sequences):
         lists[EXPERTS] = pa.array(map(_experts_file, sequences), pa.large_binary())
     structs = pa.StructArray.from_arrays([*lists.values()], names=[*lists])
-    return pa.ListArray.from_arrays(_ends([len(each.sequences) for each in rollouts]), structs)
+    counts = [len(rollout.sequences) for rollout in rollouts]
+    return pa.ListArray.from_arrays(_ends(counts), structs)
 
 
 def _experts_file(sequence: Tokens) -> bytes | None:

@@ -110,7 +110,7 @@ class Sinks:
     ):
         self._warn = warn
         facts = partial(RunFacts, folder=folder, config=config)
-        self._threads = [_SinkThread(each, facts, warn) for each in sinks]
+        self._threads = [_SinkThread(sink, facts, warn) for sink in sinks]
 
     def write(self, event: Event) -> None:
         """Hand ``event`` to every sink."""
@@ -120,13 +120,13 @@ class Sinks:
     def close(self) -> None:
         """Close every sink, which takes at most CLOSE_S seconds in all."""
         until = time.monotonic() + CLOSE_S
-        for each in self._threads:
-            each.events.put(None)
-        for each in self._threads:
-            each.thread.join(max(0.0, until - time.monotonic()))
-            if each.thread.is_alive():
-                each.is_left = True  # another process may own the run folder soon
-                text = f"sink {each.name} did not close within {CLOSE_S:.0f} s; it is left"
+        for sink in self._threads:
+            sink.events.put(None)
+        for sink in self._threads:
+            sink.thread.join(max(0.0, until - time.monotonic()))
+            if sink.thread.is_alive():
+                sink.is_left = True  # another process may own the run folder soon
+                text = f"sink {sink.name} did not close within {CLOSE_S:.0f} s; it is left"
                 self._warn(text)
 
 

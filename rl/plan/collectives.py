@@ -80,7 +80,7 @@ def collectives_of(run: PlannedRun, name: str, *, train: bool) -> list[Collectiv
         *passes.of_rows(),
         *passes.of_experts(),
     ]
-    return [each for each in planned if each.bytes]
+    return [collective for collective in planned if collective.bytes]
 
 
 class _Collectives(PassSizes):

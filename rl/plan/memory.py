@@ -105,8 +105,8 @@ def all_ranks(run: PlannedRun) -> list[RankMemory]:
             if name == "trainer" and slots:
                 on_host = run.transport not in ON_DEVICE
                 items.append(Item("push slots", slots[rank], on_host=on_host))
-                own = seat_of(place, rank)
-                others = sum(seat != own for seat in readers) if run.transport == "cuda_ipc" else 0
+                here = seat_of(place, rank)
+                others = sum(seat != here for seat in readers) if run.transport == "cuda_ipc" else 0
                 items.append(Item("contexts of readers", others * READER_CONTEXT, estimate=True))
             ranks.append(_rank(run, name, rank, place, items))
     for number, place in enumerate(run.generators):
@@ -190,7 +190,7 @@ def _states(trainer: TrainerConfig, name: str, elements: int) -> list[int]:
 
 def _parts(trainer: TrainerConfig, trained: dict[str, int]) -> list[int]:
     """Return the bytes of each part of the moments that are on the host."""
-    sizes = [sum(map(aligned, _states(trainer, *each))) for each in trained.items()]
+    sizes = [sum(map(aligned, _states(trainer, *parameter))) for parameter in trained.items()]
     return [sum(sizes[part]) for part in parts_of(sizes)]
 
 
@@ -211,13 +211,13 @@ def _push_sizes(run: PlannedRun) -> tuple[list[int], list[int]]:
     transfer = transfer_of(run)
     staging = [0] * len(run.wanted)
     if not transfer.is_network:
-        own = [slot_bytes(layout, transfer.dtype) for layout in run.pushed]
-        return [SLOTS * (HEADER_BYTES + size) for size in own], staging
+        slot_sizes = [slot_bytes(layout, transfer.dtype) for layout in run.pushed]
+        return [SLOTS * (HEADER_BYTES + size) for size in slot_sizes], staging
     slots = []
     for blobs in plan_blobs(transfer.sources, transfer.wanted):
         wholes = [blob.numel * run.transfer_bytes for blob in blobs]
         parts = [[size, size // 2 if transfer.delta else 0] for size in wholes]
-        sizes = [_buffers(run, each) for each in parts]
+        sizes = [_buffers(run, pair) for pair in parts]
         on_device = run.transport in ON_DEVICE
         slots.append(SLOTS * sum(map(sum, parts) if on_device else sizes))
         for blob, size in zip(blobs, sizes, strict=True):
@@ -292,6 +292,6 @@ def kv_sequences(run: PlannedRun, tokens: int) -> int:
     the block that vLLM reserves.
     """
     reserved, sequence = (
-        kv_bytes(run.rl.generator, run.shape, each, cuda=run.cuda) for each in (1, tokens)
+        kv_bytes(run.rl.generator, run.shape, length, cuda=run.cuda) for length in (1, tokens)
     )
     return max(0, kv_cache(run) - reserved) // sequence

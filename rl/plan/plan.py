@@ -79,10 +79,10 @@ def _at_once(ranks: list[RankMemory], shared: frozenset[str]) -> tuple[RankMemor
     )
 
 
-def lacks_of(run: PlannedRun, found: list[Memory]) -> list[ConfigError]:
+def lacks_of(run: PlannedRun, devices_and_hosts: list[Memory]) -> list[ConfigError]:
     """Return an error for each memory that is too small. Equal ranks are named once."""
     lacks: dict[tuple[Any, ...], ConfigError] = {}
-    for memory in found:
+    for memory in devices_and_hosts:
         if memory.used > memory.limit:
             kinds = (memory.kind, *dict.fromkeys(rank.role for rank in memory.ranks))
             lacks.setdefault(kinds, _lack(run, memory))
@@ -106,10 +106,10 @@ def _lack(run: PlannedRun, memory: Memory) -> ConfigError:
         key=lambda pair: pair[0].bytes,
     )
     count = len(memory.ranks)
-    names = ", ".join(each.name for each in memory.ranks[:4])
+    names = ", ".join(holder.name for holder in memory.ranks[:4])
     more = f" and {count - 4} more" if count > 4 else ""
     where = "" if names == memory.name else f"{memory.name}: "
-    equal = sum(each.mesh == rank.mesh for each in memory.ranks)
+    equal = sum(holder.mesh == rank.mesh for holder in memory.ranks)
     what = (
         f"{where}{names}{more} need{'s' if count == 1 else ''} {memory.used / GIB:.1f} GiB of the "
         f"{memory.limit / GIB:.1f} that it has; the largest item is {item.name}, "

@@ -60,7 +60,7 @@ class PlannedRun:
         chosen = threads_of(config.session(), config.trainer_share)
         threads = config.trainer.threads, self.rl.generator.threads if self.generators else 1
         self.threads, self.generator_threads = (
-            best if own == "auto" else own for own, best in zip(threads, chosen, strict=True)
+            best if count == "auto" else count for count, best in zip(threads, chosen, strict=True)
         )
         """Numbers of CPU threads of a rank of the models, and of a rank of the generators."""
         if not (self.cuda or self.hardware.memory_gib):

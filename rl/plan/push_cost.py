@@ -57,14 +57,14 @@ def push_of(run: PlannedRun, transport: TransportName) -> Push:
     """
     size = run.transfer_bytes
     elements = plan_push(run.pushed, run.wanted).elements()
-    read = [each.total() * size for each in elements]
+    read = [counts.total() * size for counts in elements]
     copies = [_copies(run, rank, transport) for rank in range(len(elements))]
     sent: Counter[int] = Counter()
-    for each, (direct, _) in zip(elements, copies, strict=True):
-        for source, count in each.items():
+    for counts, (direct, _) in zip(elements, copies, strict=True):
+        for source, count in counts.items():
             sent[source] += count * size * direct
     sends = max(sent.values())
-    onward = max(own * max(1, onward) for own, (_, onward) in zip(read, copies, strict=True))
+    onward = max(share * max(1, onward) for share, (_, onward) in zip(read, copies, strict=True))
     shards = size * max(sum(region.box.numel for region in layout) for layout in run.pushed)
     stages = []
     if transport not in ON_DEVICE:
@@ -94,8 +94,8 @@ def turns_of(run: PlannedRun, ranks: Sequence[RankMemory]) -> Iterator[Move]:
     """
     for role in run.roles:
         if len(run.shared) > 1 and role in run.shared:
-            own = (rank.named(*MOVED) for rank in ranks if rank.role == role)
-            moved = ([item.bytes for item in items if not item.on_host] for items in own)
+            taken = (rank.named(*MOVED) for rank in ranks if rank.role == role)
+            moved = ([item.bytes for item in items if not item.on_host] for items in taken)
             yield _to_host(run, role, max(map(sum, moved)))
 
 

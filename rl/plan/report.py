@@ -51,7 +51,7 @@ class Change:
 
 def changes(before: RunConfig, after: RunConfig) -> list[Change]:
     """Return the differences between two configs, those with an effect on numerics first."""
-    effects = {value.name: value.effect for each in (before, after) for value in values(each)}
+    effects = {value.name: value.effect for config in (before, after) for value in values(config)}
     changed = [
         Change(_effect(name, effects), f"{name}: {change}")
         for name, change in changed_fields(frozen(before), after).items()
@@ -93,10 +93,10 @@ def _head(name: str, run: PlannedRun) -> Iterator[str]:
     active = f", {_count(sizes.active)} active" if sizes.experts else ""
     weights = title_of(model.hf_path or "random weights, model.hf_path is not set")
     yield f"{name}: {_count(sizes.total)} parameters{active} ({weights})"
-    what, each = (f"{hardware.gpus} GPUs", "GPU") if run.cuda else ("CPUs", "rank")
+    what, unit = (f"{hardware.gpus} GPUs", "GPU") if run.cuda else ("CPUs", "rank")
     hosts = f"{counted(run.hosts, 'host')} of {what}"
     yield (
-        f"{hosts}; {hardware.device}: {device.memory_gib:.4g} GiB a {each}, {device.tflops:.3g} "
+        f"{hosts}; {hardware.device}: {device.memory_gib:.4g} GiB a {unit}, {device.tflops:.3g} "
         f"TFLOP/s, {device.memory_gb_s:.4g} GB/s memory, {device.network_gb_s:g} GB/s network"
     )
 
@@ -210,12 +210,13 @@ def _push(plan: Plan) -> Iterator[str]:
     yield f"push by {push.transport}{over}: {size_text(push.total)} in all"
     names = ("publish", "fetch", "pull")
     yield "  of the busiest rank".ljust(24) + "".join(f"{name:24}" for name in names) + "at least"
-    for each in plan.pushes:
+    for candidate in plan.pushes:
         moves = {
-            move.what: f"{size_text(move.bytes)}, {_seconds(move.seconds)}" for move in each.stages
+            move.what: f"{size_text(move.bytes)}, {_seconds(move.seconds)}"
+            for move in candidate.stages
         }
-        cells = (*(moves.get(name, "") for name in names), _seconds(each.seconds))
-        yield f"    {each.transport:20}" + "".join(f"{cell:24}" for cell in cells).rstrip()
+        cells = (*(moves.get(name, "") for name in names), _seconds(candidate.seconds))
+        yield f"    {candidate.transport:20}" + "".join(f"{cell:24}" for cell in cells).rstrip()
     for turn in plan.turns:
         yield (
             f"  when the devices change hands, a rank of {turn.what} moves {size_text(turn.bytes)} "
@@ -236,8 +237,8 @@ def _step(plan: Plan) -> Iterator[str]:
         filled = round(BAR * seconds / step.seconds)
         yield f"  {name:10} {_seconds(seconds):>9}  {'█' * filled}{'·' * (BAR - filled)}"
     kinds: Counter[str] = Counter()
-    for each in step.collectives:
-        kinds[each.kind] += each.bytes
+    for collective in step.collectives:
+        kinds[collective.kind] += collective.bytes
     if kinds:
         moved = ", ".join(f"{size_text(bytes)} {kind}" for kind, bytes in kinds.most_common())
         waiting = f"training waits {_seconds(step.waiting)}" if step.waiting else "no waiting"
@@ -275,8 +276,8 @@ def describe_rehearsal(result: dict[str, Any], run: PlannedRun, errors: list[str
     lines = [f"{result['config']}: two steps of the longest sequences on a made-up {device}"]
     for role in result["roles"]:
         lines += ["", *_role(role, run)]
-    assumed = dict.fromkeys(each for role in result["roles"] for each in role["assumed"])
-    lines += ["", "assumed", *(f"  {each}" for each in assumed)]
+    assumed = dict.fromkeys(sentence for role in result["roles"] for sentence in role["assumed"])
+    lines += ["", "assumed", *(f"  {sentence}" for sentence in assumed)]
     return "\n".join([*lines, "", *_verdict(errors)])
 
 
@@ -296,11 +297,11 @@ def _role(role: dict[str, Any], run: PlannedRun) -> Iterator[str]:
         sizes = (size_text(phase[name]) for name in ("peak", "after"))
         yield f"  {phase['phase']:22}" + "".join(f"{size:>12}" for size in sizes)
     yield "  largest at the peak"
-    for each in role["largest"][:SHOWN]:
-        times = f"{each['count']} x " if each["count"] > 1 else ""
-        operator = each["operator"].removeprefix("aten.").partition(".")[0]
-        line = f"{operator}, {each['line'] or 'small'}" if operator else each["what"]
-        yield f"  {size_text(each['bytes']):>12}  {times}{line}"
+    for entry in role["largest"][:SHOWN]:
+        times = f"{entry['count']} x " if entry["count"] > 1 else ""
+        operator = entry["operator"].removeprefix("aten.").partition(".")[0]
+        line = f"{operator}, {entry['line'] or 'small'}" if operator else entry["what"]
+        yield f"  {size_text(entry['bytes']):>12}  {times}{line}"
     if allocator := role["allocator"]:
         names = ("reserved", "allocated", "grown", "fixed")
         reserved, allocated, grown, fixed = (size_text(allocator[name]) for name in names)
@@ -312,14 +313,14 @@ def _role(role: dict[str, Any], run: PlannedRun) -> Iterator[str]:
     yield "  collectives of the last step"
     counts: Counter[str] = Counter()
     moved: Counter[str] = Counter()
-    for each in role["collectives"]:
-        if each["phase"] in role["last"]:
-            kind = NAMES.get(each["kind"], each["kind"])
-            counts[kind] += each["count"]
-            moved[kind] += each["bytes"]
+    for collective in role["collectives"]:
+        if collective["phase"] in role["last"]:
+            kind = NAMES.get(collective["kind"], collective["kind"])
+            counts[kind] += collective["count"]
+            moved[kind] += collective["bytes"]
     for kind, bytes in moved.most_common():
         yield f"  {size_text(bytes):>12}  {kind}, {counted(counts[kind], 'call')}"
     yield "  waits of the host for the device in the last step"
-    for each in role["syncs"]:
-        if each["phase"] in role["last"]:
-            yield f"  {each['count']:12}  {each['reason']}, {each['line']}"
+    for wait in role["syncs"]:
+        if wait["phase"] in role["last"]:
+            yield f"  {wait['count']:12}  {wait['reason']}, {wait['line']}"

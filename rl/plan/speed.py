@@ -223,7 +223,7 @@ def _training(run: PlannedRun, load: Load) -> Time:
     rounds = [*forward, *learning]
     if not run.shared:
         rounds = [max(forward, default=Time()), max(learning)]
-    return Time(sum(each.seconds for each in rounds), sum(each.waiting for each in rounds))
+    return Time(sum(time.seconds for time in rounds), sum(time.waiting for time in rounds))
 
 
 def _pass(run: PlannedRun, name: str, load: Load, *, train: bool) -> Time:
@@ -248,11 +248,11 @@ def _pass(run: PlannedRun, name: str, load: Load, *, train: bool) -> Time:
         computing /= run.threads
     full = load.tokens / trainer.dp_degree / micro_batch_cells(run, trainer)
     beside = between = 0.0
-    for each in collectives_of(run, name, train=train):
-        if each.axis in HIDDEN:
-            beside += each.seconds * (1 if each.once else math.ceil(full))
+    for collective in collectives_of(run, name, train=train):
+        if collective.axis in HIDDEN:
+            beside += collective.seconds * (1 if collective.once else math.ceil(full))
         else:
-            between += each.seconds * full
+            between += collective.seconds * full
     seconds = max(computing, beside) + between
     return Time(seconds, seconds - computing)
 

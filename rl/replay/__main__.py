@@ -281,7 +281,7 @@ def _side_by_side(replayed: "ReplayedStep") -> str:
     """Return a table of the step's metrics: recorded, replayed, and their difference."""
     metrics = _row(replayed)["metrics"]
     lines = [f"step {replayed.step:<20}{'recorded':>14}{'replayed':>14}{'difference':>14}"]
-    for name in (each for each in SHOWN if each in metrics):
+    for name in (metric for metric in SHOWN if metric in metrics):
         before, after = metrics[name]
         values = (before, after, after - before)
         lines.append(f"  {name:<23}" + "".join(f"{value:>14.6g}" for value in values))

@@ -77,7 +77,7 @@ class ReplayedStep:
             np.abs(again.columns["trainer_logprobs"] - before.columns["trainer_logprobs"])
             for before, again in zip(self.recorded.chunks, self.again.chunks, strict=True)
         )
-        return max((float(each.max(initial=0.0)) for each in changes), default=0.0)
+        return max((float(change.max(initial=0.0)) for change in changes), default=0.0)
 
 
 def listed(names: list[str]) -> str:

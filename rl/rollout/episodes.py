@@ -322,7 +322,7 @@ def _rules(reply: TokenReply, size: int, *, may_end: bool) -> Iterator[tuple[boo
     """Yield whether each field of ``reply`` is right, and its rule. Ids are below ``size``."""
     tokens, most, top = reply.tokens, reply.max_tokens, reply.top_logprobs
     known = isinstance(tokens, Sequence) and all(
-        isinstance(each, int) and 0 <= each < size for each in tokens
+        isinstance(token, int) and 0 <= token < size for token in tokens
     )
     yield bool((may_end and reply.done) or (known and tokens)), f"give tokens below {size}"
     has_room = most is None or (isinstance(most, int) and most >= 1)
@@ -330,7 +330,7 @@ def _rules(reply: TokenReply, size: int, *, may_end: bool) -> Iterator[tuple[boo
     is_count = isinstance(top, int) and 0 <= top <= MAX_TOP_LOGPROBS
     yield is_count, f"give a top_logprobs from 0 to {MAX_TOP_LOGPROBS}"
     are_texts = not isinstance(reply.stop, str) and all(
-        isinstance(each, str) and each for each in reply.stop
+        isinstance(text, str) and text for text in reply.stop
     )
     yield are_texts, "give a stop of texts that are not empty"
     least, schema = reply.min_tokens, reply.json_schema

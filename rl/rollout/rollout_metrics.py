@@ -28,7 +28,7 @@ def rollout_metrics(
     """
     rollouts = [rollout for group in groups for rollout in group]
     lengths = sorted(rollout.sampled_count for rollout in rollouts)
-    cut = [bool(each.cut_turns) or each.stop_reason == "length" for each in rollouts]
+    cut = [bool(rollout.cut_turns) or rollout.stop_reason == "length" for rollout in rollouts]
 
     def percentile(share: int) -> float:
         return float(lengths[-(-len(lengths) * share // 100) - 1])

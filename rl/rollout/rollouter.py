@@ -93,12 +93,12 @@ class Episode:
         assert self.end is not None, "the episode has not ended"
         order = sorted(range(len(self.answer_ends)), key=self.answer_ends.__getitem__)
         rewards = self.end.turn_rewards
-        players = [each.player for each in self.log.sequences if each.player is not None]
+        players = [seq.player for seq in self.log.sequences if seq.player is not None]
         all_play = len(players) == len(self.log.sequences)
         return Rollout(
             prompt=self.prompt,
             sample=self.sample,
-            sequences=tuple(each.snapshot() for each in self.log.sequences),
+            sequences=tuple(sequence.snapshot() for sequence in self.log.sequences),
             text=self.end.text,
             stop_reason=self.end.stop_reason,
             reward=self.end.reward,
@@ -188,7 +188,9 @@ class Rollouter:
         try:
             while alive := self._alive(groups, needed, lost):
                 await self._each(await self._admitted(alive), Episode.open)
-                alive = [each for each in self._alive(groups, needed, lost) if each.is_open]
+                alive = [
+                    episode for episode in self._alive(groups, needed, lost) if episode.is_open
+                ]
                 if alive:
                     requests = [self._request(episode, sampling, stream) for episode in alive]
                     completions = await self._sample(requests, generate)
@@ -255,7 +257,7 @@ class Rollouter:
 
     async def _admitted(self, alive: list[Episode]) -> list[Episode]:
         """Return the episodes that may be opened, in order. Waits if no other one is open."""
-        waiting = [each for each in alive if not each.is_open]
+        waiting = [candidate for candidate in alive if not candidate.is_open]
         has_open = len(waiting) < len(alive)
         admitted: list[Episode] = []
         for episode in waiting:
@@ -270,11 +272,13 @@ class Rollouter:
         self, host: Environments, episodes: list[Episode], alive: list[Episode]
     ) -> None:
         """Close the open ``episodes`` except for those that are ``alive``."""
-        alive_keys = {each.key for each in alive}
-        over = [each for each in episodes if each.is_open and each.key not in alive_keys]
-        await host.close([each.key for each in over if each.end is None])
-        for each in over:
-            each.is_open = False
+        alive_keys = {episode.key for episode in alive}
+        over = [
+            episode for episode in episodes if episode.is_open and episode.key not in alive_keys
+        ]
+        await host.close([episode.key for episode in over if episode.end is None])
+        for episode in over:
+            episode.is_open = False
             self._places.release()
 
     def _alive(
@@ -287,7 +291,7 @@ class Rollouter:
         for number, group in enumerate(groups):
             errors = [episode.lost for episode in group if episode.lost is not None]
             if len(group) - len(errors) >= needed:
-                alive += [each for each in group if each.end is None and each.lost is None]
+                alive += [member for member in group if member.end is None and member.lost is None]
             elif number not in lost:
                 lost[number] = errors[0]
                 self._count(errors[0], self.lost, "group")

@@ -37,7 +37,7 @@ def score_group(task: Task, prompt: Prompt, completions: abc.Sequence[Completion
     """
     if is_async(task):
         return asyncio.run(score_awaited(task, prompt, completions, limit=None))
-    return [_scored(task, prompt, sample, each) for sample, each in enumerate(completions)]
+    return [_scored(task, prompt, sample, answer) for sample, answer in enumerate(completions)]
 
 
 def is_async(task: Task) -> bool:
@@ -65,8 +65,8 @@ async def score_awaited(
         message = f"the reward of {type(task).__name__} hung; {where}"
         raise GroupLost("reward hung", message) from None
     finally:
-        for each in work:
-            each.cancel()
+        for future in work:
+            future.cancel()
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,14 +166,14 @@ def plain_score(score: object) -> Score:
         if not isinstance(name, str) or not name or name in RESERVED_METRICS:
             rule = f"names are text, not empty, and none of {', '.join(RESERVED_METRICS)}"
             raise InvalidScore(f"a metric named {shown(name)}; {rule}")
-    metrics = {str(name): _plain_entry(name, each) for name, each in score.metrics.items()}
+    metrics = {str(name): _plain_entry(name, value) for name, value in score.metrics.items()}
     return Score(reward=reward, correct=bool(score.correct), metrics=metrics)
 
 
 def _plain_entry(name: str, value: object) -> Entry:
     if not isinstance(value, Value):
         return _plain_number(name, value)
-    number, weight, mean = (_plain_number(name, each) for each in (value[0], *value[2:]))
+    number, weight, mean = (_plain_number(name, part) for part in (value[0], *value[2:]))
     rules = get_args(Reduction)
     if value.rule not in rules or weight < 0:
         rule = f"whose rule is one of {', '.join(rules)} and whose weight is at least 0"

@@ -17,7 +17,7 @@ async def background(*work: Coroutine[Any, Any, None]) -> AsyncIterator[asyncio.
     """
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(each) for each in work]
+            tasks = [group.create_task(coroutine) for coroutine in work]
             yield group
             for task in tasks:
                 task.cancel()

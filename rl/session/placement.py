@@ -51,7 +51,7 @@ class Placement:
         says so.
         """
         replicas = range(self._generator.replicas)
-        ends = (self._before(each) + self._generator.tensor_parallel_degree for each in replicas)
+        ends = (self._before(at) + self._generator.tensor_parallel_degree for at in replicas)
         return max([self.needed_by_models, *ends])
 
     @property
@@ -60,15 +60,16 @@ class Placement:
         hosts = self._generator.nodes or self._trainer_nodes
         free = [max(self._gpus - self._before(host), 0) for host in range(hosts)]
         # generators go to the hosts in turns, so that the first full host ends them
-        laps = (each // self._generator.tensor_parallel_degree for each in free)
+        laps = (gpus // self._generator.tensor_parallel_degree for gpus in free)
         return min(hosts * full + host for host, full in enumerate(laps))
 
     def generator(self, number: int) -> Place:
         """Return the place of generator ``number``, which may exceed the config's replicas."""
         ranks = self._generator.tensor_parallel_degree
-        own = self._generator.nodes
+        nodes = self._generator.nodes
         return Place(
-            first_host=number % (own or self._trainer_nodes) + (self._trainer_nodes if own else 0),
+            first_host=number % (nodes or self._trainer_nodes)
+            + (self._trainer_nodes if nodes else 0),
             ranks=ranks,
             first_device=self._first_device(self._before(number), ranks),
             opened=self._opened,
@@ -76,9 +77,9 @@ class Placement:
 
     def _before(self, number: int) -> int:
         """Return the number of GPUs of its host that are taken before generator ``number``."""
-        own = self._generator.nodes
-        lap, host = divmod(number, own or self._trainer_nodes)
-        return (0 if own else self._taken[host]) + self._generator.tensor_parallel_degree * lap
+        nodes = self._generator.nodes
+        lap, host = divmod(number, nodes or self._trainer_nodes)
+        return (0 if nodes else self._taken[host]) + self._generator.tensor_parallel_degree * lap
 
     def _first_device(self, before: int, ranks: int) -> int:
         """Return the first of ``ranks`` GPUs of a host, after ``before`` GPUs that are taken."""
@@ -122,8 +123,8 @@ def choose_cpu_settings(config: SessionConfig, share: float | None = None) -> No
         for trainer in trainers:
             if trainer.cpu_matmul == "auto":
                 trainer.cpu_matmul = "mkl" if config.parity == "bitwise" else faster_kernel()
-    automatic = [each for each in (*trainers, config.generator) if each and each.threads == "auto"]
+    automatic = [side for side in (*trainers, config.generator) if side and side.threads == "auto"]
     if automatic:
         models, generators = threads_of(config, share)
-        for each in automatic:
-            each.threads = generators if each is config.generator else models
+        for section in automatic:
+            section.threads = generators if section is config.generator else models

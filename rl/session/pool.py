@@ -144,7 +144,9 @@ class GeneratorPool:
         running = [mesh for mesh in self.meshes if mesh.is_running]
         answers = await asyncio.gather(*map(ask, running), return_exceptions=True)
         answered = zip(running, answers, strict=True)
-        return {mesh.name: each for mesh, each in answered if not isinstance(each, BaseException)}
+        return {
+            mesh.name: answer for mesh, answer in answered if not isinstance(answer, BaseException)
+        }
 
     async def connect(self) -> str:
         """Bring all generators the trainer's weights and send them requests; return the plan."""

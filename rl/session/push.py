@@ -131,9 +131,9 @@ class WeightPush:
         generators'.
         """
         self._generators = generators
-        for each in generators:
-            each.state = "joining"
-            each.version = None
+        for mesh in generators:
+            mesh.state = "joining"
+            mesh.version = None
         self._unchecked.clear()
         self.checks.forget()
         if self.trainer is not None:
@@ -234,10 +234,10 @@ class WeightPush:
                             raise
                 return 0.0
 
-            behind = [each for each in self._generators if each.version != wanted.version]
+            behind = [mesh for mesh in self._generators if mesh.version != wanted.version]
             with self.watch.span("push"):
                 if self._rolling:
-                    pauses = [await pull(each) for each in behind]
+                    pauses = [await pull(mesh) for mesh in behind]
                 else:
                     pauses = await asyncio.gather(*map(pull, behind))
             self.metrics["timing/push_pause"] = max(pauses, default=0.0)
@@ -273,7 +273,7 @@ class WeightPush:
         async with self.devices.of("trainer", "model"):
             sources = await trainer.call(Rank.layout)
         async with self.devices.of("generator"):
-            layouts = await asyncio.gather(*(each.call(Rank.layout) for each in generators))
+            layouts = await asyncio.gather(*(mesh.call(Rank.layout) for mesh in generators))
         domains = [domain for domain, *_ in chain(sources, *layouts)]
         transfer = Transfer(
             transport=choose_transport(
@@ -303,7 +303,7 @@ class WeightPush:
             newest = self.state.readable
             if newest == self.state.pending or (self._in_order and newest != self.state.loaded):
                 return False
-            fetched = (each.fetches for each in self._generators if each.fetches is not None)
+            fetched = (mesh.fetches for mesh in self._generators if mesh.fetches is not None)
             return all(version >= newest.version for version in fetched)
 
         while True:
@@ -320,10 +320,10 @@ class WeightPush:
                         with self.watch.span("check"):
                             await self.checks.digest(version, source)
                 self.metrics = {
-                    "push/bytes": sum(each.bytes_full for each in sent),
-                    "push/bytes_sent": sum(each.bytes_sent for each in sent),
+                    "push/bytes": sum(rank_sent.bytes_full for rank_sent in sent),
+                    "push/bytes_sent": sum(rank_sent.bytes_sent for rank_sent in sent),
                 }
-                update = Update.total(each.update for each in sent)
+                update = Update.total(rank_sent.update for rank_sent in sent)
                 if update.square:
                     self.metrics["push/update_kept"] = update.share
                 self.events.emit("pushed", version=version, metrics=self.metrics)

@@ -176,13 +176,13 @@ class PushChecks:
                 "difference"
             )
 
-    async def differing(self, given: LoadedVersion, owner: str = "") -> list[str]:
+    async def differing(self, loaded: LoadedVersion, owner: str = "") -> list[str]:
         """Return the names of the generator's parameters that differ, in a bit of its own dtype,
         from those of its source; none if it was started again and lost the version.
 
         Raises RunError that begins with ``owner`` if ranks differ in a part that both have.
         """
-        generator, version, source, _, digests = given
+        generator, version, source, _, digests = loaded
         if digests is None:
             async with self.devices.of("generator", "model"):
                 if generator.version != version:  # it was started again

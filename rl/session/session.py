@@ -217,7 +217,7 @@ class Session(Models):
             if self._hosts is not None:
                 ends.push_async_callback(self._hosts.shut_down)
             ends.callback(self._rollouters.stop)
-            await finish_all(each.stop() for each in everything)
+            await finish_all(part.stop() for part in everything)
 
     async def lost_node(self) -> None:
         """Wait until a node of the session is lost, which raises NodeLost."""
@@ -252,7 +252,7 @@ class Session(Models):
         in_order = source is None or self.config.pushes == "in_order"
         require(in_order, 'sample: weights needs pushes="in_order" in the config of the session')
         asked = requests if isinstance(requests, list) else [requests]
-        if other := [each for each in asked if not isinstance(each, GenerationRequest)]:
+        if other := [request for request in asked if not isinstance(request, GenerationRequest)]:
             raise RunError(
                 f"sample takes a list of rl.GenerationRequest, not {shown(other[0])}; encode text "
                 "with task.tokenizer, or call rollout(task, prompts, samples=...)"
@@ -389,7 +389,7 @@ class Session(Models):
 
     def __repr__(self) -> str:
         meshes = (*self.present.values(), *self.pool.meshes)
-        state = "open" if all(each.is_running for each in meshes) else "not open"
+        state = "open" if all(mesh.is_running for mesh in meshes) else "not open"
         version = f"policy version {self.version}, " if self.has("trainer") else ""
         processes = self.config.processes(self.aside)
         return f"<Session, {state}: {processes}, {version}folder {self.folder}>"

@@ -47,11 +47,13 @@ def sampler_of(
                 lacking = "the task has no players" if who is None else f"player {who} has none"
                 raise RunError(f"weights are those of the players {[*weights]}; {lacking}")
             places.setdefault(who, []).append(place)
-        found: dict[int, Completion] = {}
-        for who, own in sorted(places.items()):
-            answers = await sample([requests[place] for place in own], weights=weights[who])
-            found |= zip(own, answers, strict=True)
-        return [found[place] for place in range(len(requests))]
+        completions: dict[int, Completion] = {}
+        for who, player_places in sorted(places.items()):
+            answers = await sample(
+                [requests[place] for place in player_places], weights=weights[who]
+            )
+            completions |= zip(player_places, answers, strict=True)
+        return [completions[place] for place in range(len(requests))]
 
     return by_player
 
@@ -158,7 +160,7 @@ class TaskRollouters:
             groups |= zip(places, answer, strict=True)
         ordered = [groups[place] for place in range(len(prompts))]
         scored = [group for group in ordered if not isinstance(group, GroupLost)]
-        return [each for group in scored for each in group if not each.abstained]
+        return [rollout for group in scored for rollout in group if not rollout.abstained]
 
     def _is_started(self, task: Task) -> bool:
         """Whether the reward workers have the config and the code that ``task`` has now."""
@@ -167,7 +169,7 @@ class TaskRollouters:
             task.config == self.started
             and len(code) == len(self._code)
             and all(map(operator.is_, code, self._code))
-            and not any(inspect.isroutine(each) for each in vars(task).values())
+            and not any(inspect.isroutine(attribute) for attribute in vars(task).values())
         )
 
     def _rollouter_here(self, task: Task) -> Rollouter:
@@ -193,7 +195,7 @@ def _code_of(task: type[Task]) -> list[object]:
     runs again makes other objects.
     """
     methods = [
-        each for kind in task.__mro__ for each in vars(kind).values() if inspect.isfunction(each)
+        func for kind in task.__mro__ for func in vars(kind).values() if inspect.isfunction(func)
     ]
-    named = [each.__globals__.get(name) for each in methods for name in each.__code__.co_names]
+    named = [func.__globals__.get(name) for func in methods for name in func.__code__.co_names]
     return [*methods, *named]

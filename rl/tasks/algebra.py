@@ -85,7 +85,7 @@ def _compare(*pair: str) -> bool:
 
     box = [LatexExtractionConfig(boxed_match_priority=0)]
     options = {"extraction_mode": "first_match", "parsing_timeout": None}
-    answer, reference = (parse(rf"\boxed{{{each}}}", box, **options) for each in pair)
+    answer, reference = (parse(rf"\boxed{{{expression}}}", box, **options) for expression in pair)
     return bool(verify(reference, answer, timeout_seconds=None))
 
 

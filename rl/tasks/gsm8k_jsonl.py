@@ -108,7 +108,7 @@ def read_question(row: Row) -> tuple[list[dict[str, Any]], str]:
         raise row.error(f"field {name!r}: {error}") from None
     if last["role"] != "user":
         raise row.error(f"field {name!r} ends with a message of {last['role']}; end it with user")
-    before = [{key: each[key] for key in each if each[key] not in (None, [])} for each in before]
+    before = [{key: turn[key] for key in turn if turn[key] not in (None, [])} for turn in before]
     return before, replace(row, value={name: last["content"]}).text(name).strip()
 
 
@@ -191,7 +191,7 @@ def same_value(answer: str, reference: str) -> bool:
     if one is None or other is None:
         return answer == reference or is_same_expression(answer, reference)
     if "." in answer + reference:
-        one, other = ({round(each, DECIMALS) for each in both} for both in (one, other))
+        one, other = ({round(value, DECIMALS) for value in both} for both in (one, other))
     return not one.isdisjoint(other)
 
 

@@ -47,8 +47,8 @@ class IFEval(ChatJsonl):
         """
         instructions = json.loads(prompt.answer)
         answer = without_thoughts(text, prompt)
-        strict = [bool(answer) and follows(answer, *each) for each in instructions]
-        loose = [any(follows(part, *each) for part in loosened(answer)) for each in instructions]
+        strict = [bool(answer) and follows(answer, *rule) for rule in instructions]
+        loose = [any(follows(part, *rule) for part in loosened(answer)) for rule in instructions]
         count = len(instructions)
         metrics: dict[str, Entry] = {
             "instructions": Value.of(fmean(strict), weight=count),

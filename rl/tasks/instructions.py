@@ -26,7 +26,7 @@ def loosened(text: str) -> list[str]:
     """
     lines = text.split("\n")
     cut = ["\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1])]
-    return [variant for each in (text, *cut) for variant in (each, each.replace("*", ""))]
+    return [variant for excerpt in (text, *cut) for variant in (excerpt, excerpt.replace("*", ""))]
 
 
 def _holds(count: int, relation: str, limit: int) -> bool:
@@ -119,10 +119,10 @@ RULES: dict[str, Callable[..., bool]] = {
     "detectable_format:number_bullet_lists": lambda text, num_bullets: (
         _count(r"(?m)^[^\S\n]*\*[^\*].*$", text) + _count(r"(?m)^[^\S\n]*-.*$", text) == num_bullets
     ),
-    "detectable_format:constrained_response": lambda text: any(each in text for each in CHOICES),
+    "detectable_format:constrained_response": lambda text: any(word in text for word in CHOICES),
     "detectable_format:number_highlighted_sections": lambda text, num_highlights: (
-        sum(bool(each.strip("*").strip()) for each in re.findall(r"\*[^\n\*]*\*", text))
-        + sum(bool(each.strip()) for each in re.findall(r"\*\*([^\n\*]*)\*\*", text))
+        sum(bool(highlight.strip("*").strip()) for highlight in re.findall(r"\*[^\n\*]*\*", text))
+        + sum(bool(highlight.strip()) for highlight in re.findall(r"\*\*([^\n\*]*)\*\*", text))
         >= num_highlights
     ),
     "detectable_format:multiple_sections": lambda text, section_spliter, num_sections: (

@@ -82,7 +82,7 @@ def read_choices(row: Row) -> tuple[str, list[str], int]:
     choices = row.value.get("choices", row.value.get("options"))
     marked = row.value.get("answer")
     right = LETTERS.find(marked) if isinstance(marked, str) and len(marked) == 1 else marked
-    if not isinstance(choices, list) or not all(isinstance(each, str) for each in choices):
+    if not isinstance(choices, list) or not all(isinstance(choice, str) for choice in choices):
         raise row.error(f"field 'choices' is {shown(choices)}; write a list of texts")
     if type(right) is not int or not 0 <= right < len(choices) <= len(LETTERS):
         raise row.error(f"field 'answer' is {shown(marked)}; write the place or letter of a choice")

@@ -239,7 +239,7 @@ def read_tests(row: Row, tests: Any) -> list[tuple[list[str], str]]:
 
     Raises ConfigError if a test is not valid Python, or uses nothing of a solution.
     """
-    if not isinstance(tests, list) or not tests or not all(isinstance(each, str) for each in tests):
+    if not isinstance(tests, list) or not tests or not all(isinstance(text, str) for text in tests):
         raise row.error(f"field 'tests' is {shown(tests)}; write a list of Python programs")
     read = []
     for number, test in enumerate(tests):

@@ -61,8 +61,8 @@ class Rewards:
         """Return the weighted sum of all values, and each value as a metric."""
         names = [name_of(function) for function in self.functions]
         rewards = [_value(function, prompt, text, completion) for function in self.functions]
-        each = zip(names, await asyncio.gather(*rewards), strict=True)
-        values = {name: value for name, value in each if value is not None}
+        pairs = zip(names, await asyncio.gather(*rewards), strict=True)
+        values = {name: value for name, value in pairs if value is not None}
         reward = sum(self.weights.get(name, 1.0) * value for name, value in values.items())
         right = values.get(names[0], 0.0) >= 1
         return Score(reward=reward if values else None, correct=right, metrics=values)

@@ -148,7 +148,7 @@ class _Handlers:
     def capabilities(self, request: Request) -> Any:
         longest = self._server.parts.longest
         facts = {"max_context_length": longest, "trainable": True, "sampleable": True}
-        return {"supported_models": [{"model_name": each, **facts} for each in self._server.names]}
+        return {"supported_models": [{"model_name": name, **facts} for name in self._server.names]}
 
     def create_session(
         self, request: Request, *, user_metadata: Metadata = None, display_name: Text | None = None
@@ -271,7 +271,7 @@ class _Handlers:
         self._store.get("session", session_id)
         id = f"{session_id}:loss:{custom_loss_seq_id}"
         digest = self._futures.require_same(f"{id}:0", request.state.body)
-        fact: Record = {"graph": graph, "inputs": [each.model_dump() for each in inputs]}
+        fact: Record = {"graph": graph, "inputs": [spec.model_dump() for spec in inputs]}
         answer = Answer.of(loss_id=id, type="create_custom_loss")
         try:
             Graph.of(**fact)

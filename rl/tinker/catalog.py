@@ -103,8 +103,8 @@ class Catalog:
 
     def _files(self, fact: Record) -> dict[str, Path]:
         folder = self._checkpoints.at(fact["folder"])
-        files = (each for each in folder.rglob("*") if each.is_file())
-        return {str(each.relative_to(folder)): each for each in files}
+        files = (path for path in folder.rglob("*") if path.is_file())
+        return {str(path.relative_to(folder)): path for path in files}
 
     def file(self, request: Request, key: str, file: str) -> Any:
         now = time.time()

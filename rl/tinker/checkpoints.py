@@ -38,7 +38,7 @@ class Checkpoints:
         for name in store.facts["folder"].keys() - used:  # of a process that was killed
             self._delete(name)
             store.drop("folder", name)
-        there = {each.name for each in folder.iterdir()}
+        there = {entry.name for entry in folder.iterdir()}
         if missing := used - there:
             warn(
                 f"{folder} lacks {len(missing)} folders of weights, such as {min(missing)}; "
@@ -120,8 +120,8 @@ class Checkpoints:
         self._store.drop("folder", name)
 
     def _delete(self, name: str) -> None:
-        for each in self._folder.glob(f"{name}*"):  # also what was not complete
-            shutil.rmtree(each, ignore_errors=True)
+        for path in self._folder.glob(f"{name}*"):  # also what was not complete
+            shutil.rmtree(path, ignore_errors=True)
 
     def _used(self) -> set[str]:
         facts = (fact for kind in self._store.facts.values() for fact in kind.values())

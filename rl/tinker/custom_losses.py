@@ -107,7 +107,7 @@ def differentiate(graph: Graph, datums: Datums) -> Derivatives:
     metrics = {"loss:sum": 0.0}
     for number, (logprobs, inputs) in enumerate(datums):
         leaf = torch.tensor(logprobs, requires_grad=True)
-        loss, returned = graph(leaf, {name: torch.tensor(each) for name, each in inputs.items()})
+        loss, returned = graph(leaf, {name: torch.tensor(array) for name, array in inputs.items()})
         try:
             (gradient,) = torch.autograd.grad(loss, leaf)
         except RuntimeError as error:

@@ -84,7 +84,7 @@ class ForwardBackward:
         return encode_outputs(self._logprobs(outputs), metrics)
 
     def _logprobs(self, outputs: Values) -> list[np.ndarray]:
-        return target_logprobs(outputs, [each[TARGETS] for each in self.inputs])
+        return target_logprobs(outputs, [arrays[TARGETS] for arrays in self.inputs])
 
     @torch.no_grad()
     def _value(self, loss: TinkerLoss.Config, outputs: Values) -> float:
@@ -92,7 +92,7 @@ class ForwardBackward:
         counted = self.batch.loss_mask
         columns = {"logprobs": outputs["logprobs"], "sequence": self.batch.owners}
         values = {**self.batch.columns, **columns}
-        costs, _ = loss.build()(Tokens({name: each[counted] for name, each in values.items()}))
+        costs, _ = loss.build()(Tokens({name: column[counted] for name, column in values.items()}))
         return float(costs.sum(dtype=torch.float64))
 
 
@@ -104,11 +104,11 @@ def prepare(message: Any, limits: Limits, graphs: Mapping[str, Graph]) -> Forwar
     count = len(message.data)
     require(0 < count <= limits.datums, f"the request has {count} datums; limit: {limits.datums:,}")
     settings: dict[str, Any] = dict(message.loss_fn_config)
-    settings |= {key: each.text or each.number for key, each in message.loss_fn_config_v2.items()}
+    settings |= {key: item.text or item.number for key, item in message.loss_fn_config_v2.items()}
     loss = _loss_of(message.loss_fn, settings, limits, graphs)
     tokens, inputs = _arrays_of(message.data, limits)
-    targets = [each[TARGETS] for each in inputs]
-    cells = max(each[0].size for each in targets) * sum(map(len, tokens))
+    targets = [arrays[TARGETS] for arrays in inputs]
+    cells = max(ids[0].size for ids in targets) * sum(map(len, tokens))
     require(cells <= limits.cells, f"the targets have {cells:,} cells; limit: {limits.cells:,}")
     columns = {} if isinstance(loss, Graph) else _columns(loss.name, settings, inputs)
     return ForwardBackward(message.forward_only, loss, inputs, batch_of(tokens, targets, columns))
@@ -124,11 +124,11 @@ def batch_of(
 
     Each sequence gets one more token, a placeholder, which the last targets are about.
     """
-    lengths = torch.tensor([len(each) + 1 for each in tokens])
+    lengths = torch.tensor([len(ids) + 1 for ids in tokens])
     return Batch(
-        tokens=torch.from_numpy(np.concatenate([np.append(each, 0) for each in tokens])),
+        tokens=torch.from_numpy(np.concatenate([np.append(ids, 0) for ids in tokens])),
         lengths=lengths,
-        loss_weights=_column([np.ones(len(each), np.float32) for each in tokens], 0.0),
+        loss_weights=_column([np.ones(len(ids), np.float32) for ids in tokens], 0.0),
         targets=_column(targets, -1),
         columns=dict(columns or {}),
     )
@@ -138,20 +138,20 @@ def target_logprobs(outputs: Values, targets: Sequence[np.ndarray]) -> list[np.n
     """Return the log-probs of the targets of each sequence, in the shape of its targets, from the
     outputs of :func:`batch_of`.
     """
-    parts = outputs["logprobs"].split([len(each) + 1 for each in targets])
+    parts = outputs["logprobs"].split([len(ids) + 1 for ids in targets])
     flat = [part[1:].reshape(len(part) - 1, -1).numpy() for part in parts]
     pairs = zip(flat, targets, strict=True)
-    return [part[:, : each[0].size].reshape(each.shape) for part, each in pairs]
+    return [part[:, : ids[0].size].reshape(ids.shape) for part, ids in pairs]
 
 
 def _column(parts: Sequence[np.ndarray], fill: float) -> torch.Tensor:
     """Return a column, [T] or [T, K], of the values of each sequence, [N] or [N, K]."""
-    flat = [each.reshape(len(each), -1) for each in parts]
-    width = max(each.shape[1] for each in flat)
-    more = [((1, 0), (0, width - each.shape[1])) for each in flat]
-    rows = [np.pad(*each, constant_values=fill) for each in zip(flat, more, strict=True)]
+    flat = [part.reshape(len(part), -1) for part in parts]
+    width = max(matrix.shape[1] for matrix in flat)
+    more = [((1, 0), (0, width - matrix.shape[1])) for matrix in flat]
+    rows = [np.pad(*pair, constant_values=fill) for pair in zip(flat, more, strict=True)]
     column = torch.from_numpy(np.concatenate(rows))
-    return column if any(each.ndim == 2 for each in parts) else column.squeeze(1)
+    return column if any(part.ndim == 2 for part in parts) else column.squeeze(1)
 
 
 def _loss_of(
@@ -162,7 +162,7 @@ def _loss_of(
         right = [*settings] == ["loss_id"] and settings["loss_id"] in graphs
         require(right, "loss_fn 'custom' takes one setting: loss_id, of a loss of this session")
         return graphs[settings["loss_id"]]
-    served = [each for each in FORMULAS if limits.stand_ins or each != STAND_IN]
+    served = [loss_fn for loss_fn in FORMULAS if limits.stand_ins or loss_fn != STAND_IN]
     require(name in served, f"loss_fn {name!r} is not served; served are {served} and 'custom'")
     known = FORMULAS[name].settings
     for key, value in settings.items():
@@ -192,7 +192,7 @@ def _arrays_of(data: Sequence[Any], limits: Limits) -> tuple[list[np.ndarray], l
         right = right and 0 < targets[0].size <= limits.targets
         rule = f"must be int64 [{count}] or [{count}, K] with K up to {limits.targets}"
         require(right, f"{place} has {count} tokens: {TARGETS} {rule}")
-        inside = all(each.min() >= 0 and each.max() < limits.vocab_size for each in (ids, targets))
+        inside = all(row.min() >= 0 and row.max() < limits.vocab_size for row in (ids, targets))
         require(inside, f"{place} has a token outside the vocabulary of {limits.vocab_size:,}")
         tokens.append(ids)
         inputs.append(arrays)
@@ -205,7 +205,7 @@ def _columns(name: str, settings: Numbers, inputs: list[Inputs]) -> Values:
     """
     formula = FORMULAS[name]
     numbers = {**formula.settings, **settings}
-    keys = {"logprobs" if each == SAMPLED else each: each for each in formula.columns}
+    keys = {"logprobs" if column == SAMPLED else column: column for column in formula.columns}
     columns: dict[str, list[np.ndarray]] = {key: [] for key in (*keys, *numbers)}
     for number, arrays in enumerate(inputs):
         place = f"datum {number}"

@@ -86,33 +86,33 @@ class Graph:
         node: Any = "its head"
         try:
             nodes = tuple(graph["nodes"])
-            names = [each["name"] for each in inputs]
+            names = [spec["name"] for spec in inputs]
             require(graph["format"] == 1, "the format of the graph must be 1")
             require(len(nodes) <= MAX_NODES, f"the loss has {len(nodes)} nodes of {MAX_NODES}")
-            read = [each["target"] for each in nodes if each["op"] == "placeholder"]
+            read = [record["target"] for record in nodes if record["op"] == "placeholder"]
             right = read == names and names[:1] == ["logprobs"]
             require(right, f"the graph reads {read}, not logprobs and its inputs {names}")
-            ends = [number for number, each in enumerate(nodes, 1) if each["op"] == "output"]
+            ends = [number for number, record in enumerate(nodes, 1) if record["op"] == "output"]
             require(ends == [len(nodes)], "the last node of the loss must be its one output")
             for node in nodes:
                 _check(node, before)
                 before[node["name"]] = None
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise UserError(f"the loss is malformed at {str(node)[:80]}") from error
-        return cls(nodes, {each["name"]: each["rank"] for each in inputs})
+        return cls(nodes, {spec["name"]: spec["rank"] for spec in inputs})
 
     def __call__(
-        self, logprobs: torch.Tensor, given: Mapping[str, torch.Tensor]
+        self, logprobs: torch.Tensor, tensors: Mapping[str, torch.Tensor]
     ) -> tuple[torch.Tensor, dict[str, float]]:
         """Return the loss of a datum, a scalar, and its metrics.
 
         Raises UserError, naming the node, if an operation fails or its result is too large.
         """
-        inputs = {**given, "logprobs": logprobs}
+        inputs = {**tensors, "logprobs": logprobs}
         for name in self.inputs.keys() & inputs.keys():
             if self.inputs[name] == 0 and inputs[name].numel() == 1:
                 inputs[name] = inputs[name].reshape(())
-        ranks = {name: each.dim() for name, each in inputs.items() if name in self.inputs}
+        ranks = {name: tensor.dim() for name, tensor in inputs.items() if name in self.inputs}
         require(ranks == self.inputs, f"the loss needs dimensions {self.inputs}, not {ranks}")
         values = dict[str, Any]()
         left = MAX_ELEMENTS
@@ -121,7 +121,7 @@ class Graph:
                 value = _evaluated(node, values, inputs, left)
             except Exception as error:
                 raise UserError(f"the loss failed at node {node['name']!r}: {error}") from error
-            left -= sum(each.numel() for each in _tensors([value]))
+            left -= sum(tensor.numel() for tensor in _tensors([value]))
             values[node["name"]] = value
         loss, metrics = value
         scalar = isinstance(loss, torch.Tensor) and loss.dim() == 0 and loss.requires_grad
@@ -146,20 +146,20 @@ def _check(node: Record, before: Record) -> None:
         require(not wrong, f"metrics {wrong} of the loss must be custom/NAME:sum or :mean")
 
 
-def _decoded(given: Any, values: Record, depth: int = 0) -> Any:
+def _decoded(argument: Any, values: Record, depth: int = 0) -> Any:
     """Return an argument of a node; ``values`` are the results of the nodes before."""
     require(depth < MAX_DEPTH, f"an argument of the loss is nested more than {MAX_DEPTH} times")
-    if isinstance(given, list):
-        return [_decoded(each, values, depth + 1) for each in given]
-    if not isinstance(given, dict):
-        known = given in LISTS["words"] or given is None or _is_number(given)
-        require(known, f"the loss has an argument {str(given)[:50]!r}, which is not allowed")
-        return given
-    ((kind, inner),) = given.items()
+    if isinstance(argument, list):
+        return [_decoded(item, values, depth + 1) for item in argument]
+    if not isinstance(argument, dict):
+        known = argument in LISTS["words"] or argument is None or _is_number(argument)
+        require(known, f"the loss has an argument {str(argument)[:50]!r}, which is not allowed")
+        return argument
+    ((kind, inner),) = argument.items()
     if kind == "ref":
         return values[inner]
     if kind == "dict":
-        return {key: _decoded(each, values, depth + 1) for key, each in inner.items()}
+        return {key: _decoded(item, values, depth + 1) for key, item in inner.items()}
     known = kind in ("tuple", "slice", *LEAVES)
     require(known, f"the loss has an argument of kind {kind!r}, which is not allowed")
     if kind in LEAVES:
@@ -174,28 +174,28 @@ def _evaluated(node: Record, values: Record, inputs: Record, left: int) -> Any:
     if op == "placeholder":
         return inputs[target]
     args = _decoded(node["args"], values)
-    named = {name: _decoded(each, values) for name, each in node["kwargs"].items()}
+    named = {name: _decoded(arg, values) for name, arg in node["kwargs"].items()}
     if op == "output":
         loss, metrics = args[0]
-        return loss, {name: float(torch.as_tensor(each).item()) for name, each in metrics.items()}
+        return loss, {name: float(torch.as_tensor(value).item()) for name, value in metrics.items()}
     tensors = _tensors([*args, *named.values()])
-    sizes = [*map(max, itertools.zip_longest(*(each.shape[::-1] for each in tensors), fillvalue=1))]
+    sizes = [*map(max, itertools.zip_longest(*(item.shape[::-1] for item in tensors), fillvalue=1))]
     grown = math.prod(sizes) * max(len(sizes), 1)  # ``where`` returns an index for each dimension
-    require(max(grown, sum(each.numel() for each in tensors)) <= left, "its result is too large")
+    require(max(grown, sum(item.numel() for item in tensors)) <= left, "its result is too large")
     function = METHODS[target] if op == "call_method" else FUNCTIONS[target]
     if function is operator.getitem:
-        for each in args[1] if isinstance(args[1], tuple) else [args[1]]:
-            repeats = isinstance(each, torch.Tensor) and each.dtype != torch.bool
-            is_known = not (repeats or isinstance(each, list | tuple))
+        for index in args[1] if isinstance(args[1], tuple) else [args[1]]:
+            repeats = isinstance(index, torch.Tensor) and index.dtype != torch.bool
+            is_known = not (repeats or isinstance(index, list | tuple))
             require(is_known, "an index is a tensor or a list")  # which may repeat elements
     elif function is not getattr and (not tensors or target.startswith(("math.", "operator."))):
         known = torch.Tensor if target.startswith("operator.") else ()
-        right = all(_is_number(each) or isinstance(each, known) for each in args)
+        right = all(_is_number(arg) or isinstance(arg, known) for arg in args)
         require(right, f"{target} takes numbers here")
         if not tensors and target.endswith("pow"):
-            args = [float(each) for each in args]
+            args = [float(arg) for arg in args]
     if target.endswith(("floordiv", "mod")) or named.get("rounding_mode"):
-        operands = [*args, *(named[each] for each in ("input", "other") if each in named)]
+        operands = [*args, *(named[key] for key in ("input", "other") if key in named)]
         over, by = map(torch.as_tensor, operands[:2])
         if not (over.is_floating_point() or by.is_floating_point()):  # it could end the process
             overflows = (by == -1) & (over == torch.iinfo(torch.int64).min)
@@ -203,14 +203,14 @@ def _evaluated(node: Record, values: Record, inputs: Record, left: int) -> Any:
             require(not missing, "an integer is divided by 0, or the least integer by -1")
     result = function(*args, **named)
     parts = result if isinstance(result, tuple) else [result]
-    require(all(isinstance(each, RESULTS) for each in parts), "its result has an unknown type")
+    require(all(isinstance(part, RESULTS) for part in parts), "its result has an unknown type")
     return result
 
 
 def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
     """Return the tensors among ``values`` and in lists among them."""
-    lists = (each if isinstance(each, list | tuple) else [each] for each in values)
-    return [each for each in itertools.chain(*lists) if isinstance(each, torch.Tensor)]
+    lists = (value if isinstance(value, list | tuple) else [value] for value in values)
+    return [item for item in itertools.chain(*lists) if isinstance(item, torch.Tensor)]
 
 
 def _is_number(value: Any) -> bool:

@@ -173,8 +173,10 @@ class Models:
         for name in [*self._session.adapters]:
             await self._session.drop_adapter(name)
         while True:
-            await self._changed.until(lambda: any(each.is_ready for each in self._models.values()))
-            for model in [each for each in self._models.values() if each.is_ready]:
+            await self._changed.until(
+                lambda: any(candidate.is_ready for candidate in self._models.values())
+            )
+            for model in [candidate for candidate in self._models.values() if candidate.is_ready]:
                 await self._take_turn(model)
 
     async def note_loss(self) -> None:

@@ -53,12 +53,12 @@ class Samples:
         taken = completions[: MOST - len(waiting)]
         if not taken:
             return
-        number = len({each.prompt.prompt_id for each in waiting})
+        number = len({rollout.prompt.prompt_id for rollout in waiting})
         text = self._decode(prompt)
         asked = Prompt(prompt_id=number, tokens=prompt, text=text, answer="")
-        for sample, each in enumerate(taken):
-            answer = self._decode(each.tokens)
-            drawn = Rollout.single_turn(asked, each, sample=sample, text=answer, reward=math.nan)
+        for sample, draw in enumerate(taken):
+            answer = self._decode(draw.tokens)
+            drawn = Rollout.single_turn(asked, draw, sample=sample, text=answer, reward=math.nan)
             waiting.append(drawn)
         while len(self._waiting) > MODELS:
             del self._waiting[next(iter(self._waiting))]
@@ -115,8 +115,8 @@ class Parts:
 
     def _room(self) -> int:
         """Return the number of samples that the generators of this moment have at once."""
-        each = AHEAD * self.config.generator.max_running_requests
-        return each * max(1, len(self.session.generator_versions))
+        per_generator = AHEAD * self.config.generator.max_running_requests
+        return per_generator * max(1, len(self.session.generator_versions))
 
 
 def client_of(id: str) -> str:

@@ -30,12 +30,12 @@ IGNORED = {
 """Fields that change nothing where no argument has their name."""
 
 
-def finite_json(given: Any) -> Any:
-    """Return ``given``. Raises ValueError if it has NaN, or more than MAX_JSON bytes."""
-    size = len(json.dumps(given, allow_nan=False))
+def finite_json(value: Any) -> Any:
+    """Return ``value``. Raises ValueError if it has NaN, or more than MAX_JSON bytes."""
+    size = len(json.dumps(value, allow_nan=False))
     if size > MAX_JSON:
         raise ValueError(f"it has {size:,} bytes, and may have {MAX_JSON:,}")
-    return given
+    return value
 
 
 Text = Annotated[str, StringConstraints(max_length=1000)]
@@ -141,9 +141,9 @@ def sample_head(*, sampling_session_id: Text, seq_id: Number, num_samples: Sampl
 def _kind(function: Callable[..., Any]) -> type[Body]:
     """Return the class of bodies with the keyword arguments of ``function``."""
     fields: dict[str, Any] = {
-        each.name: (each.annotation, ... if each.default is each.empty else each.default)
-        for each in inspect.signature(function).parameters.values()
-        if each.kind is each.KEYWORD_ONLY
+        param.name: (param.annotation, ... if param.default is param.empty else param.default)
+        for param in inspect.signature(function).parameters.values()
+        if param.kind is param.KEYWORD_ONLY
     }
     return create_model(function.__name__, __base__=Body, **fields)
 

@@ -148,7 +148,7 @@ class Samplers:
         self._store.forget(name)
         self._used.pop(name, None)
         self._ready.pop(name, None)
-        self._polling -= {each for each in self._polling if each.startswith(f"{name}:")}
+        self._polling -= {client for client in self._polling if client.startswith(f"{name}:")}
 
     # Samples.
 
@@ -208,7 +208,7 @@ class Samplers:
         while True:
             await asyncio.sleep(BEAT_S)
             for session, futures in [*self._working.items()]:
-                clients = {client_of(each.promise["request_id"]) for each in futures}
+                clients = {client_of(future.promise["request_id"]) for future in futures}
                 for id in (session, *(clients & self._polling)):
                     self._silence.update(() if self._listeners[id] else (id,))
                     if self._silence[id] >= SILENT:
@@ -292,8 +292,8 @@ class Samplers:
         sampling = self._sampling(sampling_params, tokens, topk_sample_logprobs)
         scored = prompt_logprobs or topk_prompt_logprobs > 0
         first = replace(sampling, prompt_logprobs=topk_prompt_logprobs if scored else None)
-        given = sampling_params.seed
-        seed = secrets.randbits(62) if given is None else given
+        client_seed = sampling_params.seed
+        seed = secrets.randbits(62) if client_seed is None else client_seed
         requests = [
             GenerationRequest(
                 request_id=id,
@@ -319,30 +319,30 @@ class Samplers:
             prompt_k=topk_prompt_logprobs,
             target_logprobs=targets and await self._score(targets, tokens, self._weights(fact)),
         )
-        sampled = sum(len(each.tokens) for each in completions) * (1 + topk_sample_logprobs)
+        sampled = sum(len(sample.tokens) for sample in completions) * (1 + topk_sample_logprobs)
         return await aside(sampled + len(tokens) * (scored + topk_prompt_logprobs), encode)
 
-    def _sampling(self, given: SamplingParams, prompt: list[int], top: int) -> Sampling:
+    def _sampling(self, params: SamplingParams, prompt: list[int], top: int) -> Sampling:
         """Return the parameters of a sample. Raises UserError if they cannot work."""
         longest, size = self._parts.longest, self._parts.limits.vocab_size
         if not 1 <= len(prompt) < longest or max(prompt) >= size:
             limits = f"1 to {longest - 1} tokens, each below {size}"
             raise UserError(f"the prompt has {len(prompt)} tokens; it must have {limits}")
-        if 0 < given.temperature < MIN_TEMPERATURE:
+        if 0 < params.temperature < MIN_TEMPERATURE:
             raise UserError(f"temperature must be 0 or at least {MIN_TEMPERATURE}")
-        stops = [given.stop] if isinstance(given.stop, str) else given.stop
+        stops = [params.stop] if isinstance(params.stop, str) else params.stop
         if "" in (stops or ()):
             raise UserError("stop has an empty text; leave it out")
-        if not self._parts.has_tokenizer and any(isinstance(each, str) for each in stops or ()):
+        if not self._parts.has_tokenizer and any(isinstance(stop, str) for stop in stops or ()):
             raise UserError("stop has a text, and this server has no tokenizer; give token ids")
         tokens = self._parts.stop_token_ids if stops is None else ()
         return Sampling(
-            max_tokens=min(given.max_tokens or longest, longest - len(prompt)),
-            temperature=given.temperature,
-            top_p=given.top_p,
-            top_k=max(given.top_k, 0),
-            stop_token_ids=(*tokens, *(each for each in stops or () if isinstance(each, int))),
-            stop=tuple(each for each in stops or () if isinstance(each, str)),
+            max_tokens=min(params.max_tokens or longest, longest - len(prompt)),
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=max(params.top_k, 0),
+            stop_token_ids=(*tokens, *(stop for stop in stops or () if isinstance(stop, int))),
+            stop=tuple(stop for stop in stops or () if isinstance(stop, str)),
             top_logprobs=top,
         )
 
@@ -369,13 +369,13 @@ class Samplers:
                 if weights == self._weights(fact):  # otherwise newer ones have replaced them
                     raise
             except asyncio.CancelledError:
-                await self._session.abort(*(each.request_id for each in requests))
+                await self._session.abort(*(request.request_id for request in requests))
                 raise
         raise RunError(f"processes or weights were lost {LIVES} times during this sample")
 
-    async def _score(self, given: Targets, prompt: list[int], weights: Path | str) -> Any:
+    async def _score(self, targets: Targets, prompt: list[int], weights: Path | str) -> Any:
         """Return the log-probs of the ids that a client names at each token but the first."""
-        message = await asyncio.to_thread(lambda: tensor_from_json(given.model_dump()))
+        message = await asyncio.to_thread(lambda: tensor_from_json(targets.model_dump()))
         limit = MAX_TARGETS * len(prompt)
         wanted = array_of(message, "target_prompt_logprobs", limit=limit, fill=-1)
         if wanted.ndim != 2 or len(wanted) != len(prompt) - 1:

@@ -87,5 +87,5 @@ def _add_fields(message: DescriptorProto, text: str) -> None:
 pool = descriptor_pool.DescriptorPool()  # of its own, since the SDK has the same names
 pool.AddSerializedFile(file_descriptor().SerializeToString())
 classes = message_factory.GetMessageClassesForFiles([f"{PACKAGE}.proto"], pool)
-pb = SimpleNamespace(**{name.rpartition(".")[2]: each for name, each in classes.items()})
+pb = SimpleNamespace(**{name.rpartition(".")[2]: cls for name, cls in classes.items()})
 """Classes of the messages, by name."""

@@ -108,7 +108,7 @@ class Verbs:
         if request.seq == 0:
             await self._create(model, checkpoint["lora"])
         ours, theirs = (
-            adapter_of(each["lora"] | {"seed": 0}) for each in (self.fact(model), checkpoint)
+            adapter_of(fact["lora"] | {"seed": 0}) for fact in (self.fact(model), checkpoint)
         )
         if ours != theirs:
             raise UserError(f"{path} has another kind of adapter than the model")
@@ -120,7 +120,7 @@ class Verbs:
 
     async def forward_backward(self, model: Model, request: Accepted) -> Answer:
         message = parse_forward_backward(request.body)
-        texts = [each.text for each in message.loss_fn_config_v2.values()]
+        texts = [value.text for value in message.loss_fn_config_v2.values()]
         losses = self._store.facts["loss"]
         used = [id for id in texts if id in losses and id.startswith(self.fact(model)["session"])]
         graphs = {id: Graph.of(**losses[id]) for id in used}
@@ -152,7 +152,7 @@ class Verbs:
         )
         model.changed = request.seq
         model.steps += 1
-        metrics = {name: each for name, each in finite(dict(result)).items() if each is not None}
+        metrics = {name: value for name, value in finite(dict(result)).items() if value is not None}
         is_skipped = "trainer/grad_norm" not in metrics
         model.skipped = model.skipped + 1 if is_skipped else 0
         if model.skipped > self._parts.max_skipped:

@@ -74,7 +74,7 @@ def array_of(tensor: Any, place: str, *, limit: int, fill: int = 0) -> np.ndarra
     require(tensor.dtype in DTYPES, f"{place} has a dtype other than float32 and int64")
     dtype = DTYPES[tensor.dtype]
     shape = tuple(tensor.shape)
-    right = len(shape) <= 2 and all(0 <= each <= limit for each in (*shape, math.prod(shape)))
+    right = len(shape) <= 2 and all(0 <= size <= limit for size in (*shape, math.prod(shape)))
     require(right, f"{place} has shape {[*shape[:3]]}; at most {limit:,} cells in 2 dimensions")
     if tensor.HasField("sparse_csr"):
         values, rows, columns = _cells(tensor, shape, dtype, place)
@@ -93,15 +93,15 @@ def tensor_of(array: np.ndarray) -> Any:
     return pb.Tensor(dense=array.tobytes(), dtype=kind, shape=array.shape)
 
 
-def tensor_from_json(given: Mapping[str, Any]) -> Any:
+def tensor_from_json(tensor: Mapping[str, Any]) -> Any:
     """Return the message Tensor of a tensor that came as JSON: ``data``, ``dtype``, ``shape`` and,
     if it is sparse, ``sparse_crow_indices`` and ``sparse_col_indices``.
     """
-    message = tensor_of(np.asarray(given["data"], given["dtype"]))
-    message.shape[:] = given.get("shape") or message.shape
-    if given.get("sparse_crow_indices") is not None:
+    message = tensor_of(np.asarray(tensor["data"], tensor["dtype"]))
+    message.shape[:] = tensor.get("shape") or message.shape
+    if tensor.get("sparse_crow_indices") is not None:
         keys = ("sparse_crow_indices", "sparse_col_indices")
-        crow, col = (np.asarray(given.get(key) or [], np.int64).tobytes() for key in keys)
+        crow, col = (np.asarray(tensor.get(key) or [], np.int64).tobytes() for key in keys)
         csr = pb.SparseCsr(values=message.dense, crow_indices=crow, col_indices=col)
         message.sparse_csr.CopyFrom(csr)
     return message
@@ -126,7 +126,7 @@ def _cells(
     csr = tensor.sparse_csr
     values = _numbers(csr.values, dtype, place)
     indices = (csr.crow_indices, csr.col_indices)
-    starts, columns = (_numbers(each, np.dtype(np.int64), place) for each in indices)
+    starts, columns = (_numbers(data, np.dtype(np.int64), place) for data in indices)
     rows = len(starts) - 1
     ends = [*starts[:1], *starts[-1:]] == [0, len(values)]
     ascending = (starts == np.maximum.accumulate(starts)).all()
@@ -148,8 +148,8 @@ def encode_outputs(logprobs: Iterable[np.ndarray], metrics: Mapping[str, float])
     ``loss:sum``.
     """
     answer = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=metrics)
-    for shape, group in itertools.groupby(logprobs, key=lambda each: each.shape[1:]):
-        arrays = [each.astype(np.float32).tobytes() for each in group]
+    for shape, group in itertools.groupby(logprobs, key=lambda array: array.shape[1:]):
+        arrays = [array.astype(np.float32).tobytes() for array in group]
         ends = np.cumsum([0, *map(len, arrays)], dtype=np.int64)
         values = pb.BatchedTensor(dtype="DTYPE_FLOAT32", trailing_shape=shape)
         values.data = b"".join(arrays)
@@ -177,14 +177,14 @@ def encode_sample(
     - ``target_logprobs`` is the message Tensor of the log-probs that the request names.
     """
     answer = pb.SampleResponse(target_prompt_logprobs=target_logprobs)
-    for each in completions:
+    for completion in completions:
         sequence = answer.sequences.add(
-            stop_reason=f"STOP_REASON_{each.finish_reason.upper()}",
-            tokens=np.asarray(each.tokens, np.int32).tobytes(),
-            logprobs=np.asarray(each.logprobs, np.float32).tobytes(),
+            stop_reason=f"STOP_REASON_{completion.finish_reason.upper()}",
+            tokens=np.asarray(completion.tokens, np.int32).tobytes(),
+            logprobs=np.asarray(completion.logprobs, np.float32).tobytes(),
         )
         if top:
-            likely = each.top_logprobs or [{}] * len(each.tokens)
+            likely = completion.top_logprobs or [{}] * len(completion.tokens)
             sequence.topk_sampled_logprobs.CopyFrom(_top_message(likely, top))
     if prompt_logprobs is not None:
         answer.prompt_logprobs = np.asarray(prompt_logprobs, np.float32).tobytes()

@@ -140,13 +140,13 @@ def advice_after(error: BaseException, run: RunFolder, call: FailedCall) -> tupl
     links = [error]
     while (link := links[-1].__cause__) is not None and link not in links:
         links.append(link)
-    process = next((each for each in links if isinstance(each, ActorFailure)), None)
+    process = next((exception for exception in links if isinstance(exception, ActorFailure)), None)
     cause, known = _cause_of(links, run)
     folder = shlex.quote(str(run.folder))
     failure = Failure(error=error, known=known, process=process, run=run, folder=folder)
     lr = run.config.trainer.optimizer.param_groups[0].optimizer_kwargs.get("lr")
     words = {**vars(failure), "lr": lr, "place": place_of(error)}
-    sentences = [each.format(**words) for each in SENTENCES.get(cause, ())]
+    sentences = [sentence.format(**words) for sentence in SENTENCES.get(cause, ())]
     if cause in ADVICE:
         sentences = ADVICE[cause](failure)
     repeat = f"Find out whether the call fails again, alone: python -m rl.replay {folder} --failed"
@@ -184,21 +184,21 @@ def _device_memory(failure: Failure, cache: str = "gpu_memory_utilization") -> l
         section = f"{config.generator_section}generator"
         generator = config.session().generator
         assert generator is not None, "one of its ranks failed"
-        own = (
+        remedy = (
             f"Lower {section}.{cache} (now {getattr(generator, cache):g}), or "
             f"{section}.max_running_requests."
         )
     else:
         trainer = failure.run.config.trainer
         size = "micro_batch_size" if trainer.micro_batch_tokens is None else "micro_batch_tokens"
-        own = (
+        remedy = (
             f"Lower trainer.{size} (now {getattr(trainer, size)}) or trainer.logits_mib (now "
             f"{trainer.logits_mib}), or give trainer.activation-checkpoint:full; they change "
             "results by rounding at most."
         )
     path = shlex.quote(str(failure.run.folder / "config.json"))
     plan = f"See what each rank holds in memory: python -m rl.plan --config {path}"
-    return [own, plan]
+    return [remedy, plan]
 
 
 def _host_memory(failure: Failure) -> list[str]:
@@ -225,9 +225,9 @@ def _deadline(failure: Failure) -> list[str]:
 
 def _full_disk(failure: Failure) -> list[str]:
     config = failure.run.config
-    kept = config.trainer.checkpoint.keep_latest_k
-    lower = [f"set trainer.checkpoint.keep_latest_k to {FEWEST_KEPT} (now {kept})"]
-    if kept == FEWEST_KEPT:
+    checkpoints = config.trainer.checkpoint.keep_latest_k
+    lower = [f"set trainer.checkpoint.keep_latest_k to {FEWEST_KEPT} (now {checkpoints})"]
+    if checkpoints == FEWEST_KEPT:
         lower = []
     if isinstance(config, RLConfig):
         lower += [f"lower record.max_gib (now {config.record.max_gib:g})"]

@@ -167,7 +167,7 @@ class Algorithm(Configurable, ABC):
         metrics = self.score(batch, rollouts, rewards) | scores
         self._prepared.append(Metrics(metrics, weight=float(batch.loss_mask.sum())))
         if self.config.mask_truncated:
-            return without(batch, [each.is_truncated for each in rollouts])
+            return without(batch, [rollout.is_truncated for rollout in rollouts])
         return batch
 
     async def _output(
@@ -191,14 +191,14 @@ class Algorithm(Configurable, ABC):
         return place, outputs[role.head]
 
     def _mean(
-        self, column: str, found: Sequence[tuple[torch.Tensor, torch.Tensor]], count: int
+        self, column: str, outputs: Sequence[tuple[torch.Tensor, torch.Tensor]], count: int
     ) -> torch.Tensor:
-        """Return ``column``, float32 [count]: the weighted mean of ``found``, the outputs of all
+        """Return ``column``, float32 [count]: the weighted mean of ``outputs``, those of all
         models in ``roles``. Raises RunError if a token has none.
         """
         total = torch.zeros(count, dtype=torch.float64)
         shares = torch.zeros_like(total)
-        for role, (place, values) in zip(self._mixed.values(), found, strict=True):
+        for role, (place, values) in zip(self._mixed.values(), outputs, strict=True):
             if role.column == column:
                 total[place] += role.share * values.double()
                 shares[place] += role.share
@@ -229,8 +229,8 @@ class Algorithm(Configurable, ABC):
         metrics, *critic = await asyncio.gather(
             *(session.optim_step(role=role, denominator=denominator) for role in self._learning)
         )
-        for each in critic:
-            metrics |= each.renamed(lambda name: f"critic/{name.removeprefix('trainer/')}")
+        for figures in critic:
+            metrics |= figures.renamed(lambda name: f"critic/{name.removeprefix('trainer/')}")
         return metrics
 
     def finish(self) -> dict[str, float]:

@@ -60,9 +60,12 @@ class AuxiliaryModels:
         self._reference = step
         saved = self._saved()
         kept_for = (*self._checkpoints.steps(), step)
-        needed = {max((each for each in saved if each <= at), default=0) for at in kept_for}
-        for each in {*saved} - needed:
-            shutil.rmtree(self._path(each))
+        needed = {
+            max((saved_step for saved_step in saved if saved_step <= at), default=0)
+            for at in kept_for
+        }
+        for saved_step in {*saved} - needed:
+            shutil.rmtree(self._path(saved_step))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON-able state for a checkpoint: the step whose weights are the reference."""

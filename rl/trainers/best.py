@@ -28,7 +28,7 @@ class Best:
         """Forget the steps after ``step``."""
         if self._config.metric:
             saved = self._checkpoints[0].best()
-            self.values = {each: value for each, value in saved.items() if each <= step}
+            self.values = {at: value for at, value in saved.items() if at <= step}
             self._write()
 
     def note(self, step: int, scores: Mapping[str, float]) -> None:
@@ -41,7 +41,7 @@ class Best:
         value = self._value(scores)
         if not math.isnan(value):
             ranked = sorted((self.values | {step: value}).items())  # the earlier one of equals
-            ranked.sort(key=lambda each: -self._sign * each[1])
+            ranked.sort(key=lambda item: -self._sign * item[1])
             self.values = dict(ranked[: self._config.keep])
             self._write()
 
@@ -76,7 +76,7 @@ class Best:
         return scores[name]
 
     def _write(self) -> None:
-        for each in self._checkpoints:
-            each.folder.mkdir(parents=True, exist_ok=True)
+        for store in self._checkpoints:
+            store.folder.mkdir(parents=True, exist_ok=True)
             text = json.dumps({"metric": self._config.metric, "steps": self.values})
-            write_whole(each.folder / BEST, lambda file: file.write(text.encode()))  # noqa: B023
+            write_whole(store.folder / BEST, lambda file: file.write(text.encode()))  # noqa: B023

@@ -45,10 +45,10 @@ class Curriculum:
 
     def note(self, place: int, group: Sequence[Rollout]) -> None:
         """Take the rollouts of the prompt at ``place`` into account."""
-        rewarded = [each for each in group if not each.abstained]
+        rewarded = [rollout for rollout in group if not rollout.abstained]
         if not self._config.prompts or not rewarded:
             return
-        share = sum(bool(each.metrics["correct"]) for each in rewarded) / len(rewarded)
+        share = sum(bool(rollout.metrics["correct"]) for rollout in rewarded) / len(rewarded)
         before = self._rates[place]
         memory = self._config.memory
         self._rates[place] = share if np.isnan(before) else memory * before + (1 - memory) * share
@@ -70,8 +70,8 @@ class Curriculum:
     def to_dict(self) -> list[Any]:
         """Return place, success and groups in a row of each prompt that was asked, as JSON."""
         seen = (~np.isnan(self._rates)).nonzero()[0]
-        columns = (seen, *(each[seen] for each in (self._rates, self._solved, self._unsolved)))
-        return [list(row) for row in zip(*(each.tolist() for each in columns), strict=True)]
+        columns = (seen, *(values[seen] for values in (self._rates, self._solved, self._unsolved)))
+        return [list(row) for row in zip(*(column.tolist() for column in columns), strict=True)]
 
     def restore(self, rows: list[Any]) -> None:
         """Go back to what ``to_dict`` returned; [] is the start."""

@@ -80,8 +80,8 @@ class DatasetTrainer(Trainer[Config], Generic[Config, Item]):
         stops = {dialect.tokenizer.eos_token_id, *dialect.stop_token_ids}
         last = Counter[int]()
         for item in self.dataset_train:
-            for each in item.examples:
-                last[int(each.tokens[each.trained.nonzero()[0][-1]])] += 1
+            for example in item.examples:
+                last[int(example.tokens[example.trained.nonzero()[0][-1]])] += 1
         self.stop_token_ids = [token for token, _ in last.most_common() if token in stops]
         require(
             bool(self.dataset_train),
@@ -140,11 +140,11 @@ class DatasetTrainer(Trainer[Config], Generic[Config, Item]):
         """Digest of the examples to train on, in their order."""
         digest = blake2b(digest_size=16)
         for item in self.dataset_train:
-            for each in item.examples:
-                weights = each.trained if each.weights is None else each.weights
-                facts = [len(each), getattr(item, "label", ""), getattr(item, "margin", "")]
+            for example in item.examples:
+                weights = example.trained if example.weights is None else example.weights
+                facts = [len(example), getattr(item, "label", ""), getattr(item, "margin", "")]
                 digest.update(f"{facts}".encode())
-                digest.update(each.tokens.tobytes())
+                digest.update(example.tokens.tobytes())
                 digest.update(weights.tobytes())
         return digest.hexdigest()
 
@@ -204,7 +204,7 @@ class DatasetTrainer(Trainer[Config], Generic[Config, Item]):
             return
 
         async def all_of(due: list[Evaluate]) -> dict[str, float]:
-            return {name: value for each in due for name, value in (await each()).items()}
+            return {name: value for evaluate in due for name, value in (await evaluate()).items()}
 
         if self.step == 0:
             self.run.progress.stage("evaluating the initial weights")

@@ -78,7 +78,10 @@ class Evaluation:
         groups += sampled
         scores["eval/lost"] = float(len(self.prompts) * len(chunks) - len(groups))
         versions = {
-            version for group in groups for each in group for version in each.versions.tolist()
+            version
+            for group in groups
+            for rollout in group
+            for version in rollout.versions.tolist()
         }
         scores["eval/version_min"] = min(versions, default=math.nan)
         scores["eval/version_max"] = max(versions, default=math.nan)

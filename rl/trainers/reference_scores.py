@@ -126,10 +126,10 @@ def data_digest(config: PreferenceConfig, train: Items, held_out: Items) -> str:
     for items in (train, held_out):
         digest.update(f"/{len(items)}/".encode())
         for item in items:
-            for each in item.examples:
-                digest.update(len(each).to_bytes(8, "little"))
-                digest.update(each.tokens.tobytes())
-                digest.update(each.trained.tobytes())
+            for example in item.examples:
+                digest.update(len(example).to_bytes(8, "little"))
+                digest.update(example.tokens.tobytes())
+                digest.update(example.trained.tobytes())
     return digest.hexdigest()
 
 

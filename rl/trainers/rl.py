@@ -149,7 +149,7 @@ class RLTrainer(Trainer[RLConfig]):
         with self.run.step_calls(step.rollouts):
             while chunk:
                 sampled += sum(map(len, chunk))
-                chunk = [[each for each in group if not each.abstained] for group in chunk]
+                chunk = [[rollout for rollout in group if not rollout.abstained] for group in chunk]
                 staleness += self.staleness(chunk)
                 await step.train([*chain.from_iterable(chunk)])
                 groups += chunk
@@ -214,8 +214,8 @@ class RLTrainer(Trainer[RLConfig]):
 
         Raises RunError above ``max_staleness``.
         """
-        drawn = np.concatenate([each.versions for group in groups for each in group])
-        versions, counts = (each.tolist() for each in np.unique(drawn, return_counts=True))
+        drawn = np.concatenate([rollout.versions for group in groups for rollout in group])
+        versions, counts = (values.tolist() for values in np.unique(drawn, return_counts=True))
         now = self.session.version
         oldest = versions[0]
         bound = self.arguments.rollout.max_staleness * self.arguments.updates_per_step

@@ -294,7 +294,7 @@ class Run:
                 "'none'; a resumed run with --record.rollouts all keeps them if it fails again."
             )
         if rollouts:
-            chunks = [Chunk(rollouts=each, columns={}) for each in rollouts]
+            chunks = [Chunk(rollouts=chunk_rollouts, columns={}) for chunk_rollouts in rollouts]
             self.record.write_failed_rollouts(chunks, version=self.session.version)
         return call
 

@@ -160,7 +160,7 @@ class RolloutScheduler:
         verdicts = dict[int, Group | str]()
         groups = dict[int, Group | GroupLost]()
         self._resampled = 0
-        while missing := self._size - sum(isinstance(each, list) for each in verdicts.values()):
+        while missing := self._size - sum(isinstance(judged, list) for judged in verdicts.values()):
             drawn = math.ceil(missing * self.config.rollout.oversampling)
             prompt_ids = [ledger.admit(self._held) for _ in range(drawn)]
             count = min(self.config.generator.replicas, drawn)
@@ -251,7 +251,7 @@ class RolloutScheduler:
         """
         rollout = self.config.rollout
         if not isinstance(outcome, GroupLost):
-            scored = [each for each in outcome if not each.abstained]
+            scored = [episode for episode in outcome if not episode.abstained]
             if len(scored) < min(2, len(outcome)):
                 message = f"{len(outcome) - len(scored)} of {len(outcome)} rewards are None"
                 outcome = GroupLost("rewards abstained", message)

@@ -80,7 +80,7 @@ class SFTTrainer(DatasetTrainer[SFTConfig, Example]):
             await self.session.forward_backward(batch, self.loss)
             metrics = await self.session.optim_step()
         self.step += 1
-        trained = sum(int(each.trained.sum()) for each in examples)
+        trained = sum(int(example.trained.sum()) for example in examples)
         row = self.row() | {"tokens/trained": trained, **metrics}
         self.report.step(row, [metrics], tokens=len(batch.tokens))
         return True
@@ -133,8 +133,8 @@ class SFTTrainer(DatasetTrainer[SFTConfig, Example]):
             logprobs += [row[mask] for row, mask in rows]
         if not logprobs:
             return {}
-        tokens = sum(len(each) for each in logprobs)
-        loss = -sum(float(each.double().sum()) for each in logprobs) / tokens
+        tokens = sum(len(values) for values in logprobs)
+        loss = -sum(float(values.double().sum()) for values in logprobs) / tokens
         scores = {
             "eval/loss": loss,
             "eval/perplexity": math.exp(min(loss, MAX_EXPONENT)),
@@ -157,7 +157,7 @@ def sets_of(
     )
     counts = Counter(example.part for example in examples)
     ends = [0, *accumulate(counts[part] for part in range(len(names)))]
-    places = {name: range(*each) for name, each in zip(names, pairwise(ends), strict=True)}
+    places = {name: range(*bounds) for name, bounds in zip(names, pairwise(ends), strict=True)}
     for name, weight in weights.items():
         allowed = f"one of {', '.join(map(repr, places))}"
         require_value(name in places, "task.weights", name, allowed)

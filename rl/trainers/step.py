@@ -46,15 +46,20 @@ class Step:
         algorithm = self.algorithm
         with self.session.watch.span("train"):
             batch = await algorithm.prepare(self.session, rollouts)
-        found: dict[str, torch.Tensor] = {}
+        outputs: dict[str, torch.Tensor] = {}
         *earlier, last = algorithm.minibatches(batch, self.number)
         for minibatch in earlier:
-            await self._accumulate(minibatch, batch, found)
+            await self._accumulate(minibatch, batch, outputs)
             self.updates.append(await algorithm.update(self.session))
-        await self._accumulate(last, batch, found)
-        own = {name: each for name, each in batch.columns.items() if name not in RECORDED_ELSEWHERE}
+        await self._accumulate(last, batch, outputs)
+        recorded = {
+            name: values for name, values in batch.columns.items() if name not in RECORDED_ELSEWHERE
+        }
         # tokens that were not sampled have 0
-        columns = {name: (each * batch.loss_mask).numpy() for name, each in (own | found).items()}
+        columns = {
+            name: (values * batch.loss_mask).numpy()
+            for name, values in (recorded | outputs).items()
+        }
         self.chunks.append(Chunk(rollouts=rollouts, columns=columns))
 
     async def end(self) -> dict[str, float]:
@@ -66,7 +71,7 @@ class Step:
         self, minibatch: Batch, batch: Batch, columns: dict[str, torch.Tensor]
     ) -> None:
         """Add the gradient of ``minibatch``, a part of ``batch``. The trainer's outputs are added
-        to ``found`` for the tokens that it has no outputs of yet.
+        to ``columns`` for the tokens that it has no outputs of yet.
         """
         outputs = await self.algorithm.accumulate(self.session, minibatch)
         rows = minibatch.rows

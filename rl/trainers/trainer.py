@@ -105,7 +105,7 @@ class Trainer(Hooks[Arguments]):
             except Exception as error:
                 fail(error, folder, self.run)
                 raise
-        self._metrics = {name: each for name, each in summary.items() if isinstance(each, float)}
+        self._metrics = {name: value for name, value in summary.items() if isinstance(value, float)}
         return self.state
 
     async def evaluate(

@@ -59,18 +59,18 @@ class Adapters:
     each method together.
     """
 
-    def __init__(self, engine: Any, own: AdapterConfig | None):
-        """``engine`` is a :class:`rl.training.engine.TrainingEngine`, and ``own`` the adapter that
-        its model was built with, None for a model without.
+    def __init__(self, engine: Any, config: AdapterConfig | None):
+        """``engine`` is a :class:`rl.training.engine.TrainingEngine`, and ``config`` the adapter
+        that its model was built with, None for a model without.
         """
         self._engine = engine
         self._adapted = adapted_weights(engine.model)
         self._parameters = named_adapters(engine.model)
-        self._adapters: dict[Source, _Adapter] = {None: _Adapter(own, [])}
+        self._adapters: dict[Source, _Adapter] = {None: _Adapter(config, [])}
         self.merged = MergedWeights(engine.model)
         self.current: Source = None
         """Name of the adapter in the model."""
-        self.worn = own
+        self.worn = config
         """Config of the adapter whose weights the model has."""
         self.storage: Any = None
         """The :class:`rl.training.checkpoint.Checkpointer`, which reads snapshots, and saves that a
@@ -131,11 +131,11 @@ class Adapters:
 
     def _put_aside(self, adapter: _Adapter) -> None:
         engine = self._engine
-        adapter.weights = [each.to("cpu", copy=True) for each in self._local()]
+        adapter.weights = [weight.to("cpu", copy=True) for weight in self._local()]
         adapter.counts = {name: vars(engine)[name] for name in adapter.counts}
         adapter.schedule = engine.schedule.state_dict()
         parameters = self._parameters.values()
-        adapter.gradients = {each: each.grad for each in parameters if each.grad is not None}
+        adapter.gradients = {p: p.grad for p in parameters if p.grad is not None}
         adapter.moments = [dict(optimizer.state) for optimizer in engine.optimizers]
         adapter.memory.take(optimizer_state(engine.model, engine.optimizers))
         engine.reset_optimizer()
@@ -159,7 +159,7 @@ class Adapters:
             return
         self._engine.require_resident("active_adapter", "model")
         self._release_parameters()
-        active = [each.clone() for each in self._local()]
+        active = [weight.clone() for weight in self._local()]
         config = self.worn
         try:
             if isinstance(source, Path):
@@ -196,7 +196,7 @@ class Adapters:
         return self._adapters[name]
 
     def _local(self) -> list[torch.Tensor]:
-        return [local_tensor(each).detach() for each in self._parameters.values()]
+        return [local_tensor(parameter).detach() for parameter in self._parameters.values()]
 
     def _release_parameters(self) -> None:
         """Have the parameters ready for other values."""

@@ -60,8 +60,10 @@ class MaskedAttention(FlexAttention):
         """Return the attention output [B, L, N, H] of q [B, L, N, H], k and v [B, L, N_kv, H].
         ``attention_masks`` are those of the function below, and ``sinks`` logits [N] of no value.
         """
-        own = attention_masks[self.window] if isinstance(attention_masks, dict) else attention_masks
-        return self.attend((q_BLNH, k_BLNH, v_BLNH), own, sinks, **options)
+        mask = (
+            attention_masks[self.window] if isinstance(attention_masks, dict) else attention_masks
+        )
+        return self.attend((q_BLNH, k_BLNH, v_BLNH), mask, sinks, **options)
 
     def attend(self, qkv: Any, mask: Any, sinks: torch.Tensor | None, **options: Any) -> Any:
         """Return the output of ``forward`` with the mask of this layer. No test covers CUDA."""
@@ -169,14 +171,14 @@ def attention_masks(
     The result is :class:`Documents` in place of a dense mask with a ``config`` of
     :func:`computes_documents`.
     """
-    configs = [each.inner_attention for each in attentions_of(model.config)]
+    configs = [attention.inner_attention for attention in attentions_of(model.config)]
     if config is not None and computes_documents(config, model.config):
         return Documents(positions, configs[0].bitwise)
     trees = config is not None and config.prompt_sharing > 1
-    masked = [each for each in configs if isinstance(each, MaskedAttention.Config)]
-    windows = {each.window for each in masked}
+    masked = [inner for inner in configs if isinstance(inner, MaskedAttention.Config)]
+    windows = {inner.window for inner in masked}
     dense = isinstance(configs[0], DenseAttention.Config)
-    bitwise = any(each.bitwise for each in masked)
+    bitwise = any(inner.bitwise for inner in masked)
     if not dense and not trees and not bitwise and not any(windows):
         return model.get_attention_masks(positions)
     create = dense_tree_mask if dense else partial(flex_tree_mask, ordered=bitwise)
@@ -215,11 +217,11 @@ def computes_documents(config: TrainerConfig, model: Qwen3Model.Config) -> bool:
     """
     attentions = attentions_of(model)
     is_plain = all(
-        isinstance(each.inner_attention, DenseAttention.Config)
-        and not each.inner_attention.window
-        and not each.inner_attention.cap
-        and not (isinstance(each, Attention.Config) and each.sinks)
-        for each in attentions
+        isinstance(attention.inner_attention, DenseAttention.Config)
+        and not attention.inner_attention.window
+        and not attention.inner_attention.cap
+        and not (isinstance(attention, Attention.Config) and attention.sinks)
+        for attention in attentions
     )
     is_plain = is_plain and config.parallelism.context_parallel_degree == 1
     first = attentions[0].inner_attention

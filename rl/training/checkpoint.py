@@ -154,7 +154,7 @@ class Checkpointer:
         """
         self._engine.require_resident("save_state", "model", "optimizer")
         state = self._trained() | self._progress()
-        if not any(each.state for each in self._engine.optimizers):
+        if not any(optimizer.state for optimizer in self._engine.optimizers):
             del state[OPTIMIZER]  # torchtitan would take a step to have moments
         self._write(folder, state)
 
@@ -215,7 +215,7 @@ class Checkpointer:
         saved, parts = on_first_rank(f"loading {folder}", lambda: _saved(folder))
         if ADAPTER in state and ADAPTER not in parts:
             raise RunError(f"{folder} holds no adapter")
-        shapes = {name: tuple(each.shape) for name, each in state.items() if name != ADAPTER}
+        shapes = {name: tuple(tensor.shape) for name, tensor in state.items() if name != ADAPTER}
         _check_model(folder, saved, shapes)
         return parts
 
@@ -364,7 +364,7 @@ def _check_model(path: Path, saved: Shapes, ours: Shapes) -> None:
         return
     name = differing[0]
     stored, expected = ([*shapes[name]] if name in shapes else "absent" for shapes in (saved, ours))
-    fused, fuse = (any(".wqkv." in each for each in shapes) for shapes in (saved, ours))
+    fused, fuse = (any(".wqkv." in key for key in shapes) for shapes in (saved, ours))
     reason = f"is of another model: {name} is {stored} in the checkpoint, {expected} in this run"
     if _has_adapters(ours) and not _has_adapters(saved):
         advice = "initial_load_path with initial_load_model_only=True"

@@ -64,9 +64,9 @@ class SequenceShard:
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, values: torch.Tensor, own: torch.Tensor, order: torch.Tensor, group: Any
+        ctx: Any, values: torch.Tensor, places: torch.Tensor, order: torch.Tensor, group: Any
     ) -> torch.Tensor:
-        ctx.save_for_backward(own)
+        ctx.save_for_backward(places)
         gathered = _all_gather(values.contiguous(), group)
         return torch.empty_like(gathered).index_put_((_rows(order), order), gathered)
 

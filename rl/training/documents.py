@@ -163,7 +163,7 @@ def _attend(
     results = _outputs(q)
     for group in _groups(cells, q.dtype):
         query = group.take(group.queries, q)
-        key, value = (group.take(group.keys, each) for each in (k, v))
+        key, value = (group.take(group.keys, heads) for heads in (k, v))
         outputs = flash_attention(query, key, value, mask=group.mask, scale=scale)
         for whole, part in zip(results, outputs, strict=True):
             whole.flatten(0, 1)[group.queries] = part.transpose(1, 2).flatten(0, 1)
@@ -185,12 +185,12 @@ def _attend_backward(
     """Return the gradients of q, k and v from ``grad``, that of the output."""
     # a cell that several pieces attend to has the sum of their gradients
     wide = torch.promote_types(q.dtype, torch.float32)
-    results = [torch.zeros(each.shape, dtype=wide) for each in (q, k, v)]
+    results = [torch.zeros(heads.shape, dtype=wide) for heads in (q, k, v)]
     for group in _groups(positions.numpy().tobytes(), q.dtype, window):
-        saved = [group.take(group.queries, each) for each in (grad, q, out, total)]
-        saved += [group.take(group.keys, each) for each in (k, v)]
+        saved = [group.take(group.queries, tensor) for tensor in (grad, q, out, total)]
+        saved += [group.take(group.keys, heads) for heads in (k, v)]
         if saved[-1].shape[2] <= SHORT:
-            saved = [each.to(wide) for each in saved]
+            saved = [tensor.to(wide) for tensor in saved]
         own_grad, query, own_out, own_total, key, value = saved
         if group.repeated is not None:
             own_grad = own_grad.masked_fill(group.repeated, 0.0)
@@ -204,7 +204,7 @@ def _attend_backward(
                 whole.flatten(0, 1)[rows] += values
             else:
                 whole.flatten(0, 1).index_add_(0, rows, values)
-    by_q, by_k, by_v = (each.to(q.dtype) for each in results)
+    by_q, by_k, by_v = (result.to(q.dtype) for result in results)
     return by_q, by_k, by_v
 
 
@@ -215,7 +215,7 @@ def _outputs(q: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 _attend_backward.register_fake(
-    lambda _, *qkv: tuple(each.new_empty(each.shape) for each in qkv[:3])
+    lambda _, *qkv: tuple(heads.new_empty(heads.shape) for heads in qkv[:3])
 )
 
 

@@ -251,9 +251,9 @@ class TrainingEngine:
             advice = "call forward_backward with a batch of weight > 0 first"
             raise RuntimeError(f"optim_step: no weight was accumulated; {advice}")
         limit = self.config.training.max_norm if max_norm is None else max_norm
-        if all(each.grad is None for each in self.model.parameters()):
-            for each in self.model.parameters():
-                each.grad = torch.zeros_like(each) if each.requires_grad else None
+        if all(parameter.grad is None for parameter in self.model.parameters()):
+            for parameter in self.model.parameters():
+                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         norm = gradient.divide_and_clip(self.model.parameters(), weight, limit)
         if on_gradient is not None:
             on_gradient(sharded_model.gradient_shards(self.model))
@@ -309,21 +309,21 @@ class TrainingEngine:
     @property
     def _groups(self) -> list[dict[str, Any]]:
         """Parameter groups of all optimizers."""
-        return [group for each in self.optimizers for group in each.param_groups]
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def optimizer_loaded(self) -> None:
         """Set learning rates and other hyperparameters to those of the config. Must be called after
         loading the state of the optimizer, which contains those of its own run.
         """
-        rates = [rate for each in self.schedule.schedulers for rate in each.get_last_lr()]
+        rates = [rate for scheduler in self.schedule.schedulers for rate in scheduler.get_last_lr()]
         for group, values, rate in zip(self._groups, self._hyperparameters, rates, strict=True):
             group.update(values | {"lr": rate})
 
     def reset_optimizer(self) -> None:
         """Drop the gradients, the moments and the optimizer's own counts of steps."""
         self.optimizers.zero_grad()
-        for each in self.optimizers:
-            each.state.clear()
+        for optimizer in self.optimizers:
+            optimizer.state.clear()
 
     def weights_loaded(self) -> None:
         """Discard accumulated gradients and merge adapters again. Must be called after writing into

@@ -25,10 +25,10 @@ def divide_and_clip(parameters: Iterable[nn.Parameter], weight: float, max_norm:
 
     Reads the gradient once and writes it once, with one all-reduce and one wait for the device.
     """
-    gradients = [each.grad for each in parameters if each.grad is not None]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = _norm(gradients) / weight
     factor = min(max_norm / (norm + 1e-6), 1.0)
-    scale([local_tensor(each) for each in gradients], factor / weight)
+    scale([local_tensor(gradient) for gradient in gradients], factor / weight)
     return norm
 
 
@@ -38,9 +38,9 @@ def optimizer_state(
     """Return the gradients and the moments that are not in host memory all the time, without
     numbers such as counts of steps.
     """
-    gradients = [each.grad for each in model.parameters() if each.grad is not None]
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     on_device = () if isinstance(optimizers, OffloadedOptimizers) else optimizers
-    states = [state for each in on_device for state in each.state.values()]
+    states = [state for optimizer in on_device for state in optimizer.state.values()]
     return [*gradients, *(value for state in states for value in state.values() if value.dim())]
 
 
@@ -48,9 +48,9 @@ def rounding_elements(model: nn.Module) -> list[torch.Tensor]:
     """Return copies of at most ``SAMPLED`` elements of each trained parameter whose dtype may round
     an update away.
     """
-    local = [local_tensor(each) for each in model.parameters() if each.requires_grad]
-    rough = [each.detach().flatten() for each in local if each.dtype != torch.float32]
-    return [each[:: max(1, len(each) // SAMPLED)].clone() for each in rough]
+    local = [local_tensor(parameter) for parameter in model.parameters() if parameter.requires_grad]
+    rough = [shard.detach().flatten() for shard in local if shard.dtype != torch.float32]
+    return [values[:: max(1, len(values) // SAMPLED)].clone() for values in rough]
 
 
 def have_changed(before: list[torch.Tensor], after: list[torch.Tensor]) -> bool:
@@ -65,8 +65,8 @@ def have_changed(before: list[torch.Tensor], after: list[torch.Tensor]) -> bool:
 
 @contextmanager
 def overridden(groups: list[dict[str, Any]], overrides: Mapping[str, Any]) -> Iterator[None]:
-    """Replace hyperparameters of parameter groups inside the block by those of ``given`` that are
-    not None.
+    """Replace hyperparameters of parameter groups inside the block by those of ``overrides`` that
+    are not None.
     """
     overrides = {name: value for name, value in overrides.items() if value is not None}
     before = [{name: group[name] for name in overrides} for group in groups]

@@ -145,7 +145,7 @@ def stored_tensors(
             for key, part in _by_expert(name, tensor, family.stacked):
                 first = stored.setdefault(key, part)
                 require(first is part, f"{folder}: {key} is in both {first.file} and {file}")
-    left_out = len(files_by_tensor) - len({each.name for each in stored.values()})
+    left_out = len(files_by_tensor) - len({header.name for header in stored.values()})
     if reports and left_out:
         _report_left_out(folder, left_out)
     for name, file in files.items():
@@ -202,8 +202,8 @@ def check_tensors(folder: Path, stored: dict[str, StoredTensor], wanted: Shapes)
     ]
     require(not surplus, f"{folder} holds {_first_of(surplus)}, for which the model has no place")
     for name, shape in wanted.items():
-        file, found, dtype, *_ = stored[name]
-        require(found == shape, f"{folder / file}: {name} is {[*found]}, the model's is {[*shape]}")
+        file, saved, dtype, *_ = stored[name]
+        require(saved == shape, f"{folder / file}: {name} is {[*saved]}, the model's is {[*shape]}")
         require(
             dtype in READABLE,
             f"{folder / file}: {name} is {dtype}; dequantise the model to one of "

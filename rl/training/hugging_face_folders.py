@@ -119,7 +119,7 @@ class HuggingFaceFolders:
         shards = shards_of(self._model)
         if self._has_values and SCORE not in stored:  # a language model: the head stays 0
             del shards["lm_head.weight"]
-        check_parameters(folder, stored, self._names, {n: each.shape for n, each in shards.items()})
+        check_parameters(folder, stored, self._names, {n: s.shape for n, s in shards.items()})
         dither = self._engine.config.dither
         read_tensors(folder, stored, self._names, shards.values(), dither=dither)
 

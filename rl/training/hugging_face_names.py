@@ -96,7 +96,7 @@ class HuggingFaceNames:
                 tuple(ours - begin + theirs for ours, begin, theirs in starts), common.shape[lacks:]
             )
             slices = common.slices_in(box)
-            in_shard = (*(each.start for each in slices[:lacks]), *slices[lacks:])
+            in_shard = (*(index.start for index in slices[:lacks]), *slices[lacks:])
             yield TensorPiece(block.tensor, block.shape, in_tensor, in_shard)
 
     def blocks(self, name: str, shape: tuple[int, ...]) -> Iterator[Block]:
@@ -124,7 +124,7 @@ class HuggingFaceNames:
         for whole, parts in self._joined.items():
             if part in parts:
                 # gate and up projections have as many rows
-                rows = [self._rows.get(each, block.shape[0]) for each in parts]
+                rows = [self._rows.get(projection, block.shape[0]) for projection in parts]
                 start = sum(rows[: parts.index(part)]) + block.offset[0]
                 offset, shape = (start, *block.offset[1:]), (sum(rows), *block.shape[1:])
                 return Block(".".join([*place, whole, kind]), shape, block.box, offset)

@@ -101,8 +101,8 @@ class LogProbHead(Linear):
         if cells is not None:
             count = targets.shape[:2].numel()
             logprobs, entropy = (
-                each.new_zeros(count, *each.shape[1:]).index_copy(0, cells, each)
-                for each in (logprobs, entropy)
+                values.new_zeros(count, *values.shape[1:]).index_copy(0, cells, values)
+                for values in (logprobs, entropy)
             )
         return logprobs.view(targets.shape), entropy.view(targets.shape[:2])
 
@@ -187,7 +187,7 @@ class _LinearLogProbs(torch.autograd.Function):
     ) -> Any:
         logprobs = torch.empty_like(targets, dtype=torch.float32)
         entropy, log_total = (logprobs.new_empty(len(hidden)) for _ in range(2))
-        kept = None
+        logp = None
         for chunk in _chunks(len(hidden), chunk_tokens):
             z = _scaled_logits(product, (hidden, weight), (low, up), chunk, scaling)
             if mask is not None:
@@ -209,12 +209,12 @@ class _LinearLogProbs(torch.autograd.Function):
             entropy[chunk] = log_sum - weighted / total
             log_total[chunk] = peak + log_sum
             if chunk_tokens >= len(hidden) and any(ctx.needs_input_grad):
-                kept = z.sub_(log_sum.unsqueeze(-1))
+                logp = z.sub_(log_sum.unsqueeze(-1))
             del z, exp  # free before the next chunk allocates
         ctx.save_for_backward(hidden, weight, low, up, targets, entropy, log_total)
         ctx.scaling = scaling
         ctx.chunk_tokens = chunk_tokens
-        ctx.kept = kept
+        ctx.kept = logp
         ctx.mask = mask
         ctx.product = product
         ctx.set_materialize_grads(False)
@@ -227,8 +227,8 @@ class _LinearLogProbs(torch.autograd.Function):
         grad_low = None if low is None else torch.empty_like(low)
         # Chunks are summed in float32.
         grad_weight, grad_up = (
-            torch.zeros_like(each, dtype=torch.float32) if trained else None
-            for each, trained in zip((weight, up), ctx.needs_input_grad[1:4:2], strict=True)
+            torch.zeros_like(matrix, dtype=torch.float32) if trained else None
+            for matrix, trained in zip((weight, up), ctx.needs_input_grad[1:4:2], strict=True)
         )
         scale, cap, temperature = ctx.scaling
         for chunk in _chunks(len(hidden), ctx.chunk_tokens):
@@ -266,7 +266,7 @@ class _LinearLogProbs(torch.autograd.Function):
             _add_product(grad_weight, grad.T, hidden[chunk])
             del logp, grad
         grad_weight, grad_up = (
-            None if each is None else each.to(weight.dtype) for each in (grad_weight, grad_up)
+            None if summed is None else summed.to(weight.dtype) for summed in (grad_weight, grad_up)
         )
         return grad_hidden, grad_weight, grad_low, grad_up, *[None] * 7
 

@@ -53,7 +53,7 @@ class AdaptedWeight(NamedTuple):
             return scale * (b[rows] @ a[columns].mT)
         in_dim = self.layer.in_dim
         dims = (in_dim, 3 - in_dim)
-        a, b = (_rows(each, shard.box, dim) for each, dim in zip(self.factors, dims, strict=True))
+        a, b = (_rows(part, shard.box, dim) for part, dim in zip(self.factors, dims, strict=True))
         return scale * (b @ a.mT if in_dim == 2 else a @ b.mT)
 
 

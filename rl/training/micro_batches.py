@@ -60,9 +60,9 @@ class MicroBatch:
         """Return a copy on ``device``, except for ``index``, since outputs are collected on the
         host, and ``sampling_mask``, of which a rank needs its own cells alone.
         """
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
-        tensors = {name: each for name, each in values.items() if isinstance(each, torch.Tensor)}
-        moved: Any = {name: each.to(device) for name, each in tensors.items() if name != "index"}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+        moved: Any = {name: data.to(device) for name, data in tensors.items() if name != "index"}
         columns = {name: values.to(device) for name, values in self.columns.items()}
         return replace(self, columns=columns, **moved)
 
@@ -194,8 +194,8 @@ def outputs_of(
     """
     shapes = {name: values.shape[1:] for name, values in parts[0][1].items()}
     widths = [shape.numel() for shape in shapes.values()]
-    outputs = [torch.cat([v.unsqueeze(-1).flatten(1) for v in own.values()], 1) for _, own in parts]
+    outputs = [torch.cat([v.unsqueeze(-1).flatten(1) for v in out.values()], 1) for _, out in parts]
     ordered = torch.zeros(len(batch.tokens), sum(widths))
     ordered[torch.cat([index for index, _ in parts])] = torch.cat(outputs).cpu()
     named = zip(shapes.items(), ordered.split(widths, dim=1), strict=True)
-    return {name: own.reshape(-1, *shape).contiguous() for (name, shape), own in named}
+    return {name: columns.reshape(-1, *shape).contiguous() for (name, shape), columns in named}

@@ -59,7 +59,7 @@ class OffloadedOptimizers(OptimizersContainer):
     def __init__(self, config: OptimizersContainer.Config, *, model_parts: list[nn.Module]):
         super().__init__(config, model_parts=model_parts)
         short = config.implementation == "fused_opt_states_bf16"
-        self._parts = [_cut(each, torch.bfloat16 if short else None) for each in self.optimizers]
+        self._parts = [_cut(opt, torch.bfloat16 if short else None) for opt in self.optimizers]
         self._device = get_local_device()
         self._streams: Any = torch.get_device_module(self._device)
         self._to_device = self._streams.Stream()
@@ -171,7 +171,7 @@ class _Part:
         of_all = [group["params"] for group in optimizer.param_groups]
         for group, parameters in zip(optimizer.param_groups, self.groups, strict=True):
             group["params"] = parameters
-        at_home = {each.parameter: {**optimizer.state[each.parameter]} for each in self.moments}
+        at_home = {m.parameter: {**optimizer.state[m.parameter]} for m in self.moments}
         for parameter, moments in self.moments_in(memory).items():
             optimizer.state[parameter].update(moments)
         optimizer.step()
@@ -194,16 +194,16 @@ def _cut(optimizer: torch.optim.Optimizer, dtype: torch.dtype | None) -> list[_P
         aligned(local_tensor(parameter).numel() * (dtype or parameter.dtype).itemsize)
         for _, parameter, _ in owners
     ]
-    sizes = [each * len(names) for each, (_, _, names) in zip(bytes, owners, strict=True)]
+    sizes = [size * len(names) for size, (_, _, names) in zip(bytes, owners, strict=True)]
     parts = []
     for places in parts_of(sizes):
         groups: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]
         moments = []
         start = 0
-        for each, (number, parameter, names) in zip(bytes[places], owners[places], strict=True):
+        for size, (number, parameter, names) in zip(bytes[places], owners[places], strict=True):
             groups[number].append(parameter)
             for name in names:
                 moments.append(_Moment(parameter, name, dtype or parameter.dtype, start))
-                start += each
+                start += size
         parts.append(_Part(groups, moments, start))
     return parts

@@ -32,7 +32,7 @@ _CLASSES = (
     torch.Size,
     PosixPath,
 )
-_ALLOWED = {(each.__module__, each.__qualname__): each for each in (*METADATA_PARTS, *_CLASSES)}
+_ALLOWED = {(part.__module__, part.__qualname__): part for part in (*METADATA_PARTS, *_CLASSES)}
 """Classes in the metadata of a checkpoint. torch's dtypes are allowed too."""
 
 

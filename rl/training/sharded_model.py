@@ -361,7 +361,7 @@ def shards_of(model: nn.Module) -> Shards:
 
 def trained_shards(model: nn.Module) -> Shards:
     """Return this rank's live shards of the parameters that are trained."""
-    return {name: shard_of(name, each) for name, each in _named(model) if each.requires_grad}
+    return {name: shard_of(name, p) for name, p in _named(model) if p.requires_grad}
 
 
 def gradient_shards(model: nn.Module) -> Shards:
@@ -369,9 +369,9 @@ def gradient_shards(model: nn.Module) -> Shards:
     out.
     """
     return {
-        name: shard_of(name, each)._replace(tensor=local_tensor(each.grad))
-        for name, each in _named(model)
-        if each.grad is not None
+        name: shard_of(name, parameter)._replace(tensor=local_tensor(parameter.grad))
+        for name, parameter in _named(model)
+        if parameter.grad is not None
     }
 
 

@@ -44,7 +44,7 @@ class StartWeights:
     """Seconds in which a generator loads them."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {each.name: getattr(self, each.name) for each in fields(self)}
+        return {attribute.name: getattr(self, attribute.name) for attribute in fields(self)}
 
     def describe(self) -> str:
         """Return the source of the weights."""
@@ -75,7 +75,7 @@ class StartWeights:
     def _draw(self, shards: Sequence[Shard], dtype: torch.dtype) -> None:
         known = {id(parameter): name for name, parameter in self._decoder.named_parameters()}
         for name, _, parameter, init in initialized(self._decoder):
-            wanted = [each for each in shards if each.name == known[id(parameter)]]
+            wanted = [candidate for candidate in shards if candidate.name == known[id(parameter)]]
             if wanted:
                 full = torch.empty(parameter.shape, dtype=torch.float32)
                 draw(full, init, f"{self.seed}:{name}")

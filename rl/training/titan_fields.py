@@ -131,11 +131,11 @@ INSTEAD = {
 
 def titan_rules(kind: type) -> Rules:
     """Return the rules of all fields of ``kind`` that torchtitan declares."""
-    titans = [each for each in kind.__mro__ if each.__module__.startswith("torchtitan.")]
-    declared = {name for each in titans for name in inspect.get_annotations(each)}
+    titans = [cls for cls in kind.__mro__ if cls.__module__.startswith("torchtitan.")]
+    declared = {name for cls in titans for name in inspect.get_annotations(cls)}
     used: Rules = {}
-    for each in reversed(kind.__mro__):
-        used |= HONOURED.get(each, {})
+    for cls in reversed(kind.__mro__):
+        used |= HONOURED.get(cls, {})
     defaults = defaults_of(kind) if declared else {}
     fix = "Tiller does not use this field of torchtitan"
     fixes = {name: f"{fix}; set {field} instead" for name, field in INSTEAD.items()}

@@ -38,7 +38,7 @@ class WorkCount:
         alone, with_one = (
             get_moe_model_nparams_and_flops(config, model, *sizes, length)[1] for length in (0, 1)
         )
-        nets = [each.delta_net for each in config.layers if isinstance(each, DeltaLayer.Config)]
+        nets = [layer.delta_net for layer in config.layers if isinstance(layer, DeltaLayer.Config)]
         rule = 3 * sum(net.a.out_features * net.heads.flop for net in nets)
         return cls(alone + rule, with_one - alone)
 
@@ -94,8 +94,10 @@ class MetricTotals:
         if LOSS not in metrics:
             self._add(LOSS, loss, "mean", weights)
         mask = weights > 0
-        for name, (values, rule, own) in metrics.items():
-            self._add(name, values, rule, mask.double() if own is None else mask * own.double())
+        for name, (values, rule, factors) in metrics.items():
+            self._add(
+                name, values, rule, mask.double() if factors is None else mask * factors.double()
+            )
 
     def add_share(self, batch: Batch, learns: torch.Tensor, *, skips: bool) -> None:
         """Add the share of tokens of sequences without a gradient; if the batch ``skips`` these

@@ -302,13 +302,13 @@ class Sequence:
     """Experts that computed each token in the generator; None if none were recorded."""
 
     @classmethod
-    def of(cls, given: abc.Sequence[int], completion: Completion) -> "Sequence":
-        """Return the sequence of ``completion`` after the ``given`` tokens."""
-        before = len(given)
+    def of(cls, prompt: abc.Sequence[int], completion: Completion) -> "Sequence":
+        """Return the sequence of ``completion`` after the ``prompt``."""
+        before = len(prompt)
         count = before + len(completion.tokens)
         mask = completion.sampling_mask
         return cls(
-            tokens=np.array([*given, *completion.tokens], dtype=np.int32),
+            tokens=np.array([*prompt, *completion.tokens], dtype=np.int32),
             sampled=np.arange(count) >= before,
             logprobs=np.array([0.0] * before + completion.logprobs, dtype=np.float32),
             versions=np.array([-1] * before + completion.versions, dtype=np.int32),
@@ -391,10 +391,10 @@ class Rollout:
     @property
     def turns(self) -> list[int]:
         """Number of sampled tokens of each turn, in the order of the sequences."""
-        runs = (run for each in self.sequences for run in each.sampled.tobytes().split(b"\0"))
+        runs = (run for seq in self.sequences for run in seq.sampled.tobytes().split(b"\0"))
         return [*(self.turn_lengths or map(len, filter(None, runs)))]
 
     @property
     def versions(self) -> np.ndarray:
         """Policy versions of all sampled tokens, int32 [sampled_count]."""
-        return np.concatenate([each.versions[each.sampled] for each in self.sequences])
+        return np.concatenate([sequence.versions[sequence.sampled] for sequence in self.sequences])

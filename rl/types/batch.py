@@ -110,9 +110,10 @@ class Batch:
             part = min(open_parts, key=tokens.__getitem__)
             shares[part].append(unit)
             tokens[part] += sizes[unit]
-        own = range(self.together)
+        offsets = range(self.together)
         return [
-            [unit * self.together + at for unit in sorted(share) for at in own] for share in shares
+            [unit * self.together + at for unit in sorted(share) for at in offsets]
+            for share in shares
         ]
 
     def select(self, rows: abc.Sequence[int]) -> "Batch":

@@ -27,7 +27,7 @@ class RoutedExperts:
     @classmethod
     def joined(cls, parts: Sequence["RoutedExperts"]) -> Self:
         """Return the tokens of all ``parts``, in order."""
-        return cls(np.concatenate([each.ids for each in parts]))
+        return cls(np.concatenate([part.ids for part in parts]))
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -114,11 +114,11 @@ def defaults_of(kind: type) -> dict[str, Any]:
     changed.
     """
     defaults = {}
-    for each in dataclasses.fields(kind):
-        if each.default is not dataclasses.MISSING:
-            defaults[each.name] = each.default
-        elif each.default_factory is not dataclasses.MISSING:
-            defaults[each.name] = each.default_factory()
+    for member in dataclasses.fields(kind):
+        if member.default is not dataclasses.MISSING:
+            defaults[member.name] = member.default
+        elif member.default_factory is not dataclasses.MISSING:
+            defaults[member.name] = member.default_factory()
     return defaults
 
 

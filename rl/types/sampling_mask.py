@@ -38,7 +38,7 @@ class SamplingMask:
     @classmethod
     def joined(cls, masks: Sequence["SamplingMask"]) -> Self:
         """Return the mask of all tokens of ``masks``, in order."""
-        return cls(_joined([each.sizes for each in masks]), _joined([each.words for each in masks]))
+        return cls(_joined([mask.sizes for mask in masks]), _joined([mask.words for mask in masks]))
 
     @classmethod
     def whole(cls, count: int) -> Self:
@@ -86,18 +86,18 @@ class SamplingMask:
         return np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
 
 
-def encode(kept: torch.Tensor) -> list[np.ndarray]:
-    """Return the sets of ``kept``, bool [N, V], as int32 rows: a size and its words, as in
+def encode(allowed: torch.Tensor) -> list[np.ndarray]:
+    """Return the sets of ``allowed``, bool [N, V], as int32 rows: a size and its words, as in
     SamplingMask. Each set has the shorter one of its two forms.
     """
-    vocab_size = kept.shape[1]
+    vocab_size = allowed.shape[1]
     width = -(-vocab_size // WORD)
-    counts = kept.sum(1)
+    counts = allowed.sum(1)
     sizes = torch.where(counts > width, -width, counts)
     sizes = torch.where(counts == vocab_size, 0, sizes).int()
-    ids = kept[sizes > 0].nonzero()[:, 1].int().cpu().numpy()
-    bits = F.pad(kept[sizes < 0], (0, width * WORD - vocab_size)).unflatten(1, (-1, 8))
-    weights = 1 << torch.arange(8, dtype=torch.uint8, device=kept.device)
+    ids = allowed[sizes > 0].nonzero()[:, 1].int().cpu().numpy()
+    bits = F.pad(allowed[sizes < 0], (0, width * WORD - vocab_size)).unflatten(1, (-1, 8))
+    weights = 1 << torch.arange(8, dtype=torch.uint8, device=allowed.device)
     maps = (bits * weights).sum(2, dtype=torch.uint8).cpu().numpy().view(np.int32)
     rows = []
     first_id = first_map = 0

@@ -55,8 +55,8 @@ class OpenSequence:
         """Return the tokens so far as arrays."""
         mask = experts = None
         if self.masks:
-            places = [np.arange(begin, begin + len(each)) for begin, each in self.masks]
-            joined = SamplingMask.joined([each for _, each in self.masks])
+            places = [np.arange(begin, begin + len(part)) for begin, part in self.masks]
+            joined = SamplingMask.joined([part for _, part in self.masks])
             mask = joined.placed(np.concatenate(places), len(self.tokens))
         if self.experts:
             rest = RoutedExperts.none(len(self.tokens) - self.recorded, self.experts[0])
@@ -97,13 +97,13 @@ class SequenceLog:
 
     def recorded(self, prompt: Items[int], player: int | None = None) -> int:
         """Return the number of tokens of ``prompt`` whose experts its turn need not return."""
-        has_records = any(each.experts for each in self.sequences)
+        has_records = any(sequence.experts for sequence in self.sequences)
         return self._continued(prompt, player).recorded if has_records else 0
 
     def _continued(self, prompt: Items[int], player: int | None) -> OpenSequence:
         """Return the sequence that a turn with ``prompt`` continues; an empty one for none."""
         prompt = [*prompt]
-        candidates = [each for each in self.sequences if each.player == player]
-        continued = [each for each in candidates if prompt[: len(each.tokens)] == each.tokens]
+        candidates = [seq for seq in self.sequences if seq.player == player]
+        continued = [seq for seq in candidates if prompt[: len(seq.tokens)] == seq.tokens]
         none = OpenSequence(player=player)
-        return max(continued, key=lambda each: len(each.tokens), default=none)
+        return max(continued, key=lambda seq: len(seq.tokens), default=none)

@@ -47,13 +47,13 @@ NEEDS_ROLLOUTS = (
 
 def validate(config: RunConfig) -> None:
     """Raise ConfigError, naming field, value and what is allowed, if the run cannot work."""
-    for each in checks(config):
-        each(config)
+    for validator in checks(config):
+        validator(config)
 
 
 def checks(config: RunConfig) -> list[Callable[[Any], None]]:
     """Return the parts of ``validate``, in order. All but the first three rely on those three."""
-    return [each for kind in reversed(type(config).__mro__) for each in CHECKS.get(kind, ())]
+    return [rule for kind in reversed(type(config).__mro__) for rule in CHECKS.get(kind, ())]
 
 
 def _validate_checkpoints(config: RunConfig) -> None:

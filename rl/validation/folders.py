@@ -38,7 +38,7 @@ def check_numbers(config: RunConfig) -> None:
     """Raise ConfigError, naming file and tensor, if the weights that a model starts from hold NaN.
     Reads all of them: a run finds NaN when it loads them.
     """
-    folders = {f"{name}.hf_path": (each.hf_path, each) for name, each in models_of(config).items()}
+    folders = {f"{name}.hf_path": (part.hf_path, part) for name, part in models_of(config).items()}
     start = config.trainer.checkpoint.initial_load_path
     folders["trainer.checkpoint.initial_load_path"] = start, config.model
     if isinstance(config, RLConfig):
@@ -143,7 +143,7 @@ def _check(
     ours = shape_of(model)
     named = dataclasses.replace(model, hf_path=path, max_seq_len=ours.max_seq_len)
     theirs = shape_of(named, field=field)
-    for key in (each.name for each in dataclasses.fields(ModelShape)):
+    for key in (attribute.name for attribute in dataclasses.fields(ModelShape)):
         actual = getattr(theirs, key)
         needed = getattr(ours, key)
         rule = f"the folder of a model whose {key} is {needed}, not {actual}"

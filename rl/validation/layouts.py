@@ -81,10 +81,10 @@ def validate_bank(config: ServeConfig, bank: BankConfig) -> None:
     layout = _layout_of(config)
     cache = kv_bytes_at_least(generator, shape_of(config.model), cuda=True)
     left = _beside_weights(config, layout) - cache
-    each = bank_bytes(generator, replace(bank, count=1), layout)
-    rule = f"at most {left // each:.0f}, for which a GPU has room"
-    fix = f"each adapter takes {each / 2**30:.3f} GiB; or lower trainer.lora.rank"
-    require_value(bank.count * each <= left, "max_loras", bank.count, rule, fix)
+    adapter_bytes = bank_bytes(generator, replace(bank, count=1), layout)
+    rule = f"at most {left // adapter_bytes:.0f}, for which a GPU has room"
+    fix = f"each adapter takes {adapter_bytes / 2**30:.3f} GiB; or lower trainer.lora.rank"
+    require_value(bank.count * adapter_bytes <= left, "max_loras", bank.count, rule, fix)
 
 
 def bank_bytes(generator: GeneratorConfig, bank: BankConfig, layout: Layout) -> int:

@@ -60,7 +60,7 @@ def validate_types(config: Any) -> None:
 
 def validate_attributes(config: Any) -> None:
     """Raise ConfigError, naming the section, if an attribute of a part is not a field of it."""
-    for name, content in ((each.name, each.content) for each in values(config)):
+    for name, content in ((value.name, value.content) for value in values(config)):
         if dataclasses.is_dataclass(content) and not isinstance(content, type):
             for attribute in getattr(content, "__dict__", ()):
                 text = refusal(type(content), attribute)
@@ -120,10 +120,10 @@ def _leaves(content: Any, name: str) -> dict[str, Any]:
     """Return the values below ``content`` that hold no other, by name."""
     inner = values(content, Any, name)
     return {
-        each.name: each.content
-        for each in inner
-        if not isinstance(each.content, dict | list | tuple)
-        and not dataclasses.is_dataclass(each.content)
+        value.name: value.content
+        for value in inner
+        if not isinstance(value.content, dict | list | tuple)
+        and not dataclasses.is_dataclass(value.content)
     }
 
 

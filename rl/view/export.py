@@ -102,7 +102,7 @@ def _add_run(answers: dict[str, Any], runs: Sequence[Run], number: int, left: in
     steps = _within(left - len(to_json(examples)), _steps(get, number, state))
     timelines = sorted(int(name.split()[2]) for name in steps if name.startswith("timeline"))
     answers |= examples | steps
-    state["rollout_steps"] = [each for each in state["rollout_steps"] if each in timelines]
+    state["rollout_steps"] = [step for step in state["rollout_steps"] if step in timelines]
     state["timeline_steps"] = timelines
     state["evaluation_steps"] = pair = state["evaluation_steps"][-2:] if examples else []
     answers[f"state {number}"] = state
@@ -129,15 +129,15 @@ def _steps(get: Callable[..., Any], number: int, state: dict[str, Any]) -> Itera
     """Yield the answers on each of the newest steps, the last step first."""
     recorded = state["rollout_steps"]
     step = state["step"] or 1
-    for each in sorted({*recorded[-STEPS:], *range(max(1, step - STEPS + 1), step + 1)})[::-1]:
-        parts = {f"timeline {number} {each} 1": get("timeline", step=each, count=1)}
-        if each in recorded:
-            table = get("table", step=each)
+    for recent in sorted({*recorded[-STEPS:], *range(max(1, step - STEPS + 1), step + 1)})[::-1]:
+        parts = {f"timeline {number} {recent} 1": get("timeline", step=recent, count=1)}
+        if recent in recorded:
+            table = get("table", step=recent)
             table["rows"] = table["rows"][:ROLLOUTS]
-            parts[f"table {number} {each}"] = table
+            parts[f"table {number} {recent}"] = table
             for index in range(len(table["rows"])):
-                rollout = get("rollout", step=each, index=index)
-                parts[f"rollout {number} {each} {index}"] = rollout
+                rollout = get("rollout", step=recent, index=index)
+                parts[f"rollout {number} {recent} {index}"] = rollout
         yield parts
 
 

@@ -202,7 +202,7 @@ class EventLog:
         if kind == "started":
             step = row["step"] if isinstance(row.get("step"), int) else 0
             self.starts.append(row)
-            self._ends = {each: end for each, end in self._ends.items() if each <= step}
+            self._ends = {earlier: end for earlier, end in self._ends.items() if earlier <= step}
             self._ends[step] = offset
         if kind in WARNINGS:
             self.warnings.append(row)

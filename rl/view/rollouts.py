@@ -121,15 +121,15 @@ class Rollouts:
 def _turns(sequence: dict[str, Any]) -> list[tuple[bool, list[int]]]:
     """Return the runs of tokens that were fed, and of those that were sampled."""
     tokens = zip(sequence["sampled"], sequence["tokens"], strict=False)
-    return [(sampled, [each for _, each in run]) for sampled, run in groupby(tokens, itemgetter(0))]
+    return [(sampled, [word for _, word in run]) for sampled, run in groupby(tokens, itemgetter(0))]
 
 
 def _schemas(text: str) -> list[list[str]]:
     """Return the parts of ``text``, ``["tools", part]`` for schemas of tools in JSON."""
     parts = [["text", ""]]
     end = 0
-    for each in re.finditer(r"^[\[{]", text, re.MULTILINE):
-        begin = each.start()
+    for match in re.finditer(r"^[\[{]", text, re.MULTILINE):
+        begin = match.start()
         try:
             value, after = json.JSONDecoder().raw_decode(text, begin)
         except (ValueError, RecursionError):
@@ -223,7 +223,7 @@ def _of_tokens(table: Any, version: int | None) -> dict[str, list[Any]]:
     of_sequence = np.repeat(np.arange(count), lists.value_lengths().fill_null(0).to_numpy())
     fields = {field.name: structs.field(field.name) for field in structs.type}
     lengths = fields["tokens"].value_lengths().fill_null(0).to_numpy()
-    values = {name: each.flatten().to_numpy(zero_copy_only=False) for name, each in fields.items()}
+    values = {name: data.flatten().to_numpy(zero_copy_only=False) for name, data in fields.items()}
     sampled = values["sampled"].astype(bool)
     row = np.repeat(of_sequence, lengths)[sampled]
     numbers = np.bincount(row, minlength=count)
@@ -276,7 +276,7 @@ def _one(path: Path, index: int) -> dict[str, Any]:
         length = len(sequence["tokens"])
         if length > left:
             content["cut"].append(f"tokens: {left:,} of {length:,} of a sequence")
-        shown = {name: each for name, each in sequence.items() if name not in HIDDEN}
+        shown = {name: column for name, column in sequence.items() if name not in HIDDEN}
         columns = {
             # nine digits determine a float32
             name: [float(f"{x:.9g}") if isinstance(x, float) else x for x in values[:left]]

@@ -259,7 +259,7 @@ class Run:
         if not isinstance(summary, dict) or not isinstance(summary.get("steps"), int):
             return {}
         numbers = {name: summary[name] for name in summary if name.startswith("eval/")}
-        scores = {name: each for name, each in numbers.items() if isinstance(each, int | float)}
+        scores = {name: score for name, score in numbers.items() if isinstance(score, int | float)}
         return {"steps": summary["steps"]} | scores
 
     def changes(self, before: int, after: int) -> dict[str, Any]:
@@ -288,7 +288,7 @@ class Run:
         size = path.stat().st_size if path.exists() else 0
         rows = [*rows_between(path, max(0, size - 200_000), size)][-20:]
         for row in rows:  # without their prompt_ids
-            row |= {name: len(each) for name, each in row.items() if isinstance(each, list)}
+            row |= {name: len(value) for name, value in row.items() if isinstance(value, list)}
         return {
             "failure": read_json(self.folder / "failure.json"),
             "events": events,
@@ -328,9 +328,9 @@ def _text(content: Any, name: str) -> str:
 
 def _flat(prefix: str, value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, dict) and value:
-        pairs = [(f"{prefix}.{name}" if prefix else name, each) for name, each in value.items()]
-    elif isinstance(value, list) and any(isinstance(each, dict | list) for each in value):
-        pairs = [(f"{prefix}.{index}", each) for index, each in enumerate(value)]
+        pairs = [(f"{prefix}.{name}" if prefix else name, inner) for name, inner in value.items()]
+    elif isinstance(value, list) and any(isinstance(inner, dict | list) for inner in value):
+        pairs = [(f"{prefix}.{index}", inner) for index, inner in enumerate(value)]
     else:
         return [(prefix, value)]
-    return [item for name, each in pairs for item in _flat(name, each)]
+    return [item for name, inner in pairs for item in _flat(name, inner)]

@@ -116,7 +116,7 @@ def make_app(runs: Sequence[Run], key: str | None = None) -> Starlette:
     async def profile(request: Request) -> Response:
         run, step, file = request.path_params.values()
         if re.fullmatch("[0-9]{1,9}/[0-9]{1,15}", f"{run}/{step}"):
-            folders = [each.profile(int(step)) for each in runs[int(run) :][:1]]
+            folders = [chosen_run.profile(int(step)) for chosen_run in runs[int(run) :][:1]]
             for path in chain.from_iterable(folder.glob("*") for folder in folders):
                 if path.name == file and path.is_file():
                     return FileResponse(path, headers={"content-encoding": "identity"})
@@ -197,5 +197,5 @@ def _cookie_of(key: str) -> str:
     return hashlib.sha256(os.fsencode(key)).hexdigest()
 
 
-def _is_equal(given: str, key: str) -> bool:
-    return hmac.compare_digest(given.encode(), os.fsencode(key))
+def _is_equal(sent: str, key: str) -> bool:
+    return hmac.compare_digest(sent.encode(), os.fsencode(key))

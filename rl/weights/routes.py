@@ -61,17 +61,17 @@ class PushPlan:
         lines = [
             f"{counted(self.trainer_ranks, 'trainer rank')} -> "
             f"{counted(len(self.routes), 'generator rank')}: "
-            f"{mib(sum(each.total() for each in elements))} MiB in {dtype}, "
+            f"{mib(sum(counts.total() for counts in elements))} MiB in {dtype}, "
             f"{sum(map(len, self.routes)):,} routes",
             "reader    routes         MiB  from rank: MiB",
         ]
-        for reader, (each, routes) in enumerate(zip(elements, self.routes, strict=True)):
-            largest = dict(each.most_common(SHOWN))
+        for reader, (counts, routes) in enumerate(zip(elements, self.routes, strict=True)):
+            largest = dict(counts.most_common(SHOWN))
             origins = [f"{rank}: {mib(largest[rank])}" for rank in sorted(largest)]
-            if others := len(each) - len(largest):
-                origins.append(f"{others} others: {mib(each.total() - sum(largest.values()))}")
+            if others := len(counts) - len(largest):
+                origins.append(f"{others} others: {mib(counts.total() - sum(largest.values()))}")
             lines.append(
-                f"{reader:6}  {len(routes):8,}  {mib(each.total()):>10}  {', '.join(origins)}"
+                f"{reader:6}  {len(routes):8,}  {mib(counts.total()):>10}  {', '.join(origins)}"
             )
         return "\n".join(lines)
 
@@ -132,8 +132,8 @@ def _routes(offers: _Offers, wanted: Layout, reader: int) -> list[Route]:
             )
         boxes = tuple(holders)
         _check_partition(name, boxes, box, "trainer")
-        for held, shard in _pieces(boxes, box):
-            replicas = holders[held]
+        for source_box, shard in _pieces(boxes, box):
+            replicas = holders[source_box]
             first = (reader + index) % len(replicas)
             rotated = replicas[first:] + replicas[:first]
             source, at = min(rotated, key=lambda replica: load[replica[0]])
@@ -207,10 +207,10 @@ def plan_blobs(sources: Sequence[Layout], wanted: Sequence[Layout]) -> list[list
             part = (route.source, route.held, route.box)
             places.setdefault(part, []).append((reader, route.wanted))
     blobs: list[dict[frozenset[int], list[BlobPiece]]] = [{} for _ in sources]
-    for (source, held, box), to in places.items():
+    for (source, index, box), to in places.items():
         readers = frozenset(reader for reader, _ in to)
-        blobs[source].setdefault(readers, []).append(BlobPiece(held, box, tuple(to)))
-    return [[Blob(readers, tuple(pieces)) for readers, pieces in each.items()] for each in blobs]
+        blobs[source].setdefault(readers, []).append(BlobPiece(index, box, tuple(to)))
+    return [[Blob(readers, tuple(pieces)) for readers, pieces in group.items()] for group in blobs]
 
 
 def packed_numel(boxes: Sequence[Box]) -> int:

@@ -198,7 +198,7 @@ class SharedMemorySubscriber:
             )
             if target < version or time.monotonic() > deadline:
                 versions = [
-                    sorted({slot.version for slot in each} - {_NONE}) for each in self._sources
+                    sorted({slot.version for slot in slots} - {_NONE}) for slots in self._sources
                 ]
                 texts = (f"trainer rank {n} holds {v or 'nothing'}" for n, v in enumerate(versions))
                 raise RunError(f"pull of version {version}: {'; '.join(texts)}")

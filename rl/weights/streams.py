@@ -235,7 +235,7 @@ class SharedBuffers:
 def _runs_of(numbers: Iterable[int]) -> Iterator[range]:
     """Return ``numbers`` in runs."""
     ordered = sorted(numbers)
-    for _, run in groupby(enumerate(ordered), lambda each: each[1] - each[0]):
+    for _, run in groupby(enumerate(ordered), lambda pair: pair[1] - pair[0]):
         members = [number for _, number in run]
         yield range(members[0], members[-1] + 1)
 
@@ -311,7 +311,7 @@ class Server:
         """Send pieces over a link, if a slot has or will have all of them."""
         wanted = [Piece(Buffer(*buffer), start, stop) for buffer, start, stop in pieces]
         offered = list(self._slots.values())
-        buffers = next((each for each in offered if each.known.issuperset(wanted)), None)
+        buffers = next((shared for shared in offered if shared.known.issuperset(wanted)), None)
         if buffers is None:
             raise ConnectionAbortedError("the pieces are not here")
         sent = buffers.send(link, wanted)

@@ -126,7 +126,7 @@ class TcpSubscriber(PackedSubscriber):
     async def _headers(self) -> list[torch.Tensor]:
         ranks = range(len(self._addresses))
         rows = [asyncio.to_thread(self._ask, rank, "header") for rank in ranks]
-        return [torch.tensor(each) for each in await asyncio.gather(*rows)]
+        return [torch.tensor(header) for header in await asyncio.gather(*rows)]
 
     async def _read(self, reads: list[Read]) -> None:
         if not reads:

@@ -124,7 +124,7 @@ class Transfer:
     def nbytes(self) -> int:
         """Bytes that all generators read for a version."""
         elements = plan_push(self.sources, self.wanted).elements()
-        return self.generators * self.dtype.itemsize * sum(each.total() for each in elements)
+        return self.generators * self.dtype.itemsize * sum(counts.total() for counts in elements)
 
     def describe(self) -> str:
         """Return a readable table of the transfers.
@@ -139,7 +139,7 @@ class Transfer:
 
     @cached_property
     def _packed(self) -> bytes:
-        values = [getattr(self, each.name) for each in fields(self)]
+        values = [getattr(self, field.name) for field in fields(self)]
         return zlib.compress(pickle.dumps(values), level=1)
 
 

@@ -71,8 +71,8 @@ rl/training/packing.py
   sizes[i]
   training/test_micro_batches.py
 rl/model/router.py
-  chosen = torch.where(given < 0, chosen, given)
-  chosen = given.clamp(min=0)
+  chosen = torch.where(experts < 0, chosen, experts)
+  chosen = experts.clamp(min=0)
   training/test_experts.py
 rl/training/routing.py
   micro.cells, (~micro.first).double()
@@ -126,7 +126,7 @@ rl/training/adapters.py
   draw(full, initializers
   training/test_adapters.py
 rl/model/expert_adapters.py
-  [Partial() if each.is_replicate() else each for each in factor.placements]
+  [Partial() if placement.is_replicate() else placement for placement in factor.placements]
   [*factor.placements]
   training/test_lora.py
 rl/training/lora.py
@@ -360,8 +360,8 @@ rl/rollout/rollouter.py
   if len(group) - len(errors) > needed:
   rollout
 rl/types/sequences.py
-  max(continued, key=lambda each: len(each.tokens),
-  min(continued, key=lambda each: len(each.tokens),
+  max(continued, key=lambda seq: len(seq.tokens),
+  min(continued, key=lambda seq: len(seq.tokens),
   types/test_sequences.py
 rl/tasks/judge.py
   if is_temporary(answer.status_code):
@@ -395,8 +395,8 @@ rl/serve.py
   if isinstance(refusal, ValueError):
   session/test_serve.py
 rl/gateway/answers.py
-  words[word] = max(each["logprob"], words.get(word, each["logprob"]))
-  words.setdefault(word, each["logprob"])
+  words[word] = max(entry["logprob"], words.get(word, entry["logprob"]))
+  words.setdefault(word, entry["logprob"])
   gateway/test_answers.py
 rl/gateway/drafts.py
   if self._dialect.markup.is_bare and said.startswith(BARE_CALL):
@@ -458,7 +458,7 @@ rl/model/parity.py
   more = (0, 0, 0, 0)
   parity/test_kernels.py
 rl/types/sequences.py
-  candidates = [each for each in self.sequences if each.player == player]
+  candidates = [seq for seq in self.sequences if seq.player == player]
   candidates = self.sequences
   environments/test_self_play.py
 rl/rollout/episodes.py

@@ -46,18 +46,18 @@ def family_named(name: str) -> Family:
     return family  # type: ignore[return-value]
 
 
-def family_of_folder(config: HuggingFaceConfig, own: str | None) -> str:
-    """Return the name of the family that reads ``config``: ``own``, a module, or one of BUILT_IN.
+def family_of_folder(config: HuggingFaceConfig, module: str | None) -> str:
+    """Return the name of the family that reads ``config``: ``module``, or one of BUILT_IN.
 
     Raises ConfigError, naming the family that is closest, if Tiller has no such family.
     """
     keep_language_model(config)
     model_type = config.get("model_type")
-    if own is not None:
-        wanted = family_named(own).model_type
-        allowed = f"model.family is {own!r}, which reads {wanted!r}"
+    if module is not None:
+        wanted = family_named(module).model_type
+        allowed = f"model.family is {module!r}, which reads {wanted!r}"
         config.require(model_type == wanted, "model_type", model_type, allowed)
-        return own
+        return module
     if model_type == "mistral" and "layer_types" in config:  # transformers reads it as a Ministral
         return "ministral"
     if model_type not in BUILT_IN:
@@ -95,6 +95,6 @@ def closest(config: HuggingFaceConfig) -> str | None:
         tried["architectures"] = None
         with suppress(ConfigError):
             family_named(name).read(tried, 1)
-            keys = {each.name for each in fields(tried.defaults)}
+            keys = {field.name for field in fields(tried.defaults)}
             shared[name] = len(keys & config.keys()) / len(keys)
     return max(shared, key=shared.__getitem__, default=None)

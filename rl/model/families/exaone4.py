@@ -15,7 +15,7 @@ class Exaone4(Family):
         without: tuple[int, ...] = ()
         if config["sliding_window"] is not None:
             rotating = config.windowed_layers()
-            without = tuple(each for each in range(fields["n_layers"]) if each not in rotating)
+            without = tuple(layer for layer in range(fields["n_layers"]) if layer not in rotating)
         return fields | {"layers_without_rope": without}
 
     def write(self, shape: Mapping[str, Any]) -> dict[str, Any]:

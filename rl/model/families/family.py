@@ -159,7 +159,7 @@ class Family:
         if not self.has_windows and not (is_set and hasattr(config.defaults, "sliding_window")):
             config["sliding_window"] = None
         names = (self.policy_class, self.reward_class, f"{self.prefix}Model", *self.other_names)
-        classes: tuple[Any, ...] = (*([each] for each in names), [], None)
+        classes: tuple[Any, ...] = (*([name] for name in names), [], None)
         config.one_of("architectures", classes, config.get("architectures"))
         for key in ALLOWED_IF_PRESENT.keys() - self.expert_sizes.values():
             config.one_of(key, ALLOWED_IF_PRESENT[key], config.get(key))
@@ -179,7 +179,7 @@ class Family:
         fields["tie_embeddings"] = bool(config.one_of("tie_word_embeddings", (True, False, None)))
         fields["rope_theta"], fields["rope_scaling"] = config.rope(FULL if self.two_ropes else "")
         dtypes = (config.get(key) for key in ("dtype", "torch_dtype"))
-        dtype = str(next((each for each in dtypes if each is not None), DTYPES[0]))
+        dtype = str(next((value for value in dtypes if value is not None), DTYPES[0]))
         fields["dtype"] = config.one_of("dtype", DTYPES, dtype.removeprefix("torch."))
         limits = window is not None and window < length
         layers = config.windowed_layers() if limits or self.two_ropes else ()

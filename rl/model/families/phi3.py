@@ -45,7 +45,7 @@ class Phi3(Family):
             values = rope.get(key)
             holds = isinstance(values, list) and len(values) == count
             config.require(holds, key, values, f"it must be a list of {count} numbers above 0")
-            items[key] = [config.number(key, each) for each in values or ()]
+            items[key] = [config.number(key, value) for value in values or ()]
         return tuple(items.items())
 
 

@@ -17,7 +17,7 @@ NET = "layers.{}.delta_net"
 THEIRS = "model.layers.{}.linear_attn"
 TENSORS = {
     **{
-        f"{NET}.{each}.weight": f"{THEIRS}.in_proj_{each}.weight" for each in ("qkv", "z", "a", "b")
+        f"{NET}.{part}.weight": f"{THEIRS}.in_proj_{part}.weight" for part in ("qkv", "z", "a", "b")
     },
     f"{NET}.conv.weight": f"{THEIRS}.conv1d.weight",
     f"{NET}.A_log": f"{THEIRS}.A_log",

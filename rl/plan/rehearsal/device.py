@@ -116,9 +116,9 @@ class FakeCuda(Device):
             return self._numbers_of(source).to(dtype).clone()
         if name == "aten.copy_.default" and not isinstance(args[0], FakeTensor):
             self._wait_for_copy({"non_blocking": args[2:3] == (True,)} | kwargs)
-            own = args[0].untyped_storage()
-            if args[0].dtype == torch.uint8 and args[0].nbytes == own.nbytes():
-                discard(own)  # zeros without memory: the host may have less than the plan's
+            storage = args[0].untyped_storage()
+            if args[0].dtype == torch.uint8 and args[0].nbytes == storage.nbytes():
+                discard(storage)  # zeros without memory: the host may have less than the plan's
                 return args[0]
             with torch.no_grad():
                 return args[0].copy_(self._numbers_of(args[1]))
@@ -143,8 +143,8 @@ class FakeCuda(Device):
         if is_collective(name):
             _require_device_tensors(name, args, kwargs)
         if name == "c10d.allgather_.default":
-            for outputs, own in zip(args[0], args[1], strict=True):  # the same on all ranks
-                numbers = shadow_of(own)
+            for outputs, part in zip(args[0], args[1], strict=True):  # the same on all ranks
+                numbers = shadow_of(part)
                 for output in outputs:
                     set_shadow(output, None if numbers is None else numbers.clone())
         numbers = shadows.computed(func, args, kwargs)

@@ -154,7 +154,7 @@ def after_steps(
 
 
 LIBRARIES = (torchtitan, torch.distributed.fsdp, torch.optim)
-PACKAGES = (str(Path(__file__).parents[2]), *(each.__path__[0] for each in LIBRARIES))
+PACKAGES = (str(Path(__file__).parents[2]), *(library.__path__[0] for library in LIBRARIES))
 """Folders whose code is named as the origin of an operator; the rest is torch's machinery."""
 OWN = (f"{PACKAGES[0]}/plan/rehearsal/", f"{PACKAGES[0]}/compat/fake_cuda.py")
 NAMED_FROM = 1 << 20  # bytes of an allocation from which its line is looked up

@@ -134,7 +134,7 @@ def rehearse(
         "ranks": run.rehearsed[name],
         "error": error,
         "generator": generator,
-        "last": [each for each in ledger.peaks if each.endswith((" 2", DECODED))],
+        "last": [phase for phase in ledger.peaks if phase.endswith((" 2", DECODED))],
         "peak": ledger.peak,
         "kept": kept.sizes,
         "allocator": allocator,
@@ -203,8 +203,8 @@ def _steps(
         if learns:
             ledger.begin(f"forward_backward {step}")
             engine.forward_backward(work.batch, work.loss, temperature=work.temperature)
-            gradients = (each.grad for each in engine.model.parameters())
-            kept.note(device, "gradients", [each for each in gradients if each is not None])
+            gradients = (parameter.grad for parameter in engine.model.parameters())
+            kept.note(device, "gradients", [grad for grad in gradients if grad is not None])
         if turns and step == STEPS:
             ledger.begin("offload")
             engine.offload()
@@ -213,8 +213,8 @@ def _steps(
         if learns:
             ledger.begin(f"optim_step {step}")
             engine.optim_step(denominator=work.denominator)
-    states = [state for each in engine.optimizers for state in each.state.values()]
-    moments = [each for state in states for each in state.values() if each.dim()]
+    states = [state for optimizer in engine.optimizers for state in optimizer.state.values()]
+    moments = [tensor for state in states for tensor in state.values() if tensor.dim()]
     kept.note(device, "parameters", engine.model.parameters())
     kept.note(device, "optimizer states", moments)
     kept.note(device, "buffers", engine.model.buffers())
@@ -241,10 +241,10 @@ class Kept:
 def _entries(ledger: Ledger, kept: Kept) -> dict[str, Any]:
     """Return the ledger as lists of rows, largest first. ``what`` is a purpose or a phase."""
     largest: dict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0])
-    for key, each in ledger.at_peak.items():
+    for key, block in ledger.at_peak.items():
         purpose = kept.purposes.get(key)
-        entry = largest[(purpose, "", "") if purpose else (each.phase, each.operator, each.line)]
-        entry[0] += each.bytes
+        entry = largest[(purpose, "", "") if purpose else (block.phase, block.operator, block.line)]
+        entry[0] += block.bytes
         entry[1] += 1
     rows = sorted(largest.items(), key=lambda item: -item[1][0])
     return {
@@ -279,7 +279,7 @@ def main(arguments: list[str]) -> int:
     rank = int(arguments[0])
     name, config = parse_config(arguments[1:], program="python -m rl.plan")
     run = PlannedRun(config)
-    roles = [each for each, ranks in run.rehearsed.items() if rank < ranks]
+    roles = [mesh for mesh, ranks in run.rehearsed.items() if rank < ranks]
     device = fake_device(run, generates=GENERATOR in roles)
     rehearsed = [rehearse(device, run, role, rank, allocated=ALLOCATED) for role in roles]
     print(json.dumps({"config": name, "roles": rehearsed}))

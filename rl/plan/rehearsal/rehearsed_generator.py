@@ -81,6 +81,6 @@ def _sample(model: Any, hidden: torch.Tensor) -> None:
 
 def _no_kernel(*arguments: Any) -> None:
     """Raise RuntimeError for tensors on several devices, as a kernel of vLLM does."""
-    devices = {str(each.device) for each in arguments if isinstance(each, torch.Tensor)}
+    devices = {str(operand.device) for operand in arguments if isinstance(operand, torch.Tensor)}
     if len(devices) > 1:
         raise RuntimeError(f"a kernel of vLLM takes one device: {sorted(devices)}")

@@ -40,9 +40,9 @@ def rehearsal(run: PlannedRun, arguments: Sequence[str], *, rank: int) -> dict[s
     if ended.returncode:
         raise RunError(f"the rehearsal ended with {ended.returncode}:\n{ended.stderr.strip()}")
     result: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
-    planned = {(each.mesh, each.rank): each for each in all_ranks(run)}
+    planned = {(memory.mesh, memory.rank): memory for memory in all_ranks(run)}
     for role in result["roles"]:
-        items = [each for each in planned[role["role"], rank].items if not each.on_host]
+        items = [entry for entry in planned[role["role"], rank].items if not entry.on_host]
         role["items"] = {item.name: item.bytes for item in items if item.name not in NOT_REHEARSED}
         role["planned"] = sum(role["items"].values())
         role["not_rehearsed"] = sum(item.bytes for item in items) - role["planned"]

@@ -147,14 +147,14 @@ def forward_operator(name):
 
 
 FORWARDS = {
-    f"__{each.rstrip('_')}__": make(each)
+    f"__{method_name.rstrip('_')}__": make(method_name)
     for make, several in (
         (forward, ("bool", "len", "iter", "next", "getitem", "setitem", "delitem", "contains")),
         (forward, ("str", "repr", "hash", "reversed", "format", "dir", "enter")),
         (forward, ("aiter", "anext", "aenter")),
         (forward_operator, (*OPERATORS, *(f"r{name}" for name in BINARY))),
     )
-    for each in several
+    for method_name in several
 }
 WRITTEN = {"__str__", "__repr__", "__format__", "__dir__"}
 TEXT = property(lambda value: ask("get", numbers[id(value)], "__doc__"))
@@ -174,11 +174,11 @@ class Super:
     def __getattribute__(self, name):
         kind, value = object.__getattribute__(self, "_of")
         order = type(value).__mro__
-        for each in order[order.index(kind) + 1 :]:
-            if isinstance(each, RemoteType) and vars(each).get("__module__") != "test":
-                return ask("super", numbers[id(each)], value, name)
-            if name in vars(each):
-                return vars(each)[name].__get__(value, type(value))
+        for ancestor in order[order.index(kind) + 1 :]:
+            if isinstance(ancestor, RemoteType) and vars(ancestor).get("__module__") != "test":
+                return ask("super", numbers[id(ancestor)], value, name)
+            if name in vars(ancestor):
+                return vars(ancestor)[name].__get__(value, type(value))
         raise AttributeError(f"'super' object has no attribute {name!r}")
 
 
@@ -237,7 +237,7 @@ def find(kind, number, *content):
         keep(make_class(name, [decode(base, find) for base in bases]), number)
     if kind in ("class", "coroutine"):
         return objects[number]
-    return make_object(number, *(decode(each, find) for each in content))
+    return make_object(number, *(decode(item, find) for item in content))
 
 
 def make_class(name, bases):
@@ -257,7 +257,7 @@ def make_object(number, kind, content):
     """Return what stands for an object, with its plain data or arguments of an exception."""
     if number in objects and content is None:
         return objects[number]
-    builtin = next(each for each in kind.__mro__ if each.__module__ == "builtins")
+    builtin = next(ancestor for ancestor in kind.__mro__ if ancestor.__module__ == "builtins")
     base = plain_type(kind) or builtin
     if issubclass(kind, BaseException):
         if number not in objects:

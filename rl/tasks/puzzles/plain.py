@@ -32,7 +32,7 @@ OPERATORS = (*BINARY, *COMPARED, "neg", "pos", "abs", "invert")
 
 def plain_type(kind):
     """Return the type of plain data that ``kind`` is or derives from, or None."""
-    return next((each for each in kind.__mro__ if each in PLAIN), None)
+    return next((ancestor for ancestor in kind.__mro__ if ancestor in PLAIN), None)
 
 
 def encode(value, refer, kind=None):

@@ -107,9 +107,9 @@ def call(function, arguments, options):
 def inherited(kind, value, name):
     """Return the attribute of ``super(..., value)`` if ``kind`` is the next class."""
     order = type(value).__mro__
-    for each in order[order.index(kind) :]:
-        if name in vars(each):
-            member = vars(each)[name]
+    for ancestor in order[order.index(kind) :]:
+        if name in vars(ancestor):
+            member = vars(ancestor)[name]
             return member.__get__(value, type(value)) if hasattr(member, "__get__") else member
     raise AttributeError(f"'super' object has no attribute {name!r}")
 

@@ -27,7 +27,7 @@ def smollm2() -> RLConfig:
     four updates, which learn more from the same answers than one.
     """
     return RLConfig(
-        steps=80,
+        steps=45,
         task=Gsm8kJsonl.Config(
             instruction="Show each calculation in one short line.", max_prompt_tokens=128
         ),
@@ -49,7 +49,7 @@ def smollm2() -> RLConfig:
             zero_gradient="skip",
         ),
         generator=GeneratorConfig(dtype="bfloat16"),
-        evaluation=EvaluationConfig(prompts=200, samples=1, every=20),
+        evaluation=EvaluationConfig(prompts=200, samples=1, every=15),
     )
 
 

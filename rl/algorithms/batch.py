@@ -199,7 +199,7 @@ def task_metrics(rollouts: Sequence[Rollout], names: Sequence[str]) -> dict[str,
                 f"algorithm.advantage reads the metric {missing[0]!r} of the task's scores; they "
                 f"have {', '.join(rollout.metrics)}"
             )
-    numbers = {name: [Metrics(scored.metrics)[name] for scored in rollouts] for name in names}
+    numbers = {name: [Metrics(rollout.metrics)[name] for rollout in rollouts] for name in names}
     return {name: torch.tensor(values, dtype=torch.float64) for name, values in numbers.items()}
 
 

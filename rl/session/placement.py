@@ -126,5 +126,5 @@ def choose_cpu_settings(config: SessionConfig, share: float | None = None) -> No
     automatic = [side for side in (*trainers, config.generator) if side and side.threads == "auto"]
     if automatic:
         models, generators = threads_of(config, share)
-        for section in automatic:
-            section.threads = generators if section is config.generator else models
+        for side in automatic:
+            side.threads = generators if side is config.generator else models

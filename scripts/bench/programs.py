@@ -5,7 +5,6 @@ import json
 import os
 import shlex
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -35,9 +34,14 @@ def output_of(command: Sequence[str | Path], timeout_s: float, **variables: str)
         command, env=os.environ | variables, capture_output=True, text=True, timeout=timeout_s
     )
     if done.returncode:
-        text = shlex.join(map(str, command))
-        raise SystemExit(f"{done.stderr}this failed with exit code {done.returncode}: {text}")
+        raise _failure(command, done.returncode, done.stderr)
     return done.stdout
+
+
+def _failure(command: Sequence[str | Path], code: int | None, errors: str) -> SystemExit:
+    """Return the error of a program that failed; ``code`` is None if the program still runs."""
+    how = "has not ended" if code is None else f"ended with exit code {code}"
+    return SystemExit(f"{errors}this {how}: {shlex.join(map(str, command))}")
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
@@ -77,10 +81,9 @@ def run_watched(
             time.sleep(0.02)
         err.seek(0)
         out.seek(0)
-        if process.poll() != 0 or len(spent) < len(marks):
+        code = process.poll()
+        if code != 0 or len(spent) < len(marks):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-            words = " ".join(map(str, command))
-            program = Path(sys.argv[0]).stem
-            raise SystemExit(f"{err.read()}{program}: this failed: {words}")
+            raise _failure(command, code, err.read())
         return out.read(), spent[marks[1]] - spent[marks[0]]

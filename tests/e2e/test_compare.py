@@ -3,12 +3,12 @@
 import pytest
 
 from rl.compare.__main__ import main
-from tests.e2e.pipelines import LONG
 from tests.e2e.test_programs import accepted, answer_of
 from tests.kit.runs import TINY
 
+pytestmark = pytest.mark.long
 
-@LONG
+
 @pytest.mark.parametrize(
     ("options", "least", "most"),
     [
@@ -30,7 +30,6 @@ def test_both_sides_of_a_run_are_equal_beyond_rounding(recorded, tmp_path, optio
         assert row["rollout"] == 1
 
 
-@LONG
 def test_a_run_in_bfloat16_is_equal_in_float32(finished, tmp_path):
     """As docs/compare.md advises."""
     sampled = ("--generator.dtype", "bfloat16", "--steps", "1")
@@ -54,6 +53,5 @@ REFUSED = {
 }
 
 
-@LONG
 def test_a_comparison_that_cannot_run_is_refused(recorded):
     assert accepted(main, recorded().folder, REFUSED) == {}

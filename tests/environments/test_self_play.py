@@ -119,7 +119,8 @@ def test_a_player_who_reads_the_conversation_of_another_has_its_own(task, monkey
         return [*shared, said, {"role": "assistant", "content": "1"}] if player else shared
 
     def environment(task, prompt, sample):
-        return task.game(task.dialect, enable_thinking=True)  # no thought precedes an answer
+        # answers then begin without the empty thought, as in the opening
+        return task.game(task.dialect, enable_thinking=True)
 
     monkeypatch.setattr(Higher, "opening", opening)
     monkeypatch.setattr(HigherTask, "environment", environment)

@@ -26,17 +26,19 @@ def submit(
     *,
     max_restarts: int = 5,
     real_worker: bool = False,
+    node: str = "",
     prelude: str = "",
     commands: dict[str, str] | None = None,
 ) -> str:
     """A job of the launcher's script, with the bash line ``run`` as its run, which does not end the
-    worker itself.
+    worker itself. ``node`` is the only one that the job may have.
 
     ``commands`` are lines of bash that precede those of Slurm.
     """
     config = find_config("quickstart")()
     config.slurm.max_restarts = max_restarts
     config.slurm.exclusive = False
+    config.slurm.nodelist = node
     config.slurm.environment = {"GREETING": "it's $HOME"}
     config.slurm.prelude = ["export FROM_PRELUDE=loaded", f"PATH='{folder}/bin':$PATH", prelude]
     launch = Launch("stand-in", config, folder, "unused")
@@ -206,7 +208,7 @@ def test_jobs_on_one_node_do_not_collide(cluster, tmp_path):
         '"$TILLER_LOGS"/workers/*.json'
     )
     jobs = [
-        submit(cluster, tmp_path / name, entries.format(tmp_path), real_worker=True)
+        submit(cluster, tmp_path / name, entries.format(tmp_path), real_worker=True, node="n1")
         for name in ("one", "two")
     ]
     assert [cluster.wait_for(job, "COMPLETED") for job in jobs] == ["COMPLETED"] * 2

@@ -58,6 +58,7 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.register_profile("tests", deadline=None)  # machines may be busy
     hypothesis.settings.load_profile("tests")
     fork_server.variables = warm.rank_variables
+    os.fsync = lambda descriptor: None  # no test cuts the power, and thousands take minutes
     # Programs that tests start inherit what nohup(1) or the background of a script ignores.
     for number, handler in (
         (signal.SIGINT, signal.default_int_handler),

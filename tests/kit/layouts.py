@@ -70,7 +70,8 @@ PAIRS = [
     ("experts", "fsdp2_tp2_ep2"),
 ]
 """Models and layouts of the gradient tests."""
-TOGETHER = [("untied_split", "cp2_tp2")]
-"""Pairs of the default tests. Experts have tests of their own."""
+TOGETHER = [("untied_split", "cp2_tp2"), ("untied_split", "hsdp4")]
+"""Pairs of the default tests: model parallel ranks, and data parallel ones. Experts have tests of
+their own."""
 HYBRID = [("hybrid", "fsdp2_tp2"), ("hybrid", "tp2_no_sp"), ("hybrid", "ep2")]
 """Layouts of a model with a gated delta net, which are compared with one rank alone."""

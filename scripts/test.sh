@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Sets up .venv. Then runs lint, types and the tests without engines beside each other, and after them
-# the tests of engines on several workers. Nothing runs after a failure.
+# Sets up .venv. Then runs lint, types, the tests without engines and the tests of engines beside each
+# other, since tests of engines wait for processes. A failure ends the others.
 #   --all                  the long tests too
 #   --slice K/N            the K-th of N parts of the long tests too
 #   --durations-json FILE  write the cost of each test to FILE and FILE.pure
@@ -26,7 +26,8 @@ done
 cores=$(env -u OMP_NUM_THREADS nproc) # nproc heeds that variable
 workers=$((cores < 8 ? cores : 8))
 lint() { ruff check . && ruff format --check . && lint-imports; }
-pure() { python -m pytest --rooms pure -n "$workers" "${tests[@]}" "${costs[@]/%/.pure}"; }
+pure() { python -m pytest --rooms pure -n $(((workers + 1) / 2)) "${tests[@]}" "${costs[@]/%/.pure}"; }
+engines() { python -m pytest --rooms engines -n "$workers" "${tests[@]}" "${costs[@]}"; }
 
 if [ $# -gt 0 ]; then
     lint
@@ -42,9 +43,5 @@ end() { # as Ctrl-C does, after which pytest ends what its fixtures started
 trap end EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
-lint &
-mypy &
-pure &
-for _ in lint mypy pure; do wait -n; done
-python -m pytest --rooms engines -n "$workers" "${tests[@]}" "${costs[@]}" &
-wait -n
+for job in lint mypy pure engines; do $job & done
+for _ in lint mypy pure engines; do wait -n; done

@@ -15,9 +15,9 @@ CALL = 2**9
 BLOCK = 512
 """Number of keys that torch's kernel computes at once. It leaves out later keys of causal attention
 by blocks, so that a longer piece is computed alone."""
-SHORT = 256
-"""Number of keys up to which gradients are computed in float32: torch's kernel is slow at small
-products in bfloat16."""
+SHORT = 512
+"""Number of queries of a piece up to which gradients are computed in float32: torch's kernel is
+slow at small products in bfloat16."""
 
 Cells = torch.Tensor | slice
 """Indices of the cells of all rows, laid end to end."""
@@ -189,7 +189,7 @@ def _attend_backward(
     for group in _groups(positions.numpy().tobytes(), q.dtype, window):
         saved = [group.take(group.queries, tensor) for tensor in (grad, q, out, total)]
         saved += [group.take(group.keys, heads) for heads in (k, v)]
-        if saved[-1].shape[2] <= SHORT:
+        if saved[0].shape[2] <= SHORT:
             saved = [tensor.to(wide) for tensor in saved]
         own_grad, query, own_out, own_total, key, value = saved
         if group.repeated is not None:

@@ -18,6 +18,7 @@ from rl.metrics import Metrics
 from rl.model.activations import Activations, joined
 from rl.model.digest import ShardDigests, merge_digests
 from rl.model.shape import shape_of
+from rl.training.packing import shares_of
 from rl.training.trainer_config import Source
 from rl.types import Batch
 
@@ -161,7 +162,8 @@ class WorkerGroup(Mesh):
         """Send each part of the batch to the first rank of a data-parallel rank. Return the
         sequences of each data-parallel rank, and the answers of all ranks.
         """
-        shares = batch.shares(self.engine.config.dp_degree)
+        config = self.engine.config
+        shares = shares_of(batch, config.dp_degree, config.prompt_sharing)
         others = [None] * (self.ranks // len(shares) - 1)
         parts = [part for share in shares for part in (batch.select(share), *others)]
         return shares, await self.on().split(endpoint, parts, *args, **kwargs)

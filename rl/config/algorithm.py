@@ -119,9 +119,9 @@ class PolicyGradientConfig(AlgorithmConfig):
     """Number of passes over the rollouts of a step."""
 
     prompts_per_minibatch: Annotated[int, at_least(0, 10**6)] = 0
-    """Number of prompts per optimizer step; must divide ``rollout.prompts_per_step``. The
-    rollouts of a step are shuffled, by seed, step and epoch, and split into minibatches of as
-    many rollouts as this number of prompts has. 0 for one minibatch."""
+    """Number of prompts per optimizer step; must divide ``rollout.prompts_per_step``. The prompts
+    of a step are shuffled, by seed, step and epoch, and their rollouts are split into minibatches
+    of equal size, which hold whole groups unless rollouts were lost. 0 for one minibatch."""
 
     @property
     def kl_coef(self) -> float:

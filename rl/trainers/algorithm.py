@@ -6,6 +6,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -309,18 +310,25 @@ class PolicyGradient(Algorithm):
         return rewards, float(self._overlong(counts_of([rollout]))), *map(float, parts)
 
     def minibatches(self, batch: Batch, step: int) -> list[Batch]:
-        """Return the whole batch for a step of one update, otherwise a new split in each epoch."""
-        updates = self.config.updates(self.run.rollout.prompts_per_step)
+        """Return the whole batch for a step of one update, otherwise a new split in each epoch.
+
+        The rollouts of a prompt stay together, so that they can share its computation.
+        """
+        rollout = self.run.rollout
+        updates = self.config.updates(rollout.prompts_per_step)
         if updates == 1:
             return [batch]
         count = updates // self.config.update_epochs
+        rows = batch.rows_by_rollout
+        samples = rollout.samples_per_prompt
         cut = list[Batch]()
         for epoch in range(self.config.update_epochs):
-            order = batch.rows_by_rollout
-            random.Random(f"{self.run.seed}/update/{step}/{epoch}").shuffle(order)
+            groups = [rows[first : first + samples] for first in range(0, len(rows), samples)]
+            random.Random(f"{self.run.seed}/update/{step}/{epoch}").shuffle(groups)
+            order = [*chain.from_iterable(groups)]
             for first in range(count):
-                rows = sorted(row for rollout in order[first::count] for row in rollout)
-                cut.append(batch.select(rows))
+                part = order[len(order) * first // count : len(order) * (first + 1) // count]
+                cut.append(batch.select(sorted(chain.from_iterable(part))))
         return cut
 
     def end_step(self, metrics: Mapping[str, float]) -> None:

@@ -2,7 +2,9 @@
 
 import math
 from bisect import bisect_left, insort
+from collections import Counter
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
@@ -179,6 +181,34 @@ def _trees(batch: Batch, limits: MicroBatchLimits) -> list[Tree]:
             tree.sequences.append(sequence)
             tree.cells = cells
     return sorted(trees, key=lambda tree: -tree.cells)
+
+
+def shares_of(batch: Batch, count: int, sharing: int) -> list[list[int]]:
+    """Return :meth:`Batch.shares` for data-parallel ranks that compute the prompt of up to
+    ``sharing`` sequences once. These sequences stay together if the largest part then has fewer
+    cells.
+    """
+    apart = batch.shares(count)
+    if sharing == 1 or count == 1 or batch.together > 1 or batch.targets is not None:
+        return apart
+    prompts = _prompts(batch)
+    sizes = sizes_of(batch)
+    limit = min(sharing, -(-len(batch) // count))
+    units: dict[bytes, list[list[int]]] = {}
+    for row, (prompt, _) in enumerate(prompts):
+        of_prompt = units.setdefault(prompt, [[]])
+        if len(of_prompt[-1]) == limit:
+            of_prompt.append([])
+        of_prompt[-1].append(row)
+
+    def cells(share: list[int]) -> int:
+        count = sum(sizes[row] for row in share)
+        for (_, shared), number in Counter(prompts[row] for row in share).items():
+            count -= shared * (number - -(-number // sharing))
+        return count
+
+    joined = batch.shares(count, chain.from_iterable(units.values()))
+    return min(joined, apart, key=lambda shares: max(map(cells, shares)))
 
 
 def _prompts(batch: Batch) -> list[tuple[bytes, int]]:

@@ -93,28 +93,40 @@ class Batch:
         column[self.loss_mask] = values
         return column
 
-    def shares(self, count: int) -> list[list[int]]:
+    def shares(
+        self, count: int, units: abc.Iterable[abc.Sequence[int]] | None = None
+    ) -> list[list[int]]:
         """Divide the sequences into ``count`` parts for :meth:`select`. Returns the indices of the
         sequences of each part.
 
         The parts' numbers of sequences differ by at most ``together``, and their numbers of tokens
-        are similar: each unit of ``together`` sequences, longest first, goes to the part with the
-        fewest tokens so far (Graham, 1969).
+        are similar: each of ``units``, longest first, goes to the part with the fewest tokens so
+        far (Graham, 1969), or if no part has room for it, each of its sequences does. By default a
+        unit has ``together`` sequences.
         """
-        sizes = self.lengths.view(-1, self.together).sum(1).tolist()
-        most = -(-len(sizes) // count)
-        shares: list[list[int]] = [[] for _ in range(count)]
-        tokens = [0] * count
-        for unit in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
-            open_parts = [part for part in range(count) if len(shares[part]) < most]
-            part = min(open_parts, key=tokens.__getitem__)
-            shares[part].append(unit)
-            tokens[part] += sizes[unit]
-        offsets = range(self.together)
-        return [
-            [unit * self.together + at for unit in sorted(share) for at in offsets]
-            for share in shares
+        own = [
+            [*range(first, first + self.together)] for first in range(0, len(self), self.together)
         ]
+        most = -(-len(own) // count) * self.together
+        shares: list[list[int]] = [[] for _ in range(count)]
+        lengths = self.lengths.tolist()
+        tokens = [0] * count
+
+        def size(unit: abc.Sequence[int]) -> int:
+            return sum(lengths[row] for row in unit)
+
+        for unit in sorted(
+            own if units is None else units, key=lambda rows: (-size(rows), rows[0])
+        ):
+            has_room = any(len(share) + len(unit) <= most for share in shares)
+            for piece in [unit] if has_room else [[row] for row in unit]:
+                open_parts = [
+                    p for p, share in enumerate(shares) if len(share) + len(piece) <= most
+                ]
+                part = min(open_parts, key=tokens.__getitem__)
+                shares[part] += piece
+                tokens[part] += size(piece)
+        return [sorted(share) for share in shares]
 
     def select(self, rows: abc.Sequence[int]) -> "Batch":
         """Return the given sequences, in the given order."""

@@ -13,7 +13,7 @@ from rl.cli.arguments import find_config
 from rl.errors import RunError
 from rl.rollout.rollouter import Episode
 from rl.trainers.trial import build_algorithm
-from rl.types import Completion, EpisodeEnd, EpisodeTurn, Prompt, Rollout, Sequence
+from rl.types import Batch, Completion, EpisodeEnd, EpisodeTurn, Prompt, Rollout, Sequence
 
 
 def sequence(draws, turns):
@@ -191,6 +191,30 @@ def test_rewards_of_turns_are_none_or_one_for_each_turn():
     rollout = dataclasses.replace(rollout, turn_rewards=(1.0,) * 9)
     with pytest.raises(RunError, match="rollout 0 of prompt 0 has 9 rewards of turns, but"):
         turn_rewards([rollout])
+
+
+def test_minibatches_hold_whole_groups():
+    """A group shares the computation of its prompt, whose cells a cut would compute again."""
+    config = find_config("quickstart")()
+    config.rollout.prompts_per_step, config.rollout.samples_per_prompt = 6, 4
+    config.algorithm.prompts_per_minibatch = 2
+    config.algorithm.update_epochs = 2
+    algorithm = build_algorithm(config)
+    prompts = torch.arange(6).repeat_interleave(4)
+    batch = Batch(
+        tokens=prompts.repeat_interleave(3),
+        lengths=torch.full((24,), 3),
+        loss_weights=torch.ones(72),
+    )
+    epochs = [[], []]
+    for number, part in enumerate(algorithm.minibatches(batch, step=1)):
+        first, second = part.tokens[::3].unique(return_counts=True)
+        assert second.tolist() == [4, 4]
+        epochs[number // 3] += first.tolist()
+    assert [sorted(seen) for seen in epochs] == [[*range(6)]] * 2
+    assert epochs[0] != epochs[1]
+    uneven = algorithm.minibatches(batch.select([*range(23)]), step=1)
+    assert sorted(len(part) for part in uneven) == [7, 7, 8, 8, 8, 8]
 
 
 def test_minibatches_and_fixed_length_count_rollouts():

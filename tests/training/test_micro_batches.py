@@ -1,6 +1,7 @@
 """However a batch is cut, every token is predicted once, in its document and the budget."""
 
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from torchtitan.config import CompileConfig
 
 from rl.training.attention import tree_mask
 from rl.training.micro_batches import lay_out
-from rl.training.packing import MicroBatchLimits, plan
+from rl.training.packing import MicroBatchLimits, plan, shares_of
 from rl.training.trainer_config import TrainerConfig
 from rl.types import Batch
 from rl.types.routed_experts import RoutedExperts
@@ -293,6 +294,38 @@ def test_sequences_that_share_a_prompt_need_fewer_cells():
     assert alone.tokens.shape == (4, 11)
     assert shared.tokens.shape == (1, 9 + 4 * 2)
     assert shared.loss_weights.equal(alone.loss_weights)
+
+
+@given(siblings(), st.integers(1, 4), st.integers(2, 5))
+def test_ranks_share_prompts_if_the_largest_part_then_has_fewer_cells(siblings, ranks, sharing):
+    batch, _ = siblings
+    shares = shares_of(batch, ranks, sharing)
+    assert sorted(chain.from_iterable(shares)) == [*range(len(batch))]
+    assert max(map(len, shares)) == -(-len(batch) // ranks)
+    assert largest(batch, shares, sharing) <= largest(batch, batch.shares(ranks), sharing)
+
+
+@pytest.mark.parametrize(("ranks", "cells"), [(2, 2 * (9 + 4 * 2)), (4, 9 + 4 * 2), (8, 9 + 2 * 2)])
+def test_sequences_of_a_prompt_go_to_one_rank(ranks, cells):
+    texts = torch.arange(4).repeat_interleave(4).view(-1, 1) * 100 + torch.arange(12)
+    texts[:, 10:] = torch.arange(1000, 1032).view(-1, 2)
+    batch = Batch(
+        tokens=texts.flatten(),
+        lengths=torch.tensor([12] * 16),
+        loss_weights=torch.tensor([0.0] * 10 + [1.0] * 2).repeat(16),
+    )
+    assert largest(batch, shares_of(batch, ranks, 4), 4) == cells
+    assert largest(batch, shares_of(batch, ranks, 1), 4) > cells
+
+
+def largest(batch: Batch, shares: list[list[int]], sharing: int) -> int:
+    """Return the largest number of cells that a rank computes."""
+    limits = MicroBatchLimits(
+        sequences=99, tokens=None, pack=True, one_row=True, multiple_of=1, sharing=sharing
+    )
+    micros = [plan(batch.select(share), limits) for share in shares]
+    trees = [chain.from_iterable(chain.from_iterable(rows)) for rows in micros]
+    return max(sum(tree.cells for tree in part) for part in trees)
 
 
 @pytest.mark.parametrize("sharing", [1, 3])

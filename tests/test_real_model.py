@@ -38,6 +38,18 @@ def test_word_problems_are_distinct_right_and_the_same_on_every_machine(script, 
             left, right = calculation.split(" = ")
             assert eval(left) == int(right)
         assert row["answer"].endswith(f" #### {right}")
+    for name, plain in (("train", train), ("held", held)):
+        lines = (tmp_path / f"{name}_one_shot.jsonl").read_text().splitlines()
+        for row, line in zip(plain, lines, strict=True):
+            shown, solution, asked = json.loads(line).pop("question")
+            assert {**row, "question": [shown, solution, asked]} == json.loads(line)
+            assert asked == {"role": "user", "content": row["question"]}
+    assert shown["content"] not in questions
+    *work, last = solution["content"].split("\n")
+    for calculation in work:
+        left, right = calculation.split(" = ")
+        assert eval(left) == int(right)
+    assert last == f"#### {right}"
     messages = [row["messages"] for row in solved]
     asked = {user["content"].partition("\n")[0] for user, _ in messages}
     assert len(asked - {*questions}) == len(messages) == 3200

@@ -6,7 +6,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -277,14 +277,13 @@ class PolicyGradient(Algorithm):
         penalty, token_rewards = self._penalty(batch)
         values = batch.columns.get("old_values")
         order = time_order(rollouts)
-        whole = self.config.credit == "episode"
         scored = Scored(
             rewards=rewards,
             groups=groups,
             lengths=counts_of(rollouts),
             token_rewards=token_rewards[order],
             values=None if values is None else values[batch.loss_mask][order],
-            turn_rewards=None if whole else turn_rewards(rollouts)[order],
+            turn_rewards=turn_rewards(rollouts)[order] if self.config.credit != "episode" else None,
             turn_ends=turn_ends(rollouts)[order],
             metrics=task_metrics(rollouts, self.config.advantage.metrics),
         )
@@ -310,25 +309,20 @@ class PolicyGradient(Algorithm):
         return rewards, float(self._overlong(counts_of([rollout]))), *map(float, parts)
 
     def minibatches(self, batch: Batch, step: int) -> list[Batch]:
-        """Return the whole batch for a step of one update, otherwise a new split in each epoch.
-
-        The rollouts of a prompt stay together, so that they can share its computation.
-        """
-        rollout = self.run.rollout
-        updates = self.config.updates(rollout.prompts_per_step)
+        """Return the whole batch for a step of one update, else new splits in each epoch."""
+        updates = self.config.updates(self.run.rollout.prompts_per_step)
         if updates == 1:
             return [batch]
         count = updates // self.config.update_epochs
         rows = batch.rows_by_rollout
-        samples = rollout.samples_per_prompt
+        samples = self.run.rollout.samples_per_prompt
+        bounds = [len(rows) * part // count for part in range(count + 1)]
         cut = list[Batch]()
         for epoch in range(self.config.update_epochs):
-            groups = [rows[first : first + samples] for first in range(0, len(rows), samples)]
+            groups = [*range(0, len(rows), samples)]  # which share the computation of a prompt
             random.Random(f"{self.run.seed}/update/{step}/{epoch}").shuffle(groups)
-            order = [*chain.from_iterable(groups)]
-            for first in range(count):
-                part = order[len(order) * first // count : len(order) * (first + 1) // count]
-                cut.append(batch.select(sorted(chain.from_iterable(part))))
+            order = [row for first in groups for row in rows[first : first + samples]]
+            cut += [batch.select(sorted(chain(*order[a:b]))) for a, b in pairwise(bounds)]
         return cut
 
     def end_step(self, metrics: Mapping[str, float]) -> None:
@@ -355,19 +349,18 @@ class PolicyGradient(Algorithm):
         """Call the advantage estimator and the corrections on made-up completions."""
         completions = torch.arange(groups * samples)
         lengths = 1 + completions % 3
-        tokens = int(lengths.sum())
+        zeros = torch.zeros(int(lengths.sum()))
         needs_values = self.config.advantage.needs_values
         scored = Scored(
             rewards=(completions % 2).float(),
             groups=completions // samples,
             lengths=lengths,
-            token_rewards=torch.zeros(tokens),
-            values=torch.zeros(tokens) if needs_values else None,
+            token_rewards=zeros,
+            values=zeros if needs_values else None,
             metrics={name: torch.zeros(len(lengths)) for name in self.config.advantage.metrics},
         )
-        logprobs = torch.full((tokens,), -1.0)
+        logprobs = zeros - 1.0
         advantages_of(self._advantage, scored, with_returns=needs_values)
-        zeros = torch.zeros(tokens)
         correction_weights(self._corrections, logprobs, logprobs, zeros, scored.sequence)
 
     def _overlong(self, lengths: torch.Tensor) -> torch.Tensor:

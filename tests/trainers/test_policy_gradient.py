@@ -33,17 +33,15 @@ def test_two_epochs_over_mini_batches_of_a_quarter_are_eight_optimizer_steps(run
 
 
 def test_each_epoch_visits_every_rollout_once_in_its_own_order(run):
-    def advantages(folder):
-        fields = updates(2, 2, prompts=4) | {"rollout.samples_per_prompt": 8}
-        run(steps=2, fields=fields, folder=folder)
-        return [batch.columns["advantages"].tolist() for batch in run.trainer.batches]
+    def rows(folder):
+        run(steps=2, fields=updates(2, 8, prompts=16), folder=folder)
+        return [tuple(batch.rows) for batch in run.trainer.batches]
 
-    first = advantages("one")
+    first = rows("one")
     halves = zip(first[::2], first[1::2], strict=True)
-    epochs = [sorted(one + other) for one, other in halves]
-    assert epochs == [epochs[0]] * 4
-    assert len({tuple(each) for each in first}) == len(first)
-    assert advantages("two") == first
+    assert [sorted(one + other) for one, other in halves] == [[*range(len(first[0]) * 2)]] * 4
+    assert len({*first}) == len(first) == 8
+    assert rows("two") == first
 
 
 def test_metrics_of_a_step_count_all_of_its_updates(run):

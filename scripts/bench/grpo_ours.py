@@ -95,3 +95,12 @@ def real() -> RLConfig:
     config.trainer.micro_batch_size = 8
     config.generator = GeneratorConfig()
     return config
+
+
+def real_defaults() -> RLConfig:
+    """Return the same work with the default trainer, except for its optimizer, and generator."""
+    config = config_of("real_defaults")
+    optimizer = default_adamw(lr=WORKS["real_defaults"].learning_rate, weight_decay=0.0)
+    config.trainer = TrainerConfig(optimizer=optimizer)
+    config.generator = GeneratorConfig()
+    return config

@@ -50,6 +50,16 @@ def test_our_side_is_asked_for_the_same_work(against_trl, tmp_path, kind, step, 
         assert reward == (0.5 if stops else 0.4)  # the end is not part of the answer
 
 
+def test_every_kind_of_work_has_a_config_of_its_size(against_trl):
+    for kind, work in against_trl.WORKS.items():
+        for name, way in against_trl.WAY_OF.items():
+            options = ["--config", f"grpo_ours.{kind}", *against_trl.WAYS[way][name]]
+            _, config = parse_config(options, program="test")
+            rollout = config.rollout
+            size = (rollout.prompts_per_step, rollout.samples_per_prompt, rollout.max_tokens)
+            assert size == (work.prompts, work.samples, work.new_tokens)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["varied", "long_prompts"])
 def test_our_side_runs_and_a_turn_has_the_steps_that_count(against_trl, tmp_path, kind):

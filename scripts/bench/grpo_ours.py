@@ -99,8 +99,6 @@ def real() -> RLConfig:
 
 def real_defaults() -> RLConfig:
     """Return the same work with the default trainer, except for its optimizer, and generator."""
-    config = config_of("real_defaults")
-    optimizer = default_adamw(lr=WORKS["real_defaults"].learning_rate, weight_decay=0.0)
-    config.trainer = TrainerConfig(optimizer=optimizer)
-    config.generator = GeneratorConfig()
+    config = real()
+    config.trainer = TrainerConfig(optimizer=config.trainer.optimizer)
     return config

@@ -139,7 +139,8 @@ def test_both_sides_of_a_published_model_compute_the_same_bits(script, tmp_path)
     run = Run(
         *words("--config smollm2 --steps 2 --parity bitwise --watchdog.parity fail"),
         *words("--rollout.prompts_per_step 4 --rollout.max_resampled_groups 0"),
-        *("--model.hf_path", str(folder), "--task.path", str(tmp_path / "train.jsonl")),
+        *words("--algorithm.prompts_per_minibatch 0"),
+        *("--model.hf_path", str(folder), "--task.path", str(tmp_path / "train_one_shot.jsonl")),
         *words("--evaluation.prompts 0"),
         folder=tmp_path / "run",
     )

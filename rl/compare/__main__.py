@@ -147,7 +147,7 @@ def _compared(
     recorded = TORCH_DTYPE_MAP[before.generator.dtype]
 
     def comparison(session: "Session") -> Comparison:
-        temperature = config.rollout.temperature
+        temperature = config.temperature(options.step - 1)
         return Comparison(session, example, temperature=temperature, recorded=recorded)
 
     async def with_generator(session: "Session") -> "Compared":

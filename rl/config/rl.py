@@ -132,6 +132,12 @@ class RLConfig(SamplingRunConfig):
         """Number of optimizer steps per step."""
         return self.algorithm.updates(self.rollout.prompts_per_step)
 
+    def temperature(self, trained: int) -> float:
+        """Return the temperature of the rollouts of the step after ``trained`` steps."""
+        first = self.rollout.temperature
+        last = self.rollout.final_temperature or first
+        return first + (last - first) * trained / max(self.steps - 1, 1)
+
     @property
     def trainer_share(self) -> float | None:
         if self.rollout.max_staleness == 0:

@@ -58,6 +58,11 @@ class RolloutConfig:
     """Sampling temperature. The log-probs of generator and trainer are both those of the
     distribution at this temperature."""
 
+    final_temperature: Annotated[float, at_least(MIN_TEMPERATURE, MAX_TEMPERATURE, also=(0,))] = 0.0
+    """Temperature of the last step's rollouts. Those between change linearly from ``temperature``,
+    which evaluation samples at in any case. A rising one keeps the entropy of a policy that becomes
+    certain. 0 keeps ``temperature``. Requires the deterministic pipeline."""
+
     top_p: Annotated[float, above(0, 1)] = 1.0
     """Threshold of nucleus sampling: the smallest set of the most likely tokens whose probabilities
     add up to this value is sampled from; 1 for all. If this, ``top_k`` or ``min_p`` cuts the

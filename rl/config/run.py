@@ -391,4 +391,6 @@ class SamplingRunConfig(RunConfig):
         replays = self.trainer.router_replay != "none" and self.rollout.pipeline == "deterministic"
         exact = dtypes == {"float32"} and (replays or not shape_of(self.model).num_experts)
         most = 0.5 if self.trainer.float8 is not None else 1e-3 if exact else 0.1
-        return replace(limits, mismatch_max=most / min(1.0, self.rollout.temperature))
+        rollout = self.rollout
+        lowest = min(1.0, rollout.temperature, rollout.final_temperature or 1.0)
+        return replace(limits, mismatch_max=most / lowest)

@@ -11,10 +11,11 @@ from rl.data.jsonl import Row
 from rl.dialects.answers import without_thoughts
 from rl.dialects.dialect import ConversationError, checked_messages, usual_messages
 from rl.environments.task import Score
+from rl.errors import ConfigError
 from rl.tasks.algebra import is_same_expression
 from rl.tasks.chat import ChatJsonl, Problem
 from rl.types import Completion, Prompt
-from rl.types.rules import Fixed
+from rl.types.rules import SHARE, Fixed
 
 SIGN = r"(?:(?<![\w)}])[+-])?"
 DIGITS = r"(?:(?:\d{1,3}(?:,\d{3}){1,14}(?![\d,])|\d+)(?:\.\d+)?|(?<!\d)\.\d+)"
@@ -25,6 +26,8 @@ BOX = r"\\{1,8}(?:boxed|fbox)\s*\{"
 TOKEN = re.compile(rf"(?P<line>####)|(?P<box>{BOX})|\\.|(?P<brace>\{{)|(?P<end>\}})", re.DOTALL)
 SPACE_IN_NUMBER = re.compile(r"(?<=\d)(?:\\[,!:; ]|~)+(?=\d)")
 WORD = re.compile(r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}|\\(?:quad|[,!:; ])")
+CALCULATION = re.compile(rf"({NUMBER})\s*([-+*/x×÷]|\\times)\s*(?=({NUMBER}))")
+SIGNS = {"x": "*", "×": "*", r"\times": "*", "÷": "/"}
 PROSE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 QUESTIONS = ("question", "problem", "prompt")
 ANSWERS = ("ground_truth", "answer", "solution")
@@ -57,6 +60,10 @@ class Gsm8kJsonl(ChatJsonl):
         )
         """Text that follows each question in the user's message."""
 
+        partial_credit: Annotated[float, SHARE] = 0.0
+        """Reward of a wrong completion that has all calculations of the row's solution, such as
+        ``12 + 30``. A completion with a part of them earns that part. Results do not count."""
+
         symbolic: Annotated[
             bool, Fixed(False, "algebra compares all answers that are not numbers; leave it out")
         ] = False
@@ -68,6 +75,8 @@ class Gsm8kJsonl(ChatJsonl):
     def read_problems(self) -> Iterator[Problem]:
         wrong = list[str]()
         compared = 0
+        credit = self.config.partial_credit
+        can_earn = False
         for row in self.rows('{"question": …, "answer": …}'):
             before, question = read_question(row)
             answer, solutions = read_answer(row)
@@ -79,19 +88,36 @@ class Gsm8kJsonl(ChatJsonl):
                 if final is None or not same_value(final, answer):
                     wrong.append(f"{row.unit} {row.line} ({final} instead of {answer})")
             options = template_options(row)
+            if credit:
+                texts = [value for value in map(row.value.get, ANSWERS) if isinstance(value, str)]
+                steps = dict.fromkeys(step for text in texts for step in calculations(text))
+                can_earn = can_earn or bool(steps)
+                answer = f"{', '.join(steps)} #### {answer}"
             yield Problem(
                 number=row.line, question=question, answer=answer, before=before, options=options
             )
+        if credit and not can_earn:
+            fault = f"{self.source}: no solution has a calculation of two numbers, such as 12 + 30"
+            raise ConfigError(fault, field="task.partial_credit", fix="set it to 0")
         self.warn("a solution does not have the row's answer, so that it scores 0", wrong)
 
     def score(self, prompt: Prompt, text: str, completion: Completion) -> Score:
         """Return the score. Metric ``answered``: the text has an answer; ``format``: the answer is
-        marked by ``####`` or ``\\boxed``.
+        marked by ``####`` or ``\\boxed``; ``calculations``, with ``partial_credit``: the share of
+        the solution's calculations that the text has.
         """
-        answer, is_marked = final_answer(without_thoughts(text, prompt), prompt.answer)
-        correct = answer is not None and same_value(answer, prompt.answer)
+        credit = self.config.partial_credit
+        solution, reference = "", prompt.answer
+        if credit:
+            solution, _, reference = prompt.answer.partition(" #### ")
+        answer, is_marked = final_answer(without_thoughts(text, prompt), reference)
+        correct = answer is not None and same_value(answer, reference)
         metrics = {"answered": float(answer is not None), "format": float(is_marked)}
-        return Score(reward=float(correct), correct=correct, metrics=metrics)
+        reward = float(correct)
+        if steps := {*calculations(solution)}:
+            metrics["calculations"] = len(steps.intersection(calculations(text))) / len(steps)
+            reward = max(reward, credit * metrics["calculations"])
+        return Score(reward=reward, correct=correct, metrics=metrics)
 
 
 def read_question(row: Row) -> tuple[list[dict[str, Any]], str]:
@@ -207,6 +233,20 @@ def number(text: str) -> set[Fraction] | None:
         return None
     value = Fraction(above) / int(below[0] if below else 1)
     return {value, value / 100} if text.endswith("%") else {value}
+
+
+def calculations(text: str) -> list[str]:
+    """Return the calculations of two numbers in ``text``, such as ``12 + 30``; terms and factors
+    are in the order of their digits.
+    """
+    found = list[str]()
+    for one, sign, other in CALCULATION.findall(without_signs(text)):
+        numbers = [one.replace(",", ""), other.replace(",", "")]
+        sign = SIGNS.get(sign, sign)
+        if sign in "+*":
+            numbers.sort()
+        found.append(f" {sign} ".join(numbers))
+    return found
 
 
 def cleaned(content: str) -> str:

@@ -160,6 +160,8 @@ class RolloutScheduler:
         verdicts = dict[int, Group | str]()
         groups = dict[int, Group | GroupLost]()
         self._resampled = 0
+        temperature = self.config.temperature(self._sampled)
+        self._sampling = replace(self._sampling, temperature=temperature)
         while missing := self._size - sum(isinstance(judged, list) for judged in verdicts.values()):
             drawn = math.ceil(missing * self.config.rollout.oversampling)
             prompt_ids = [ledger.admit(self._held) for _ in range(drawn)]

@@ -38,6 +38,9 @@ class Step:
     updates: list[Metrics] = field(default_factory=list, init=False)
     """Metrics of each optimizer step."""
 
+    def __post_init__(self) -> None:
+        self.algorithm.temperature = self.algorithm.run.temperature(self.number)
+
     async def train(self, rollouts: Sequence[Rollout]) -> None:
         """Add the gradient of ``rollouts``; take all optimizer steps on them except for the
         last.
@@ -65,7 +68,8 @@ class Step:
     async def end(self) -> dict[str, float]:
         """Take the last optimizer step; return the metrics of the step."""
         self.updates.append(await self.algorithm.update(self.session))
-        return dict(Metrics.merged(self.updates)) | self.algorithm.finish()
+        temperature = {"rollout/temperature": self.algorithm.temperature}
+        return temperature | dict(Metrics.merged(self.updates)) | self.algorithm.finish()
 
     async def _accumulate(
         self, minibatch: Batch, batch: Batch, columns: dict[str, torch.Tensor]

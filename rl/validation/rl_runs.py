@@ -31,6 +31,9 @@ def _validate_sampling(config: RLConfig) -> None:
     rule = "0 with rollout.samples_per_prompt=1"
     fix = "the rewards of every group are equal"
     check(config, "rollout.max_resampled_groups", holds, rule, fix)
+    holds = rollout.pipeline == "deterministic" or not rollout.final_temperature
+    fix = "its steps have no rollouts of their own"
+    check(config, "rollout.final_temperature", holds, "0 in an asynchronous pipeline", fix)
     holds = rollout.max_resampled_groups > 0 and rollout.pipeline == "deterministic"
     rule = "1 without rollout.max_resampled_groups, and in an asynchronous pipeline"
     check(config, "rollout.oversampling", holds or rollout.oversampling == 1, rule)

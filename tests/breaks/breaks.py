@@ -283,7 +283,7 @@ rl/trainers/report.py
   if reference:
   trainers/test_watchdog.py
 rl/config/run.py
-  mismatch_max=most / min(1.0, self.rollout.temperature)
+  mismatch_max=most / lowest
   mismatch_max=most
   trainers/test_watchdog.py
 rl/trainers/report.py

@@ -169,6 +169,8 @@ tasks/test_games.py
   test_a_store_has_the_keys_of_the_config_and_no_other_episode_shares_it:
     KeyValueWorld.Config keys changes
 tasks/test_gsm8k_jsonl.py
+  test_partial_credit_is_the_share_of_the_calculations_of_the_solution:
+    Gsm8kJsonl.Config partial_credit
   test_columns_of_common_sets_are_recognised: ChatJsonl.Config columns
   test_a_file_that_cannot_be_used_is_refused_with_its_line: Task.Config max_prompt_tokens
   test_training_and_evaluation_share_no_question_and_lose_none:
@@ -225,6 +227,7 @@ trainers/test_loop.py
     BaseCheckpointManager.Config enable interval enable_first_step_checkpoint
   test_requests_have_the_parameters_of_sampling_of_the_config:
     RolloutConfig max_tokens temperature top_p top_k min_p
+  test_both_sides_change_the_temperature_from_step_to_step: RolloutConfig final_temperature
   test_a_batch_comes_from_the_weights_of_as_many_steps_before_it_as_the_staleness_says:
     RolloutConfig max_staleness
   test_a_bf16_generator_left_one_version_behind_is_found_by_default:

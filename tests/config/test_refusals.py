@@ -77,6 +77,10 @@ REFUSED: list[tuple[Edits, str]] = [
     ),
     ({"trainer.packing": False} | SHARING, "1 with packing=False"),
     ({"rollout.oversampling": 2.0}, "1 without rollout.max_resampled_groups, and in an asyn"),
+    (
+        {"rollout.pipeline": "asynchronous", "rollout.final_temperature": 0.5},
+        "0 in an asynchronous pipeline: its steps have no rollouts of their own",
+    ),
     ({"rollout.stream_chunks": 2}, "1 unless rollout.pipeline is 'asynchronous'"),
     ({"algorithm.adaptive_kl.target": 0.1}, "0 unless algorithm.loss.kl_coef or"),
     ({"algorithm.overlong_buffer": 1000}, "at most rollout.max_tokens="),

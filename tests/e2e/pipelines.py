@@ -32,7 +32,7 @@ ONE_AHEAD = (*COMMON, "--rollout.max_staleness", "1", "--weights.digests")
 MANY_MODELS = (
     *("--config", "tests.e2e.configs.many_models", *TINY[2:], "--steps", "4"),
     *words("--trainer.checkpoint.interval 2 --evaluation.every 2 --evaluation.at_start"),
-    *words("--evaluation.prompts 64 --evaluation.samples 2"),
+    *words("--evaluation.prompts 64 --evaluation.samples 2 --rollout.final_temperature 0.7"),
     # so that each step changes the scores
     *(LR, "0.01", "--trainer.lr_scheduler.warmup_steps", "0", "trainer.lora:on"),
 )

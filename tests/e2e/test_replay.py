@@ -55,7 +55,7 @@ def test_recorded_steps_are_trained_again_bit_for_bit(recorded, tmp_path, kind):
 @pytest.mark.parametrize(
     ("options", "step"),
     [
-        (("--rollout.max_staleness", "2"), 4),
+        (("--rollout.max_staleness", "2", "--rollout.final_temperature", "0.5"), 4),
         (LAYOUT, 3),
         (MIXTURE, 4),
         (("--trainer.zero_gradient", "skip"), 4),

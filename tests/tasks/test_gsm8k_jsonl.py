@@ -11,7 +11,7 @@ from rl.data.stored import Stored
 from rl.environments.task import Task
 from rl.errors import ConfigError
 from rl.model.shape import ModelConfig, shape_of
-from rl.tasks.gsm8k_jsonl import Gsm8kJsonl
+from rl.tasks.gsm8k_jsonl import Gsm8kJsonl, calculations
 from rl.tasks.mixture import Mixture
 from rl.types import Completion
 from tests.kit.tables import check_rows
@@ -238,6 +238,36 @@ def test_the_reward_is_one_for_the_right_number_and_zero_otherwise(tiny):
     assert (wrong.reward, wrong.correct) == (0.0, False)
     assert wrong.metrics == {"answered": 1.0, "format": 0.0}
     assert task.score(prompt, "", SILENT).metrics["answered"] == 0.0
+
+
+def test_partial_credit_is_the_share_of_the_calculations_of_the_solution(tiny, tmp_path):
+    rows = [
+        {"question": "a", "answer": "12 + 30 = <<12+30=42>>42, then 42 - 5 = 37\n#### 37"},
+        {"question": "b", "answer": r"37", "solution": r"$12 + 30 = 42$, 42 - 5 is \boxed{37}"},
+        {"question": "c", "answer": "#### 37"},
+    ]
+    fields = {"held_out_fraction": 0.0, "partial_credit": 0.5}
+    task = build(tiny, path=write(tmp_path / "a.jsonl", *rows), **fields)
+    prompts = {task.prompt(n).text.split("user\n")[1][0]: task.prompt(n) for n in range(3)}
+    for text, reward, correct in (
+        ("#### 37", 1.0, True),
+        ("30 + 12 = 41\n41 - 5 = 36", 0.25, False),
+        ("12 + 30 = 42\n42 - 5 = 36", 0.5, False),
+        ("12 + 30 - 5 = 36", 0.25, False),
+        ("5 - 42 = 37, no: 1", 0.0, False),
+        ("", 0.0, False),
+    ):
+        for name in "ab":
+            score = task.score(prompts[name], text, SILENT)
+            assert (score.reward, score.correct) == (reward, correct), (name, text)
+        score = task.score(prompts["c"], text, SILENT)
+        assert (score.reward, score.correct) == (float(correct), correct), text
+    assert task.score(prompts["a"], "42-5", SILENT).metrics["calculations"] == 0.5
+    signs = calculations(r"2 × 1,200; 7 x 3, 3 \times 7, 8 ÷ 2, 8/2, \$5 + \$10, -3 + 4")
+    assert signs == ["1200 * 2", "3 * 7", "3 * 7", "8 / 2", "8 / 2", "10 + 5", "3 + 4"]
+    told = "task.partial_credit: .*a.jsonl: no solution has a calculation .*; set it to 0"
+    with pytest.raises(ConfigError, match=told):
+        build(tiny, path=write(tmp_path / "a.jsonl", rows[2]), **fields)
 
 
 def test_rows_whose_own_solution_is_wrong_are_named(tiny, tmp_path, caplog):

@@ -91,6 +91,7 @@ WRONG = r"""
 
 def scores(reference, text):
     task = object.__new__(Gsm8kJsonl)
+    task.config = Gsm8kJsonl.Config()
     prompt = Prompt(prompt_id=0, tokens=[1], text="?", answer=reference_answer(reference))
     return task.score(prompt, text, Completion.written([1])).correct
 

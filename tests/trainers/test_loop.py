@@ -9,7 +9,7 @@ from rl.errors import RunError
 from rl.model.shards import Box
 from rl.observe.checkpoint_folders import ROLLOUTS
 from rl.observe.rollout_files import read_groups
-from tests.trainers.loops import calls, during, evaluating, results
+from tests.trainers.loops import calls, during, evaluating, ledger_of, results
 
 CANARY = {"weights.digests": False}
 NO_CHECKS = CANARY | {"weights.canary_tolerance": 0.0}
@@ -291,3 +291,31 @@ def test_requests_have_the_parameters_of_sampling_of_the_config(run):
         ("eval/greedy", 5, 0.0, 1.0, 0, 0.0),
         ("eval/sampled", 5, 0.7, 1.0, 0, 0.0),
     }
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_both_sides_change_the_temperature_from_step_to_step(run, staleness):
+    sampled, trained = {}, []
+
+    def noted(trainer, generator):
+        generate, backward = generator.generate, trainer.forward_backward
+
+        async def generate_noted(requests, **options):
+            for each in requests:
+                if each.request_id.startswith("train/"):
+                    sampled[int(each.request_id.split("/")[1])] = each.sampling.temperature
+            return await generate(requests, **options)
+
+        async def backward_noted(*arguments, temperature, **options):
+            trained.append(temperature)
+            return await backward(*arguments, temperature=temperature, **options)
+
+        generator.generate = generate_noted
+        trainer.forward_backward = backward_noted
+
+    fields = {"rollout.temperature": 0.5, "rollout.final_temperature": 2.0}
+    _, rows = run(noted, steps=4, staleness=staleness, fields=fields)
+    temperatures = [0.5, 1.0, 1.5, 2.0]
+    by_step = [{sampled[each] for each in row["trained_now"]} for row in ledger_of(run.record)]
+    assert by_step == [{each} for each in temperatures]
+    assert trained == [row["rollout/temperature"] for row in rows] == temperatures

@@ -80,6 +80,7 @@ ROUNDING = {
     "": 0.001,
     "--rollout.temperature 0.5": 0.002,
     "--rollout.temperature 2": 0.001,
+    "--rollout.temperature 2 --rollout.final_temperature 0.5": 0.002,
     "--generator.dtype bfloat16": 0.1,
     "--trainer.training.mixed_precision_param bfloat16": 0.1,
     EXPERTS: 0.1,

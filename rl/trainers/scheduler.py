@@ -160,8 +160,6 @@ class RolloutScheduler:
         verdicts = dict[int, Group | str]()
         groups = dict[int, Group | GroupLost]()
         self._resampled = 0
-        temperature = self.config.temperature(self._sampled)
-        self._sampling = replace(self._sampling, temperature=temperature)
         while missing := self._size - sum(isinstance(judged, list) for judged in verdicts.values()):
             drawn = math.ceil(missing * self.config.rollout.oversampling)
             prompt_ids = [ledger.admit(self._held) for _ in range(drawn)]
@@ -227,9 +225,10 @@ class RolloutScheduler:
         self, prompt_ids: list[int], generate: Generate
     ) -> dict[int, Group | GroupLost]:
         rollout = self.config.rollout
+        temperature = self.config.temperature(self._sampled)
         groups = await self.session.rollouter.collect(
             [self._prompt(prompt_id) for prompt_id in prompt_ids],
-            self._sampling,
+            replace(self._sampling, temperature=temperature),
             samples=rollout.samples_per_prompt,
             generate=generate,
             fewest=rollout.min_episodes,

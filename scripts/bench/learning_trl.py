@@ -1,6 +1,6 @@
 """Learning of TRL's GRPOTrainer on the word problems of docs/real-model.md, with the sizes and the
-loss of the config smollm2. It lacks that config's entropy bonus, resampling and falling rate, and
-has one update a step.
+loss of the runs that page calls sentences. It lacks their entropy bonus, resampling and falling
+rate, and has one update a step.
 
 Usage: TRL_PYTHON scripts/bench/learning_trl.py MODEL PROBLEMS FILE [--steps N] [--every N]
 

@@ -13,21 +13,18 @@ from rl.dialects.dialect import ConversationError, checked_messages, usual_messa
 from rl.environments.task import Score
 from rl.errors import ConfigError
 from rl.tasks.algebra import is_same_expression
+from rl.tasks.calculations import NUMBER, calculations, share_of_calculations, without_signs
 from rl.tasks.chat import ChatJsonl, Problem
 from rl.types import Completion, Prompt
 from rl.types.rules import SHARE, Fixed
 
 SIGN = r"(?:(?<![\w)}])[+-])?"
-DIGITS = r"(?:(?:\d{1,3}(?:,\d{3}){1,14}(?![\d,])|\d+)(?:\.\d+)?|(?<!\d)\.\d+)"
-NUMBER = rf"{DIGITS}(?:[eE][+-]?\d{{1,3}}(?!\w))?"
 FRACTION = r"\\[dtc]?frac\s*(?:\{\s*-?\d+\s*\}|\d)\s*(?:\{\s*\d+\s*\}|\d)|\d+\s*/\s*\d+"
 VALUE = re.compile(rf"{SIGN}(?:{FRACTION}|{NUMBER})(?:\s*\\?%)?")
 BOX = r"\\{1,8}(?:boxed|fbox)\s*\{"
 TOKEN = re.compile(rf"(?P<line>####)|(?P<box>{BOX})|\\.|(?P<brace>\{{)|(?P<end>\}})", re.DOTALL)
 SPACE_IN_NUMBER = re.compile(r"(?<=\d)(?:\\[,!:; ]|~)+(?=\d)")
 WORD = re.compile(r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}|\\(?:quad|[,!:; ])")
-CALCULATION = re.compile(rf"({NUMBER})\s*([-+*/x×÷]|\\times)\s*(?=({NUMBER}))")
-SIGNS = {"x": "*", "×": "*", r"\times": "*", "÷": "/"}
 PROSE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 QUESTIONS = ("question", "problem", "prompt")
 ANSWERS = ("ground_truth", "answer", "solution")
@@ -62,7 +59,8 @@ class Gsm8kJsonl(ChatJsonl):
 
         partial_credit: Annotated[float, SHARE] = 0.0
         """Reward of a wrong completion that has all calculations of the row's solution, such as
-        ``12 + 30``. A completion with a part of them earns that part. Results do not count."""
+        ``12 + 30``. A completion with a part of them earns that part. Results do not count, and
+        a calculation may have the completion's own result of a previous one."""
 
         symbolic: Annotated[
             bool, Fixed(False, "algebra compares all answers that are not numbers; leave it out")
@@ -90,9 +88,10 @@ class Gsm8kJsonl(ChatJsonl):
             options = template_options(row)
             if credit:
                 texts = [value for value in map(row.value.get, ANSWERS) if isinstance(value, str)]
-                steps = dict.fromkeys(step for text in texts for step in calculations(text))
+                steps = calculations(" ; ".join(texts))
                 can_earn = can_earn or bool(steps)
-                answer = f"{', '.join(steps)} #### {answer}"
+                parts = (f"{step} = {result}" if result else step for step, result in steps.items())
+                answer = f"{', '.join(parts)} #### {answer}"
             yield Problem(
                 number=row.line, question=question, answer=answer, before=before, options=options
             )
@@ -114,8 +113,8 @@ class Gsm8kJsonl(ChatJsonl):
         correct = answer is not None and same_value(answer, reference)
         metrics = {"answered": float(answer is not None), "format": float(is_marked)}
         reward = float(correct)
-        if steps := {*calculations(solution)}:
-            metrics["calculations"] = len(steps.intersection(calculations(text))) / len(steps)
+        if solution:
+            metrics["calculations"] = share_of_calculations(solution, text)
             reward = max(reward, credit * metrics["calculations"])
         return Score(reward=reward, correct=correct, metrics=metrics)
 
@@ -235,20 +234,6 @@ def number(text: str) -> set[Fraction] | None:
     return {value, value / 100} if text.endswith("%") else {value}
 
 
-def calculations(text: str) -> list[str]:
-    """Return the calculations of two numbers in ``text``, such as ``12 + 30``; terms and factors
-    are in the order of their digits.
-    """
-    found = list[str]()
-    for one, sign, other in CALCULATION.findall(without_signs(text)):
-        numbers = [one.replace(",", ""), other.replace(",", "")]
-        sign = SIGNS.get(sign, sign)
-        if sign in "+*":
-            numbers.sort()
-        found.append(f" {sign} ".join(numbers))
-    return found
-
-
 def cleaned(content: str) -> str:
     """Return ``content`` without what is not part of an answer: LaTeX's spaces within numbers,
     signs of a currency around a number, and the punctuation at its end.
@@ -258,10 +243,3 @@ def cleaned(content: str) -> str:
         short = short.rstrip(" \n\t.,;:\\")
     plain = without_signs(short)
     return plain.replace(",", "") if number(plain) is not None else short
-
-
-def without_signs(text: str) -> str:
-    """Return ``text`` without currency signs and without LaTeX's spaces within numbers."""
-    for old, new in (("\\$", ""), ("$", ""), ("{,}", ","), ("\\!", ""), ("\\,", ""), ("−", "-")):
-        text = text.replace(old, new)
-    return re.sub(r"^\s*([+-])\s+(?=[\d.])", r"\1", text).strip()

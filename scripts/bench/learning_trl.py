@@ -1,13 +1,14 @@
-"""Learning of TRL's GRPOTrainer on the word problems of docs/real-model.md, with the sizes and the
-loss of the runs that page calls sentences. It lacks their entropy bonus, resampling and falling
-rate, and has one update a step.
+"""Learning of TRL's GRPOTrainer on the word problems of docs/real-model.md, with the prompts, the
+reward, the sizes and the loss of configs/smollm2.py. It lacks resampling, noise in the weights, and
+a temperature that rises.
 
-Usage: TRL_PYTHON scripts/bench/learning_trl.py MODEL PROBLEMS FILE [--steps N] [--every N]
+Usage: PYTHONPATH=. TRL_PYTHON scripts/bench/learning_trl.py MODEL PROBLEMS FILE [--steps N]
+[--every N]
 
 TRL_PYTHON is the interpreter that against_trl.py installs. MODEL and PROBLEMS are folders that
 scripts/real_model.py writes. FILE gets a JSON line for each step and for each evaluation, which
-scripts/plot_runs.py draws. Evaluation is greedy, on all held-out problems; the seconds of steps are
-without it.
+scripts/plot_runs.py draws. A step has two updates, as in the config. Evaluation is greedy, on all
+held-out problems; the seconds of steps are without it.
 """
 
 import argparse
@@ -19,14 +20,31 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from grpo_trl import QUIET, exact_match, prompts
+from grpo_trl import QUIET, exact_match
 from grpo_work import CLIP, MAX_NORM
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-INSTRUCTION = "Show each calculation in one short line."
-NEW_TOKENS = 48
+from rl.tasks.calculations import share_of_calculations
+
+SYSTEM = {"role": "system", "content": "Calculate."}
+NEW_TOKENS = 40
+UPDATES = 2
+PARTIAL_CREDIT = 0.5
 BATCH = 50
+
+
+def prompts(problems: Path) -> list[dict[str, Any]]:
+    """Return the prompts of a file of conversations, each with its solution."""
+    rows = map(json.loads, problems.read_text().splitlines())
+    return [{"prompt": [SYSTEM, *row["question"]], "answer": row["answer"]} for row in rows]
+
+
+def reward(text: str, solution: str) -> float:
+    """Return 1 for the answer, else the credit for the solution's calculations."""
+    if exact_match(text, solution.split()[-1]):
+        return 1.0
+    return PARTIAL_CREDIT * share_of_calculations(solution.partition("####")[0], text)
 
 
 def evaluated(model: Any, tokenizer: Any, problems: list[dict[str, Any]]) -> float:
@@ -46,7 +64,8 @@ def evaluated(model: Any, tokenizer: Any, problems: list[dict[str, Any]]) -> flo
         answers = tokenizer.batch_decode(
             ids[:, texts["input_ids"].shape[1] :], skip_special_tokens=True
         )
-        right += sum(map(exact_match, answers, (each["answer"] for each in part)))
+        numbers = [each["answer"].split()[-1] for each in part]
+        right += sum(map(exact_match, answers, numbers))
     return right / len(problems)
 
 
@@ -63,10 +82,12 @@ class Recorder(TrainerCallback):
         self._write(0, given["model"])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        row = {"step": state.global_step, "timing/step": time.perf_counter() - self._began}
-        self._add(row)
-        if state.global_step % self._every == 0:
-            self._write(state.global_step, given["model"])
+        step, more = divmod(state.global_step, UPDATES)
+        if more:
+            return
+        self._add({"step": step, "timing/step": time.perf_counter() - self._began})
+        if step % self._every == 0:
+            self._write(step, given["model"])
         self._began = time.perf_counter()
 
     def _write(self, step: int, model: Any) -> None:
@@ -86,29 +107,35 @@ def main() -> None:
     )
     for name in ("model", "problems", "file"):
         parser.add_argument(name, type=Path)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=48)
     parser.add_argument("--every", type=int, default=10, help="steps between two evaluations")
     arguments = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(arguments.model, padding_side="left")
-    held = prompts(arguments.problems / "held.jsonl", INSTRUCTION)
+    held = prompts(arguments.problems / "held_one_shot.jsonl")
     recorder = Recorder(arguments.file, arguments.every, tokenizer, held)
 
     def score(completions: list[Any], answer: list[str], **_: object) -> list[float]:
         texts = [messages[-1]["content"] for messages in completions]
-        return [*map(exact_match, texts, answer)]
+        return [*map(reward, texts, answer)]
 
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(
             output_dir=folder,
-            max_steps=arguments.steps,
+            max_steps=arguments.steps * UPDATES,
             per_device_train_batch_size=32,
             gradient_accumulation_steps=4,
-            num_generations=8,
+            steps_per_generation=4 * UPDATES,
+            num_generations=4,
             max_completion_length=NEW_TOKENS,
-            temperature=0.5,
+            temperature=1.2,
             learning_rate=3e-5,
-            lr_scheduler_type="constant_with_warmup",
-            warmup_steps=2,
+            lr_scheduler_type="warmup_stable_decay",
+            lr_scheduler_kwargs={
+                "num_decay_steps": int(0.4 * arguments.steps * UPDATES),
+                "decay_type": "linear",
+            },
+            warmup_steps=2 * UPDATES,
+            adam_beta2=0.95,
             max_grad_norm=MAX_NORM,
             epsilon=CLIP,
             epsilon_high=0.28,
@@ -122,9 +149,7 @@ def main() -> None:
             model=AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32),
             reward_funcs=score,
             args=config,
-            train_dataset=Dataset.from_list(
-                prompts(arguments.problems / "train.jsonl", INSTRUCTION)
-            ),
+            train_dataset=Dataset.from_list(prompts(arguments.problems / "train_one_shot.jsonl")),
             processing_class=tokenizer,
             callbacks=[recorder],
         ).train()

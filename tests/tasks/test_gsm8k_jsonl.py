@@ -11,7 +11,8 @@ from rl.data.stored import Stored
 from rl.environments.task import Task
 from rl.errors import ConfigError
 from rl.model.shape import ModelConfig, shape_of
-from rl.tasks.gsm8k_jsonl import Gsm8kJsonl, calculations
+from rl.tasks.calculations import calculations
+from rl.tasks.gsm8k_jsonl import Gsm8kJsonl
 from rl.tasks.mixture import Mixture
 from rl.types import Completion
 from tests.kit.tables import check_rows
@@ -251,9 +252,12 @@ def test_partial_credit_is_the_share_of_the_calculations_of_the_solution(tiny, t
     prompts = {task.prompt(n).text.split("user\n")[1][0]: task.prompt(n) for n in range(3)}
     for text, reward, correct in (
         ("#### 37", 1.0, True),
-        ("30 + 12 = 41\n41 - 5 = 36", 0.25, False),
+        ("30 + 12 = 41\n41 - 5 = 36", 0.5, False),
+        ("12 + 30 = 41\n42 - 5 = 36", 0.5, False),
+        ("12 + 31 = 41\n41 - 5 = 36", 0.0, False),
+        ("12 + 30 = 41", 0.25, False),
+        ("12 + 30 = 41\n40 - 5 = 36", 0.25, False),
         ("12 + 30 = 42\n42 - 5 = 36", 0.5, False),
-        ("12 + 30 - 5 = 36", 0.25, False),
         ("5 - 42 = 37, no: 1", 0.0, False),
         ("", 0.0, False),
     ):
@@ -263,8 +267,9 @@ def test_partial_credit_is_the_share_of_the_calculations_of_the_solution(tiny, t
         score = task.score(prompts["c"], text, SILENT)
         assert (score.reward, score.correct) == (float(correct), correct), text
     assert task.score(prompts["a"], "42-5", SILENT).metrics["calculations"] == 0.5
-    signs = calculations(r"2 × 1,200; 7 x 3, 3 \times 7, 8 ÷ 2, 8/2, \$5 + \$10, -3 + 4")
-    assert signs == ["1200 * 2", "3 * 7", "3 * 7", "8 / 2", "8 / 2", "10 + 5", "3 + 4"]
+    text = r"2 × 1,200 = 2,400; 7 x 3, 3 \times 7 = 21, 8 ÷ 2, 8/2, \$5 + \$10 = \$15, -3 + 4"
+    results = {"1200 * 2": "2400", "3 * 7": "21", "8 / 2": "", "10 + 5": "15", "3 + 4": ""}
+    assert calculations(text) == results
     told = "task.partial_credit: .*a.jsonl: no solution has a calculation .*; set it to 0"
     with pytest.raises(ConfigError, match=told):
         build(tiny, path=write(tmp_path / "a.jsonl", rows[2]), **fields)

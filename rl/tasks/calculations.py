@@ -37,7 +37,7 @@ def share_of_calculations(solution: str, text: str) -> float:
     count = 0
     for step, result in steps.items():
         one, sign, other = step.split()
-        operands = product(*(results.get(number, {number}) for number in (one, other)))
+        operands = product(results.get(one, {one}), results.get(other, {other}))
         forms = {_ordered(first, sign, second) for first, second in operands}
         if found := forms & written.keys():
             count += 1

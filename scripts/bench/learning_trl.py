@@ -1,6 +1,5 @@
 """Learning of TRL's GRPOTrainer on the word problems of docs/real-model.md, with the prompts, the
-reward, the sizes and the loss of configs/smollm2.py. It lacks resampling, noise in the weights, and
-a temperature that rises.
+reward, the sizes and the loss of configs/smollm2.py. It lacks resampling and noise in the weights.
 
 Usage: PYTHONPATH=. TRL_PYTHON scripts/bench/learning_trl.py MODEL PROBLEMS FILE [--steps N]
 [--every N]
